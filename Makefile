@@ -1,6 +1,8 @@
 # Each target makes .venv when it is missing: one command on a fresh machine.
 PYTHON ?= python3
+# Marks of what is installed: all that users need, and also what the tests and the checks need.
 INSTALLED := .venv/installed
+DEVELOPING := .venv/developing
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 # The set of versions that is installed, and the value of CUDA that asked for it, if one did.
@@ -12,20 +14,18 @@ export CUDA_VISIBLE_DEVICES :=
 DEVICE := --performance.device cpu
 endif
 
-.PHONY: demo demo-t2i test test-gpu test-nightly test-faults test-cluster lint bench
+.PHONY: demo demo-t2i test test-gpu test-nightly test-faults test-cluster lint docs bench
 
-# Real digit scans -> latent shards -> a trained DiT -> new digits, measured.
+# Real digit scans -> latent shards -> a DiT whose training is killed and resumes -> new digits, measured; `fastdiff demo --watch` shows it live.
 demo: $(INSTALLED)
-	test -f data/digits/dataset.json || fastdiff encode digits data/digits
-	fastdiff train --preset digits --deepspeed_config deepspeed_configs/zero3.json $(DEVICE)
-	fastdiff evaluate runs/digits
+	fastdiff demo $(if $(DEVICE),-- $(DEVICE))
 
 # The same scans with captions in words -> latents and embeddings -> a trained UNet -> a pipeline that diffusers loads.
 demo-t2i: $(INSTALLED)
 	test -d data/digits-t2i || python -m fastdiff.cli.demo_t2i prepare data/digits-t2i
 	test -f data/digits-t2i/latents/dataset.json || fastdiff encode data/digits-t2i/images data/digits-t2i/latents \
 		--pretrained data/digits-t2i/pipeline --resolution 32 --batch 64
-	fastdiff train --preset digits-t2i --deepspeed_config deepspeed_configs/zero3.json $(DEVICE)
+	fastdiff train --preset digits-t2i --deepspeed_config zero3 $(DEVICE)
 	test -d runs/digits-t2i/pipeline || fastdiff export runs/digits-t2i runs/digits-t2i/pipeline --format diffusers
 	python -m fastdiff.cli.demo_t2i judge runs/digits-t2i/pipeline --picture runs/digits-t2i/digits.png
 
@@ -37,51 +37,60 @@ ON_CPU := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 TWO_WORKERS := $(ON_CPU) PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
 	python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test: $(INSTALLED)
+test: $(DEVELOPING)
 	$(TWO_WORKERS) --junitxml .reports/tests.xml
 
 # On a machine with a GPU: the kernels compiled for it, and every test that needs one. Only the first command shares the
 # GPU among its tests, because some of the others time something.
 ON_GPU := env -u TRITON_INTERPRET python -m pytest --gpu
-test-gpu: $(INSTALLED)
+test-gpu: $(DEVELOPING)
 	$(ON_GPU) --numprocesses 4 --junitxml .reports/gpu.xml tests/ops tests/gpu
 	$(ON_GPU) --junitxml .reports/gpu-alone.xml --ignore tests/ops --ignore tests/gpu
 
 # The long trials, before a release: more kills, full-size networks, every size of a kernel.
-test-nightly: $(INSTALLED)
+test-nightly: $(DEVELOPING)
 	$(TWO_WORKERS) -m "nightly and not cluster" --nightly --timeout 7200 --junitxml .reports/nightly.xml
 
 # A real Slurm, ssh and pulled cables, on machines made of Linux namespaces; as root. Installs what is missing (Debian).
-test-cluster: $(INSTALLED)
+test-cluster: $(DEVELOPING)
 	bash tests/slurm/install.sh
 	$(ON_CPU) python -m pytest -m cluster --junitxml .reports/cluster.xml tests/slurm
 
 # Every fault of docs/reliability.md, and the table there: in a night, or with NIGHTLY= as often as the tests.
 NIGHTLY ?= --nightly --timeout 7200
-test-faults: $(INSTALLED)
+test-faults: $(DEVELOPING)
 	bash tests/slurm/install.sh
 	rm -rf .reports
 	-$(TWO_WORKERS) -m "fault and not cluster" $(NIGHTLY) --junitxml .reports/tests.xml
 	-$(ON_CPU) python -m pytest -m "fault and cluster" $(NIGHTLY) --junitxml .reports/cluster.xml tests/slurm
 	python -m tests.support.fault_table .reports/*.xml
 
-lint: $(INSTALLED)
+lint: $(DEVELOPING)
 	ruff check .
 	ruff format --check .
 	mypy
 
+# The site of the documentation, in .site/; a broken link is an error.
+docs: $(DEVELOPING)
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+
 # On a machine with a GPU: the kernels' tests and speed; the record goes to bench/results/.
-bench: $(INSTALLED)
+bench: $(DEVELOPING)
 	bash bench/gpu.sh
 
 # CUDA=12, CUDA=13 or CUDA=cpu instead of what install.py chooses by the driver; a change of it installs anew.
 ifneq ($(CUDA),)
 ifneq ($(CUDA),$(firstword $(RECORDED)))
-$(INSTALLED): anew
+$(INSTALLED) $(DEVELOPING): anew
 endif
 endif
 .PHONY: anew
 anew:
 
-$(INSTALLED): install.py pyproject.toml constraints-common.txt constraints.txt constraints-cu12.txt fastdiff/__init__.py
+SETUP := install.py pyproject.toml kernels/pyproject.toml fastdiff/__init__.py kernels/fastdiff_kernels/__init__.py \
+	constraints-common.txt constraints.txt constraints-cu12.txt
+$(INSTALLED): $(SETUP)
 	CUDA=$(CUDA) $(PYTHON) install.py
+
+$(DEVELOPING): $(SETUP)
+	CUDA=$(CUDA) $(PYTHON) install.py --dev

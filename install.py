@@ -1,7 +1,8 @@
 """Install fastdiff into .venv, with the exact versions that the NVIDIA driver of this machine can run.
 
-``make`` calls it before anything is installed, so it uses the standard library alone. CUDA=12, CUDA=13 or CUDA=cpu in
-the environment overrides the choice; it is kept for later installations, until another is given.
+``make`` calls it before anything is installed, so it uses the standard library alone. ``--dev`` also installs what the
+tests and the checks need. CUDA=12, CUDA=13 or CUDA=cpu in the environment overrides the choice; it is kept for later
+installations, until another is given.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ class Versions(NamedTuple):
     """A set of versions that were tested together."""
 
     constraints: str
-    extras: str
-    """Extras of pyproject.toml that belong to this CUDA."""
+    extra: str
+    """Extra of pyproject.toml that belongs to this CUDA."""
     driver: int
     """Oldest major version of the driver: the least of CUDA's minor version compatibility; 0: needs none."""
 
 
 SETS = {
-    "13": Versions("constraints.txt", "dali-cuda13,fp8", 580),
-    "12": Versions("constraints-cu12.txt", "dali-cuda12,xformers", 525),
-    "cpu": Versions("constraints.txt", "dali-cuda13,fp8", 0),
+    "13": Versions("constraints.txt", "cuda13", 580),
+    "12": Versions("constraints-cu12.txt", "cuda12", 525),
+    "cpu": Versions("constraints.txt", "cuda13", 0),
 }
 """By the value of CUDA, the newest first."""
-EXTRAS = "peft,remote,hf,bench,dev"
+EXTRAS, DEVELOPERS = "all", "dev"
+"""Extras of every set; of the tests and the checks."""
 
 
 class Unfit(Exception):
@@ -120,13 +122,13 @@ def describe(name: str, root: Path = Path("/")) -> str:
     return text
 
 
-def commands(name: str, python: Path) -> list[list[str]]:
+def commands(name: str, python: Path, *, developers: bool = False) -> list[list[str]]:
     """Return the commands of pip that install a set into the environment of ``python``."""
     versions = SETS[name]
     pip = [str(python), "-m", "pip", "install", "--quiet"]
     index = ["--extra-index-url", CPU_WHEELS] if name == "cpu" and _reachable("download.pytorch.org") else []
-    extras = f".[{versions.extras},{EXTRAS}]"
-    return [[*pip, *index, "torch", "triton"], [*pip, "--editable", extras]]
+    extras = ",".join([versions.extra, EXTRAS, *([DEVELOPERS] if developers else [])])
+    return [[*pip, *index, "torch", "triton"], [*pip, "--editable", "./kernels", "--editable", f".[{extras}]"]]
 
 
 def _reachable(host: str) -> bool:
@@ -143,29 +145,33 @@ def recorded(environment: Path) -> list[str]:
     return next((file.read_text().split() for file in files if file.is_file()), [])
 
 
-def install(name: str, environment: Path, asked: str = "") -> None:
+def install(name: str, environment: Path, asked: str = "", *, developers: bool = False) -> None:
     """Make ``environment`` and install a set into it; an environment of another or an unknown set is emptied first.
 
     Args:
         name: key of the set.
         environment: folder, which may exist.
         asked: value of CUDA, which is kept for later installations.
+        developers: also install what the tests and the checks need.
     """
     base = os.path.realpath(sys.executable)  # make finds the Python of .venv first, which may be removed here
-    python, done = environment / "bin" / "python", environment / "installed"
+    python = environment / "bin" / "python"
+    marks = [environment / "installed", *([environment / "developing"] if developers else [])]
     anew = ["--clear"] if environment.is_dir() and recorded(environment)[:1] != [name] else []
     if anew:  # packages of two CUDA versions share folders
         print(f"install.py: {environment} has other versions and is made anew", flush=True)
-    done.unlink(missing_ok=True)
+    for mark in marks:
+        mark.unlink(missing_ok=True)
     subprocess.run([base, "-m", "venv", *anew, environment], check=True)
     record = f"{name} {asked}".strip() + "\n"
     (environment / "cuda").write_text(record)  # before pip, whose failure leaves packages of this set
     constraints = {**os.environ, "PIP_CONSTRAINT": SETS[name].constraints}
-    for command in commands(name, python):
+    for command in commands(name, python, developers=developers):
         subprocess.run(command, check=True, cwd=HERE, env=constraints)
     if name != "cpu":
         _tell_whether_torch_sees_the_gpu(python)
-    done.write_text(record)
+    for mark in marks:
+        mark.write_text(record)
 
 
 def _tell_whether_torch_sees_the_gpu(python: Path) -> None:
@@ -203,7 +209,7 @@ def main() -> int:
         return 2
     print(f"install.py: {describe(name)}", flush=True)
     try:
-        install(name, environment, asked)
+        install(name, environment, asked, developers="--dev" in sys.argv[1:])
     except subprocess.CalledProcessError as error:
         print(f"install.py: ended with {error.returncode}: {' '.join(map(str, error.cmd))}", file=sys.stderr)
         return 1

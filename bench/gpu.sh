@@ -68,7 +68,7 @@ fi
 parts=("$@")
 
 cd "$(dirname "$0")/.." || exit 2
-export PYTHONPATH=".:kernels${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH=".:kernels:bench${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
 
 dit=dit-xl-2-256 unet=sd2-512 small=dit-s-2-256
@@ -121,12 +121,12 @@ each_part() {
     bench largest-sd2 540 "$step" step --preset $unet --precision bf16 --find-batch "${memory[@]}"
     bench data 180 "isal webdataset" data "${read[@]}"
     "$do" memcheck 540 "pytest hypothesis scipy $no_sanitizer" "${checked[@]}" "${test[@]}" "${kernels[@]}"
-    "$do" report 60 "jinja2 matplotlib" python3 -m bench report "$out/report.html" "$out"
+    "$do" report 60 "jinja2 matplotlib" python3 -m fastdiff_bench report "$out/report.html" "$out"
 }
 
-# The same for a command of python -m bench.
+# The same for a command of fastdiff bench.
 bench() {
-    "$do" "$1" "$2" "pydantic $3" python3 -m bench "$4" $smoke --out "$out" "${@:5}"
+    "$do" "$1" "$2" "pydantic $3" python3 -m fastdiff_bench "$4" $smoke --out "$out" "${@:5}"
 }
 
 # Whether the part of this name is asked for, itself or by its group.
@@ -195,7 +195,7 @@ print(*[name for name in sys.argv[1:] if find_spec(name) is None])' $packages)
 
 # Which goals the records meet so far; replaced whole, so that a call that is cut leaves the last one.
 goals() {
-    if python3 -m bench.records.goals "$out" >"$out/README.new" 2>>"$out/goals.log"; then
+    if python3 -m fastdiff_bench.records.goals "$out" >"$out/README.new" 2>>"$out/goals.log"; then
         mv "$out/README.new" "$out/README.md"
         rm -f "$out/goals.log"
     fi
@@ -225,7 +225,7 @@ import sys
 try:
     import torch
     import triton
-    from bench.records.fingerprint import machine
+    from fastdiff_bench.records.fingerprint import machine
 except ImportError as error:
     sys.exit(f"bench/gpu.sh: {error}; install fastdiff and what it requires")
 if not torch.cuda.is_available() and "--smoke" not in sys.argv:
@@ -248,7 +248,7 @@ mapfile -t on_gpu_files < <(grep -rl --include='test_*.py' --exclude-dir={ops,gp
 PATH=$PATH:/usr/local/cuda/bin
 command -v compute-sanitizer >/dev/null || no_sanitizer=compute-sanitizer
 checked=(compute-sanitizer --tool memcheck --error-exitcode 9 --target-processes all)
-python3 -c 'from bench.records.fingerprint import Fingerprint; print(Fingerprint.here())' | tee "$out/environment.txt"
+python3 -c 'from fastdiff_bench.records.fingerprint import Fingerprint; print(Fingerprint.here())' | tee "$out/environment.txt"
 each_part
 
 echo "== $out"

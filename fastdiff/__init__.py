@@ -1,7 +1,69 @@
-"""fastdiff: train diffusion models from sharded latents, fast, at any scale."""
+"""fastdiff: train diffusion models from sharded latents, fast, at any scale.
+
+``import fastdiff`` imports no torch; the names below are imported on first use.
+"""
+
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 from fastdiff.standard_streams import open_closed_descriptors
 
+if TYPE_CHECKING:
+    from fastdiff.api.config import Config, preset, presets
+    from fastdiff.api.run import Run
+    from fastdiff.api.training import RunError, train
+    from fastdiff.errors import (
+        ConfigError,
+        DataError,
+        DivergedError,
+        FastdiffError,
+        NoMemoryError,
+        Preempted,
+        StorageError,
+    )
+
 __version__ = "0.2.0"
 
+__all__ = [
+    "Config",
+    "ConfigError",
+    "DataError",
+    "DivergedError",
+    "FastdiffError",
+    "NoMemoryError",
+    "Preempted",
+    "Run",
+    "RunError",
+    "StorageError",
+    "__version__",
+    "preset",
+    "presets",
+    "train",
+]
+_MODULES = {
+    "api.config": ("Config", "preset", "presets"),
+    "api.run": ("Run",),
+    "api.training": ("RunError", "train"),
+    "errors": (
+        "ConfigError",
+        "DataError",
+        "DivergedError",
+        "FastdiffError",
+        "NoMemoryError",
+        "Preempted",
+        "StorageError",
+    ),
+}
+
 open_closed_descriptors()  # before an import opens a file
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return resolve_name(f"fastdiff.{module}:{name}")
+    raise AttributeError(f"module 'fastdiff' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -65,6 +65,12 @@ class ConfigError(FastdiffError):
     usually_everywhere = True
 
 
+class PluginError(FastdiffError):
+    """Code of the user failed during the run."""
+
+    exit_code = 1
+
+
 class DataError(FastdiffError):
     """A shard, an index or a sample is missing, damaged or of another shape than declared."""
 

@@ -357,11 +357,11 @@ def raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def read_bounded(path: Path, most: int) -> bytes:
+def read_bounded(path: Path | int, most: int) -> bytes:
     """Read a regular file with a size limit; refuse pipes and devices.
 
     Args:
-        path: of the file; links are followed.
+        path: of the file, links are followed; or a descriptor, opened with ``O_NONBLOCK``, which is closed.
         most: largest accepted size in bytes.
 
     Raises:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fastdiff.console import log
 from fastdiff.files import NO_SPACE, publish
@@ -53,8 +55,21 @@ def each_record(path: Path) -> Iterator[Record]:
         OSError: the file cannot be read.
     """
     if path.exists():
-        with path.open("rb") as file:
-            yield from (record for line in file if (record := _record(line)) is not None)
+        with open_lines(path) as file:
+            yield from (record for line in file if (record := record_of(line)) is not None)
+
+
+def open_lines(path: Path) -> BinaryIO:
+    """Open a file of lines to read; links are followed.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file: opening a pipe that has no writer would block.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is not a file", str(path))
 
 
 def drop_records_after(path: Path, step: int) -> None:
@@ -68,7 +83,7 @@ def drop_records_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     before = path.read_bytes()
-    found = [(line, _record(line)) for line in before.splitlines()]
+    found = [(line, record_of(line)) for line in before.splitlines()]
     kept = b"".join(line + b"\n" for line, record in found if record is not None and record["step"] <= step)
     broken = sum(record is None for _, record in found)
     if broken:
@@ -92,11 +107,7 @@ def _cut(path: Path, size: int) -> None:
         os.close(descriptor)
 
 
-def _records(content: bytes) -> list[Record]:
-    return [record for line in content.splitlines() if (record := _record(line)) is not None]
-
-
-def _record(line: bytes) -> Record | None:
+def record_of(line: bytes) -> Record | None:
     """Return the object of a line, or None if it is not one with a number ``step``."""
     try:
         found = json.loads(line)
@@ -104,3 +115,7 @@ def _record(line: bytes) -> Record | None:
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     return found if isinstance(found["step"], int | float) else None
+
+
+def _records(content: bytes) -> list[Record]:
+    return [record for line in content.splitlines() if (record := record_of(line)) is not None]

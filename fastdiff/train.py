@@ -24,6 +24,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pkgutil import resolve_name
+from types import ModuleType
+from typing import Any
 
 from fastdiff import sanitize
 from fastdiff.batch import Batch
@@ -213,6 +216,17 @@ def _note(error: Exception) -> None:
         note_failure(error.exit_code, sanitize.message(str(error)))
     else:
         note_failure(1, sanitize.message(f"{type(error).__name__}: {error}"))
+
+
+class _Callable(ModuleType):
+    """This module, which has the name of the function ``fastdiff.train`` and hides it once it is imported."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return resolve_name("fastdiff.api.training:train")(*arguments, **options)
+
+
+if __name__ != "__main__":
+    sys.modules[__name__].__class__ = _Callable
 
 
 if __name__ == "__main__":

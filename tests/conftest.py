@@ -147,3 +147,15 @@ def world() -> World:
     from fastdiff.parallel.world import start_world
 
     return start_world()
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget the networks that a test registers."""
+    from fastdiff.config.networks import of_user
+    from fastdiff.config.networks import registry as found
+
+    monkeypatch.setattr(found, "_registered", dict(found.networks()))
+    monkeypatch.setattr(of_user, "_known", dict(of_user._known))
+    yield
+    found._installed.cache_clear()

@@ -29,7 +29,8 @@ def add(commands: Subcommands) -> None:
         "source",
         help="images: a folder (with metadata.jsonl or .csv, or text files beside them, or one folder per class), a "
         "file of metadata (.json with a list, .jsonl or .csv), WebDataset tars (path or address, braces allowed), or a "
-        "Hugging Face dataset; or digits (scikit-learn's 1,797 real scans) or synthetic, which take no --pretrained",
+        "Hugging Face dataset; or PATH.py:NAME, code of yours, which is executed (docs/api.md); or digits "
+        "(scikit-learn's 1,797 real scans) or synthetic, which take no --pretrained",
     )
     parser.add_argument("out", type=local_path, metavar="OUT", help="folder to write; must not hold a data set yet")
     _add_pipeline(parser)

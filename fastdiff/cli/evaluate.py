@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdiff.cli.published_weights import add_preset, parse_published
+from fastdiff.cli.published_weights import add_plugin, add_preset, parse_published
 from fastdiff.config.argument_types import (
     VECTORS,
     Subcommands,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _OF_RUN = ("ema", "ema_std", "preset")
 _OF_NLL = ("samples", "data", "clip_denoised", "png")
-_OF_IMAGES = ("features", "out")
+_OF_IMAGES = ("features", "metric", "out")
 _OF_BOTH = ("batch", "seed")
 
 
@@ -51,6 +51,7 @@ def add(commands: Subcommands) -> None:
         "--reference: npz file or folder of images",
     )
     add_preset(parser)
+    add_plugin(parser)
     add_averages(parser)
     parser.add_argument("--batch", type=count, help="images, or samples times timesteps, per pass; default: 64")
     parser.add_argument("--seed", type=seed, help="seed of the noise, or of the KID subsets; default: 0")
@@ -78,6 +79,13 @@ def add(commands: Subcommands) -> None:
         metavar="NAME",
         help="inception (needs torch-fidelity and its weights), pixels, or PATH.py:FUNCTION, a function from uint8 "
         "[B, H, W, C] to [B, D]; this runs PATH.py. Default: inception",
+    )
+    of_images.add_argument(
+        "--metric",
+        action="append",
+        metavar="PATH.py:FUNCTION",
+        help="further metric, a function from the features [N, D] and [M, D] of both sets to a number; this runs "
+        "PATH.py. May be given several times, also with the names of installed plug-ins",
     )
     of_images.add_argument("--out", type=local_path, metavar="JSON", help="also write the result to this file")
     parser.set_defaults(run=_evaluate)
@@ -137,7 +145,9 @@ def _evaluate_images(arguments: argparse.Namespace) -> None:
     out = arguments.out
     if out and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it first")
-    options = ImageComparisonOptions(**_given(arguments, "features", "batch", "seed"))
+    options = ImageComparisonOptions(
+        **_given(arguments, "features", "batch", "seed"), metrics=tuple(arguments.metric or ())
+    )
     result = evaluate_images(arguments.subject, arguments.reference, options)
     if out:
         write_output(out, json.dumps(result, indent=2).encode() + b"\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fastdiff.cli.published_weights import add_preset, parse_published
+from fastdiff.cli.published_weights import add_plugin, add_preset, parse_published
 from fastdiff.config.argument_types import Subcommands, add_averages, count, local_path
 from fastdiff.errors import require
 
@@ -30,6 +30,7 @@ def add(commands: Subcommands) -> None:
         "base",
     )
     add_preset(parser)
+    add_plugin(parser)
     which = add_averages(parser)
     which.add_argument("--raw", action="store_true", help="export the raw weights instead of an average")
     parser.add_argument(

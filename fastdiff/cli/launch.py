@@ -52,7 +52,8 @@ def add(commands: Subcommands) -> None:
 
 
 def _add_target(targets: Subcommands, name: str, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = targets.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser: Parser = targets.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.example = next(line.strip() for line in _EXAMPLES.splitlines() if f"launch {name} " in line)
     parser.add_argument("--no-preflight", dest="preflight", action="store_false", help="do not check the nodes first")
     parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="-- TRAIN FLAGS", help="flags of `fastdiff train`")
     return parser

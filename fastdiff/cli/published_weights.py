@@ -6,9 +6,11 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fastdiff.config.networks.of_user import add_network
 from fastdiff.errors import require
+from fastdiff.plugins.user_code import names_file
 
 if TYPE_CHECKING:
     from fastdiff.config.run import RunConfig
@@ -28,6 +30,26 @@ def add_preset(parser: argparse.ArgumentParser) -> None:
         "which takes the place of RUN; flags of the training, such as --model.classes 10, change it: give them after "
         "RUN and OUT",
     )
+
+
+def add_plugin(parser: argparse.ArgumentParser) -> None:
+    """Register ``--plugin``, for commands on runs whose network is code of the user."""
+    parser.add_argument(
+        "--plugin",
+        action=_Plugin,
+        metavar="PATH.py:NAME",
+        help="network of the run, if it was trained with --model.kind PATH.py:NAME; this runs PATH.py. A run folder "
+        "alone never names code that is executed",
+    )
+
+
+class _Plugin(argparse.Action):
+    """Registers the network of a file for this process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, arguments: Any, values: Any, option: str | None = None) -> None:
+        """Execute the file."""
+        require(names_file(values), f"--plugin {values}: expected PATH.py:NAME")
+        add_network(values, "--plugin")
 
 
 def split_fields(argv: Sequence[str]) -> tuple[list[str], list[str]]:

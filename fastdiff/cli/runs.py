@@ -1,17 +1,48 @@
-"""``fastdiff compare`` and ``fastdiff ledger``: what the records of finished or running runs tell."""
+"""``fastdiff watch``, ``report``, ``compare`` and ``ledger``: what the records of finished or running runs tell."""
 
 from __future__ import annotations
 
 import argparse
 import json
 
-from fastdiff.config.argument_types import VECTORS, Subcommands, count, local_path, picture, positive
+from fastdiff.config.argument_types import VECTORS, Subcommands, at_most, count, local_path, picture, positive
+from fastdiff.errors import ConfigError
 
 
 def add(commands: Subcommands) -> None:
     """Register the commands."""
+    _add_watch(commands)
+    _add_report(commands)
     _add_compare(commands)
     _add_ledger(commands)
+
+
+def _add_watch(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "watch",
+        help="show runs live on a page of this machine",
+        description="Serves a page on 127.0.0.1 until Ctrl-C: losses, also by noise level, gradient norm, learning "
+        "rate, throughput and its gaps, memory, validations, sample pictures, restarts and configurations of one or "
+        "several runs, while they train or afterwards. It only reads the run folders.",
+    )
+    parser.add_argument(
+        "runs", type=local_path, nargs="*", metavar="RUN", help="run folders, or folders of runs; default: runs"
+    )
+    parser.add_argument("--port", type=at_most(65535), help="port; default: the first free one from 7007 on")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    parser.set_defaults(run=_watch)
+
+
+def _add_report(commands: Subcommands) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="write the page of runs to one file",
+        description="Writes the page of `fastdiff watch`, with its pictures, to one HTML file that needs no server, no "
+        "network and no other file.",
+    )
+    parser.add_argument("runs", type=local_path, nargs="+", metavar="RUN", help="run folder")
+    parser.add_argument("out", type=local_path, metavar="OUT.html", help="file to write")
+    parser.set_defaults(run=_report)
 
 
 def _add_compare(commands: Subcommands) -> None:
@@ -51,6 +82,33 @@ def _add_ledger(commands: Subcommands) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=_ledger)
+
+
+def _watch(arguments: argparse.Namespace) -> None:
+    from fastdiff.dashboard.folders import Folders
+    from fastdiff.dashboard.server import HOST, bind, serve
+
+    folders = Folders(arguments.runs)
+    listening = bind(arguments.port)
+    address = f"http://{HOST}:{listening.getsockname()[1]}"
+    print(f"{folders.in_words()}: {address} (Ctrl-C ends)", flush=True)
+    if arguments.open:
+        import webbrowser
+
+        webbrowser.open(address)
+    try:
+        serve(folders, listening)
+    except KeyboardInterrupt:
+        print("\nno longer served; the runs go on")
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from fastdiff.dashboard.report import write_report
+
+    if arguments.out.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"{arguments.out}: expected the name of a file to write, with .html, as the last argument")
+    size = write_report(arguments.runs, arguments.out)
+    print(f"written: {arguments.out} ({size / 2**20:.1f} MiB)")
 
 
 def _compare(arguments: argparse.Namespace) -> None:

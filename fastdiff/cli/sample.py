@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from fastdiff.cli.published_weights import add_preset, parse_published
+from fastdiff.cli.published_weights import add_plugin, add_preset, parse_published
 from fastdiff.config.argument_types import (
     Subcommands,
     add_averages,
@@ -39,6 +39,7 @@ def add(commands: Subcommands) -> None:
     )
     sample.add_argument("folder", type=local_path, metavar="RUN|FILE", help="run folder, or .pt or .safetensors file")
     add_preset(sample)
+    add_plugin(sample)
     _add_solver(sample)
     _add_content(sample)
     add_averages(sample)

@@ -32,6 +32,9 @@ _DIGITS = 30
 class Parser(argparse.ArgumentParser):
     """Parser whose errors show no credentials; its subparsers are of this class, too."""
 
+    example = ""
+    """A complete command, shown if required arguments are missing."""
+
     def _check_value(self, action: argparse.Action, value: str) -> None:
         """Name the nearest command instead of all of them."""
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
@@ -44,6 +47,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and exit with 2."""
+        if self.example and message.startswith("the following arguments are required"):
+            message = f"{message}; for example: {self.example}"
         super().error(sanitize.message(message))
 
 

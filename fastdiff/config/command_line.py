@@ -21,15 +21,18 @@ from fastdiff import sanitize
 from fastdiff.config import config_file
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.argument_types import QuietParser, require_local
+from fastdiff.config.flags.data_set import network_flags
 from fastdiff.config.flags.run_length import add_run_length, samples_flag
 from fastdiff.config.flags.short_help import short_help
 from fastdiff.config.launch_options import HANG_TIMEOUT_S, Launch
+from fastdiff.config.networks.of_user import add_network
 from fastdiff.config.objective import DEFAULTS, PROCESSES, Process, without_defaults_of_others
 from fastdiff.config.presets import PRESETS, preset, shown_presets
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.errors import ConfigError
 from fastdiff.exit_message import on_first_node, say_once
+from fastdiff.plugins.user_code import names_file
 
 _SHORT_HELP = {"-h", "--help"}
 _HELP = _SHORT_HELP | {"--help-all"}
@@ -40,7 +43,7 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
 
     A pre-pass reads the arguments of the ``deepspeed`` launcher and the flags that choose the defaults, among them
     ``--objective.process``, which decides the type of the objective. tyro parses the rest. Precedence: preset <
-    ``--config`` file < flags.
+    data set (``flags.data_set``) < ``--config`` file < flags.
 
     Raises:
         ConfigError: unknown preset, unreadable file, inconsistent values.
@@ -50,15 +53,20 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
     if own.preset is None and own.config is None and not _HELP & set(rest):
         raise ConfigError(f"--preset NAME (or --config FILE) is missing; presets: {shown_presets()}")
     default = preset(own.preset) if own.preset else RunConfig()
+    kind = _kind_of(own.kind)
     require_local("--config", own.config or "")
+    in_file = config_file.read_fields(own.config, argv) if own.config else {}
     if own.config:
-        default = config_file.overlay(default, own.config)
+        default = config_file.lay_over(default, in_file, f"--config {own.config}")
+    if kind is not None:
+        default = config_file.with_kind(default, {"model": {"kind": kind}}, "--model.kind")
     if own.process:
         default = config_file.with_process(default, own.process)
     if _SHORT_HELP & set(rest):
         _print_short_help(own.preset, default)
     rest = _without_other_processes(rest, default.objective.process)
     rest += samples_flag(own.steps, own.epochs, rest, default, own.preset)
+    rest += network_flags(rest, in_file, default, own.preset, resumes=own.resume != "never")
     config = _parse_fields(default, rest, _description(own.preset))
     if not config.output.folder:
         raise ConfigError("--output.folder is missing: a run without a preset needs a folder, for example runs/first")
@@ -75,6 +83,11 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
         preset=own.preset,
     )
     return launch, config
+
+
+def _kind_of(text: str | None) -> str | None:
+    """Return the kind of the network that ``--model.kind`` names; its file is executed first, if it names one."""
+    return add_network(text, "--model.kind") if text is not None and names_file(text) else text
 
 
 def _parse_fields(default: RunConfig, flags: Sequence[str], description: str) -> RunConfig:
@@ -136,7 +149,11 @@ def _pre_parser() -> argparse.ArgumentParser:
     parser = QuietParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON with fields of the run, or a run.json")
-    parser.add_argument("--deepspeed_config", metavar="JSON", help="DeepSpeed configuration; default: ZeRO-1")
+    parser.add_argument(
+        "--deepspeed_config",
+        metavar="NAME|FILE",
+        help=f"DeepSpeed configuration: {', '.join(deepspeed_config.named())}, or a JSON file; default: zero1",
+    )
     parser.add_argument(
         "--resume",
         choices=("auto", "must", "never"),
@@ -152,6 +169,7 @@ def _pre_parser() -> argparse.ArgumentParser:
     )
     add_run_length(parser)
     parser.add_argument("--objective.process", dest="process", choices=tuple(PROCESSES), help=argparse.SUPPRESS)
+    parser.add_argument("--model.kind", dest="kind", help=argparse.SUPPRESS)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument(
         "--hang-timeout",

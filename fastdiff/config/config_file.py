@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,18 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from fastdiff.config.networks.of_user import add_network
 from fastdiff.config.networks.registry import network_called
 from fastdiff.config.objective import PROCESSES, Process, in_process, without_defaults_of_others
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError, require
 from fastdiff.files import read_bounded
+from fastdiff.plugins.user_code import names_file
 
 _LARGEST = 1 << 20
 """Maximum size of a ``--config`` file, in bytes."""
+_CODE = ("model.kind", "objective.plugin", "output.callbacks")
+"""Fields that may name a file to execute."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -40,11 +45,31 @@ _Loader.add_implicit_resolver(
 )
 
 
-def overlay(base: RunConfig, path: str) -> RunConfig:
+def overlay(base: RunConfig, path: str, named: Collection[str] = ()) -> RunConfig:
     """Return ``base`` with the fields of the file in ``path``; a ``run.json`` serves as well.
 
+    ``model.kind`` may be ``PATH.py:NAME``, which is executed.
+
+    Args:
+        base: the configuration under the file.
+        path: of the file.
+        named: words of the user. A ``run.json`` is of a run folder, so the code that it names must be among them.
+
     Raises:
-        ConfigError: no such file, not YAML or JSON, an unknown field (with the nearest name), or a wrong type.
+        ConfigError: as of ``read_fields``; an unknown field (with the nearest name), or a wrong type.
+    """
+    return lay_over(base, read_fields(path, named), f"--config {path}")
+
+
+def read_fields(path: str, named: Collection[str] = ()) -> dict[str, Any]:
+    """Return the fields that the file in ``path`` gives, unchecked but for their being values of JSON.
+
+    Args:
+        path: of the file.
+        named: as of ``overlay``.
+
+    Raises:
+        ConfigError: no such file, or not a mapping in YAML or JSON; it names code of a run, or code that fails.
     """
     try:
         given = yaml.load(read_bounded(Path(path), _LARGEST), Loader=_Loader)  # JSON is YAML
@@ -52,10 +77,43 @@ def overlay(base: RunConfig, path: str) -> RunConfig:
         raise ConfigError(f"--config {path}: not a readable YAML or JSON file ({error})") from None
     if isinstance(given, dict) and isinstance(given.get("config"), dict):
         given = given["config"]
+        refuse_code(given, named, f"--config {path}")
     if not isinstance(given, dict):
         raise ConfigError(f"--config {path}: expected a mapping of fields, found {type(given).__name__}")
     _check_json(given, f"--config {path}")
-    return lay_over(base, given, f"--config {path}")
+    return with_own_network(given, f"--config {path}")
+
+
+def refuse_code(record: dict[str, Any], named: Collection[str], source: str, how: str = "add --{flag} {text}") -> None:
+    """Raise ConfigError if the record of a run names files to execute that the user has not named.
+
+    Args:
+        record: fields of the run.
+        named: words of the user, ``PATH.py:NAME`` or ``--FLAG=PATH.py:NAME``.
+        source: origin of the record, for messages.
+        how: what names ``{text}`` of the flag ``{flag}``, for messages.
+    """
+    named = {*named, *(word.partition("=")[2] for word in named if word.startswith("--"))}
+    sections = {flag: record.get(flag.partition(".")[0]) for flag in _CODE}
+    for flag, section in sections.items():
+        value = section.get(flag.partition(".")[2]) if isinstance(section, dict) else None
+        for text in value if isinstance(value, list) else [value]:
+            require(
+                not isinstance(text, str) or not names_file(text) or text in named,
+                f"{source} is of a run, which names code: {text}; to execute it, {how.format(flag=flag, text=text)}",
+            )
+
+
+def with_own_network(given: dict[str, Any], source: str) -> dict[str, Any]:
+    """Register the network of a file that the user names as ``model.kind``, and return the fields with its kind.
+
+    Raises:
+        ConfigError: the file cannot be executed.
+    """
+    model = given.get("model")
+    if not isinstance(model, dict) or not isinstance(kind := model.get("kind"), str) or not names_file(kind):
+        return given
+    return given | {"model": {**model, "kind": add_network(kind, f"{source}: model.kind")}}
 
 
 def _check_json(value: Any, source: str, place: str = "") -> None:

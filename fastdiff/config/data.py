@@ -95,7 +95,10 @@ class ValidationConfig:
     samples: int = 1024
     """Number of held-out samples to use, spread evenly over the data; all if there are fewer."""
     prompts: tuple[str, ...] = ()
-    """Prompts of the sample images; empty: no images."""
+    """Prompts of the sample images; empty: see --validation.captions."""
+    captions: int = 0
+    """Number of captions of the training data that are drawn if there are no prompts; 0: no images. Images for online
+    encoding have none to take."""
     every: int = 1000
     """Optimizer steps between validations (loss and prompts), in addition to one at the end. 0: never."""
     first: int | None = None
@@ -108,7 +111,8 @@ class ValidationConfig:
     """Classifier-free guidance scale; 1: none."""
 
     def __post_init__(self) -> None:
-        for name, least in (("samples", 1), ("every", 0), ("images_per_prompt", 1), ("steps", 1)):
+        counts = (("samples", 1), ("captions", 0), ("every", 0), ("images_per_prompt", 1), ("steps", 1))
+        for name, least in counts:
             require(getattr(self, name) >= least, f"--validation.{name} {getattr(self, name)}: at least {least}")
         require(self.first is None or self.first >= 1, f"--validation.first {self.first}: at least 1, or None")
         require(self.first is None or self.every > 0, f"--validation.first {self.first} needs --validation.every")
@@ -120,3 +124,8 @@ class ValidationConfig:
         require(
             math.isfinite(self.guidance_scale), f"--validation.guidance_scale {self.guidance_scale}: a finite number"
         )
+
+    @property
+    def draws_prompts(self) -> bool:
+        """Whether images are drawn, of the prompts or of captions."""
+        return bool(self.prompts or self.captions) and self.every > 0

@@ -42,19 +42,31 @@ _FOREIGN = {
 }
 
 
-def read(path: str) -> DsConfig:
-    """Return the JSON object in ``path``; ConfigError if there is none."""
+def named() -> dict[str, Path]:
+    """Return the files of ``deepspeed_configs`` by name: of the installed package, or else of the repository."""
+    installed, repository = (above / "deepspeed_configs" for above in Path(__file__).parents[1:3])
+    folder = installed if installed.is_dir() else repository
+    return {file.stem: file for file in sorted(folder.glob("*.json"))}
+
+
+def read(given: str) -> DsConfig:
+    """Return the JSON object of a configuration, given by its name or as the path of a file.
+
+    Raises:
+        ConfigError: there is none, or the file has no JSON object.
+    """
+    path = named().get(given, Path(given))
     try:
-        raw = json.loads(read_bounded(Path(path), _LARGEST))
+        raw = json.loads(read_bounded(path, _LARGEST))
     except FileNotFoundError:
-        folder = Path(path).parent
-        near = difflib.get_close_matches(Path(path).name, [p.name for p in folder.glob("*.json")], n=1, cutoff=0.4)
-        hint = f"; did you mean {folder / near[0]}?" if near else ""
-        raise ConfigError(f"--deepspeed_config {path}: no such file{hint}") from None
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.json")], n=1, cutoff=0.4)
+        known = ", ".join(named())
+        hint = f"did you mean {path.parent / near[0]}?" if near else f"expected the path of one, or a name: {known}"
+        raise ConfigError(f"--deepspeed_config {given}: no such file; {hint}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--deepspeed_config {path}: not a readable JSON file ({error})") from None
+        raise ConfigError(f"--deepspeed_config {given}: not a readable JSON file ({error})") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"--deepspeed_config {path}: expected a JSON object, found {type(raw).__name__}")
+        raise ConfigError(f"--deepspeed_config {given}: expected a JSON object, found {type(raw).__name__}")
     return raw
 
 

@@ -73,6 +73,9 @@ class _OfEveryProcess:
     """Scale of an extra noise on the input only (Ning et al. 2023, arXiv:2301.11706); 0.1 is usual."""
     condition_dropout: float = 0.1
     """Fraction of the samples whose class or caption is dropped (classifier-free guidance)."""
+    plugin: str = ""
+    """Your own loss in place of the squared error: PATH.py:FUNCTION, which is executed, or the name of an installed
+    plug-in (docs/api.md). The weighting applies to it; the validation loss stays the squared error."""
 
     def __post_init__(self) -> None:
         require(
@@ -231,6 +234,16 @@ class DdpmConfig(_OfEveryProcess):
             "--objective.weighting p2, or --objective.p2_gamma 1",
         )
         _check_size("dream_detail_preservation", self.dream_detail_preservation)
+        require(
+            not (self.plugin and self.is_bound),
+            f"--objective.plugin {self.plugin} with --objective.loss {self.loss}: the bound is the whole loss; use "
+            "--objective.loss mse",
+        )
+        require(
+            not (self.plugin and self.dream),
+            f"--objective.plugin {self.plugin} with --objective.dream, which corrects the target of the squared error; "
+            "leave one of them out",
+        )
         require(
             not self.dream or self.predicted == "epsilon",
             f"--objective.dream needs --objective.prediction epsilon, given {self.predicted}",

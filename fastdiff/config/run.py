@@ -55,7 +55,7 @@ class RunConfig:
                 "`fastdiff sample --low-res`",
             )
             self._check_sampling("--output.sample_steps", self.output.sample_steps, "--output.sample_every 0")
-        if self.validation.prompts and self.validation.every:
+        if self.validation.draws_prompts:
             self._check_sampling("--validation.steps", self.validation.steps, "--validation.every 0")
         require(
             self.divergence.policy != "rewind" or self.output.checkpoint_every > 0,
@@ -130,7 +130,7 @@ class RunConfig:
     def _check_pretrained(self) -> None:
         wants = {
             "--data.online": self.data.online,
-            "--validation.prompts": bool(self.validation.prompts and self.validation.every),
+            "--validation.prompts": self.validation.draws_prompts,
         }
         for flag, wanted in wants.items():
             require(
@@ -170,7 +170,7 @@ class RunConfig:
             "--data.online is for text-conditional models; encode classes with `fastdiff encode`",
         )
         require(
-            not self.validation.prompts or text,
+            not (self.validation.prompts or self.validation.captions) or text,
             "--validation.prompts is for text-conditional models; others have sample grids (--output.sample_every)",
         )
 

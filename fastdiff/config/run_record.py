@@ -18,12 +18,16 @@ from typing import Any
 from fastdiff import sanitize
 from fastdiff.config.deepspeed import DsConfig
 from fastdiff.config.launch_options import Launch
+from fastdiff.config.networks.of_user import plugin_of
 from fastdiff.config.run import RunConfig
-from fastdiff.errors import ConfigError
-from fastdiff.files import lock
+from fastdiff.errors import ConfigError, StorageError
+from fastdiff.files import lock, read_bounded
+from fastdiff.plugins.user_code import identity_of, names_file
 
-_LEFTOVER = re.compile(r"(run\.json|wandb-id|[a-z]+\.jsonl|step-[0-9]{8,}\.png)\.[0-9]+-[0-9a-f]{8}\.tmp")
+_LEFTOVER = re.compile(r"(run\.json|wandb-id|trackio-id|[a-z]+\.jsonl|step-[0-9]{8,}\.png)\.[0-9]+-[0-9a-f]{8}\.tmp")
 """Temporary names of ``files.publish`` that a killed training leaves; those of other commands may be in use."""
+_LARGEST = 1 << 24
+"""Bytes of the largest ``run.json`` that is read."""
 _PACKAGES = ("fastdiff", "torch", "triton", "deepspeed", "diffusers", "transformers", "peft", "bitsandbytes", "torchao")
 
 
@@ -41,6 +45,28 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found | {"python": sys.version.split()[0]}
+
+
+def plugins(config: RunConfig) -> dict[str, str]:
+    """Return the code of users in a run, without executing it: ``plugin.ROLE`` and ``FILE:NAME sha256 DIGEST``.
+
+    Raises:
+        ConfigError: a file or an installed plug-in is missing.
+    """
+    found, network, objective = {}, plugin_of(config.model.kind), config.objective.plugin
+    if network is not None:
+        found["plugin.network"] = _identified(network.text, network.identity)
+    if objective:
+        identity = identity_of(objective, "fastdiff.objectives", "--objective.plugin")
+        found["plugin.objective"] = _identified(objective, identity)
+    for number, callback in enumerate(config.output.callbacks):
+        identity = identity_of(callback, "fastdiff.callbacks", "--output.callbacks")
+        found[f"plugin.callback.{number}"] = _identified(callback, identity)
+    return found
+
+
+def _identified(text: str, identity: str) -> str:
+    return f"{text.rpartition(':')[0]}:{identity}" if names_file(text) else identity
 
 
 def claim(folder: Path) -> Callable[[], None]:
@@ -86,7 +112,7 @@ def run_json(config: RunConfig, launch: Launch, ds_config: DsConfig, device: str
     content = {
         "config": as_json(config),
         "argv": [sanitize.argument(argument) for argument in launch.argv],
-        "versions": versions(),
+        "versions": versions() | plugins(config),
         "git": _git_state(),
         "device": device,
         "deepspeed": sanitize.tree(ds_config),
@@ -106,8 +132,28 @@ def require_run(folder: Path) -> None:
         raise ConfigError(f"{folder}: no run (no run.json); {hint}")
 
 
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return the content of ``run.json``.
+
+    Raises:
+        ConfigError: the folder has no run.
+        StorageError: the file cannot be read, or is damaged.
+    """
+    require_run(folder)
+    path = folder / "run.json"
+    try:
+        found = json.loads(read_bounded(path, _LARGEST))
+        if not isinstance(found["config"], dict):
+            raise TypeError("config is no object")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise StorageError(f"{path}: not a record of a run ({error}); the next start writes it again") from None
+    return dict(found)
+
+
 def _git_state() -> str | None:
     root = Path(__file__).parents[2]
+    if not (root / ".git").exists():  # of a wheel: a repository around the environment is another project
+        return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -27,6 +27,8 @@ from fastdiff.rng import Stream, normal, uniform
 from fastdiff_kernels.loss import weighted_mse
 from fastdiff_kernels.noising import Streams, corrupt, dequantised
 
+OwnLoss = Callable[[Tensor, Tensor, Levels, Tensor], Tensor]
+"""Loss of a user: prediction and target ``[B, C, H, W]`` fp32, noise levels, positions ``[B]``, to losses ``[B]``."""
 _STREAMS = Streams(
     timestep=Stream.TIMESTEP,
     noise=Stream.NOISE,
@@ -56,6 +58,7 @@ class Objective:
         timesteps: distribution of the noise levels; None: uniform.
         batch_samples: samples of an optimizer step, over which stratified levels are spread.
         low_res_size: height and width of the model's low-resolution input; 0: none.
+        own_loss: the user's loss of ``config.plugin``; None: the squared error.
 
     Raises:
         ConfigError: ``seed`` out of range, or unknown schedule (``fastdiff.diffusion.schedules.betas``).
@@ -74,6 +77,7 @@ class Objective:
         timesteps: TimestepConfig | None = None,
         batch_samples: int = 1,
         low_res_size: int = 0,
+        own_loss: OwnLoss | None = None,
     ) -> None:
         if not 0 <= seed < 2**64:
             raise ConfigError(f"--seed {seed}: expected 0 or above and below 2**64")
@@ -95,6 +99,7 @@ class Objective:
         self.parts: tuple[Tensor, ...] = ()
         """Parts of the last losses, ``[B]`` fp32 each, in the order of ``part_names``; unlike these, not weighted by
         the importance of the timesteps."""
+        self._own_loss = own_loss
         self._cosine_weight = config.cosine_weight if isinstance(config, FlowConfig) else 0.0
         self._preserved_detail = config.dream_detail_preservation if isinstance(config, DdpmConfig) else 1.0
         # The target of epsilon and score prediction does not contain the latents.
@@ -204,7 +209,10 @@ class Objective:
     def _losses(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
         if self.variational is not None and self.variational.config.is_bound:
             return self._bound(prediction, batch, corruption, self.variational)
-        losses = self.squared_error(prediction, batch, corruption, corruption.levels.weights)
+        if self._own_loss is None:
+            losses = self.squared_error(prediction, batch, corruption, corruption.levels.weights)
+        else:
+            losses = self._of_user(prediction, batch, corruption, self._own_loss)
         if self.variational is not None:
             bound = self._bound(prediction, batch, corruption, self.variational)
             self.parts = losses.detach(), bound.detach()
@@ -217,13 +225,23 @@ class Objective:
         shape = corruption.noisy.shape[1:]
         return variational.loss(prediction, self._clean(batch), self._noise(batch, shape), corruption.levels.row)
 
+    def _of_user(self, prediction: Tensor, batch: Batch, corruption: Corruption, loss: OwnLoss) -> Tensor:
+        """Return the user's loss times the weight of its level: ``[B]`` fp32."""
+        levels, target = corruption.levels, self._target(batch, corruption)
+        losses = loss(prediction[:, : target.shape[1]].float(), target, levels, batch.position)
+        return losses.float() * levels.weights[levels.row]
+
+    def _target(self, batch: Batch, corruption: Corruption) -> Tensor:
+        """Return the target of the prediction without DREAM's correction: ``[B, C, H, W]`` fp32."""
+        levels, noise = corruption.levels, self._noise(batch, corruption.noisy.shape[1:])
+        return levels.coefficient(TARGET_X0) * self._clean(batch) + levels.coefficient(TARGET_NOISE) * noise
+
     def _cosine_distance(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
         """Return 1 - cosine similarity of predicted and true velocity over the channels, mean over the pixels: ``[B]``.
 
         Yao & Wang 2025, arXiv:2501.01423, section 4 (the "velocity direction loss").
         """
-        levels, noise = corruption.levels, self._noise(batch, corruption.noisy.shape[1:])
-        target = levels.coefficient(TARGET_X0) * self._clean(batch) + levels.coefficient(TARGET_NOISE) * noise
+        target = self._target(batch, corruption)
         predicted = prediction[:, : target.shape[1]].float()
         # At a prediction of 0, as of a fresh network, the gradient is 1 / eps; torch's 1e-8 would overflow fp16.
         return 1.0 - torch.cosine_similarity(predicted, target, dim=1, eps=_SHORTEST).mean(dim=(1, 2))  # -> [B]

@@ -40,8 +40,9 @@ def evaluate_run(run: Run) -> dict[str, Any]:
     source = DatasetInfo.read(run.config.data.path).provenance.source
     if not source.startswith(DIGITS_SOURCE):
         raise ConfigError(
-            f"{run.folder}: there is no built-in evaluation for data from {source!r}, only for digits; "
-            "`fastdiff sample` draws images for your own"
+            f"{run.folder}: there is no built-in evaluation for data from {source!r}, only for digits; draw images "
+            f"with `fastdiff sample {run.folder} --num 10000 --npz drawn.npz` and measure them with `fastdiff evaluate "
+            "drawn.npz --reference REAL`, where REAL is a folder or an npz file of real images of the same size"
         )
     result = _evaluate_enlarged(run, source) if run.config.model.low_res_size else _evaluate_drawn(run)
     publish(run.folder / "evaluation.json", json.dumps(result, indent=2).encode() + b"\n")

@@ -3,7 +3,7 @@
 - ``pixels``: the pixels in [0, 1]; for small images, and without further dependencies.
 - ``inception``: the pooled layer of the Inception network that defines FID (Heusel et al. 2017, arXiv:1706.08500), from
   the package torch-fidelity and a file of weights installed by the user. Nothing is downloaded.
-- ``PATH.py:FUNCTION``: a function of the user; the file is executed.
+- ``PATH.py:FUNCTION``: a function of the user; the file is executed. Or the name of an installed plug-in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import io
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +28,7 @@ from fastdiff.evaluation.image_metrics import MOST_FEATURES
 from fastdiff.evaluation.image_sets import ImageSet, Pixels
 from fastdiff.files import read_bounded
 from fastdiff.parallel.devices import select_device
-
-_LARGEST_SOURCE = 1 << 20
+from fastdiff.plugins.user_code import installed, load, names_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +60,9 @@ def open_extractor(name: str) -> Extractor:
         return Extractor(name, None, _pixels)
     if name == "inception":
         return Extractor(name, WEIGHTS_SHA256, open_inception())
-    path, _, function = name.rpartition(":")
-    if not path.endswith(".py") or not function.isidentifier():
+    if not names_file(name) and name not in installed("fastdiff.features"):
         raise ConfigError(f"--features {name}: expected pixels, inception or PATH.py:FUNCTION")
-    return _of_user(name, Path(path), function)
+    return _of_user(name)
 
 
 def features_of(images: ImageSet, extractor: Extractor, batch: int, what: str) -> npt.NDArray[np.float32]:
@@ -122,33 +119,15 @@ def _pixels(images: Pixels) -> npt.NDArray[np.float32]:
     return images.reshape(len(images), -1).astype(np.float32) / np.float32(255)
 
 
-def _of_user(name: str, path: Path, function: str) -> Extractor:
-    try:
-        source = read_bounded(path, _LARGEST_SOURCE)
-    except (ValueError, FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"--features {name}: {path} cannot be read ({error}); expected PATH.py:FUNCTION") from error
-    # A unique name in sys.modules, where classes and functions of the file look it up.
-    spec = importlib.util.spec_from_file_location("features_of_user", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    _run(path, spec.loader.exec_module, module)
-    found = getattr(module, function, None)
-    if not callable(found):
-        raise ConfigError(f"--features {name}: {path} has no function {function}")
-    return Extractor(name, hashlib.sha256(source).hexdigest(), lambda images: _run(path, found, images))
+def _of_user(name: str) -> Extractor:
+    plugin = load(name, "fastdiff.features", "--features")
+    require(callable(plugin.found), f"--features {name}: expected a function of images")
 
+    def features(images: Pixels) -> Any:
+        with plugin.blamed("--features"):
+            return plugin.found(images)
 
-def _run(path: Path, function: Callable[..., Any], argument: Any) -> Any:
-    """Call user code; convert its exception to one message with the line in the file."""
-    try:
-        return function(argument)
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if Path(frame.filename) == path.absolute()]
-        where = f"{path}:{lines[-1]}" if lines else path
-        raise ConfigError(f"--features: {where}: {type(error).__name__}: {error}") from error
+    return Extractor(name, plugin.identity.rpartition(" ")[2] if plugin.path else None, features)
 
 
 WEIGHTS_BYTES, WEIGHTS_SHA256 = 95_628_359, "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"

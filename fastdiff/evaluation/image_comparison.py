@@ -13,6 +13,7 @@ from fastdiff.errors import ConfigError, require
 from fastdiff.evaluation.features import Extractor, features_of, open_extractor
 from fastdiff.evaluation.image_metrics import NEIGHBOURS, Features, Gaussian, kernel_distance, precision_recall
 from fastdiff.evaluation.image_sets import ImageSet, Reference, open_images, open_reference
+from fastdiff.evaluation.user_metrics import open_metrics
 from fastdiff.parallel.devices import select_device
 
 _PACKAGES = ("fastdiff", "numpy", "torch", "pillow", "torch-fidelity")
@@ -24,6 +25,8 @@ class ImageComparisonOptions:
 
     features: str = "inception"
     """Name of the extractor, see ``features.open_extractor``."""
+    metrics: tuple[str, ...] = ()
+    """Further metrics, see ``user_metrics``."""
     batch: int = 64
     """Images per call of the extractor."""
     seed: int = 0
@@ -39,9 +42,9 @@ def evaluate_images(samples: Path, reference: Path, options: ImageComparisonOpti
         options: extractor, batch and seed.
 
     Returns:
-        ``fid``, ``kid``, ``kid_std``, ``precision``, ``recall``; the number of images of both sets; the extractor with
-        its digest, the seed and versions. An undefined figure is None: statistics give only the FID, fewer than 4
-        images no precision and recall, KID without subsets no deviation.
+        ``fid``, ``kid``, ``kid_std``, ``precision``, ``recall``, and the figures of the user's metrics; the number of
+        images of both sets; the extractor with its digest, the seed and versions. An undefined figure is None:
+        statistics give only the FID, fewer than 4 images no precision and recall, KID without subsets no deviation.
 
     Raises:
         ConfigError: The inputs are of another kind or do not fit each other, or the extractor is not usable.
@@ -49,12 +52,17 @@ def evaluate_images(samples: Path, reference: Path, options: ImageComparisonOpti
         OSError: An input cannot be read.
     """
     require(0 <= options.seed < 2**64, f"--seed {options.seed}: from 0 to 2**64 - 1")
+    metrics = open_metrics(options.metrics)  # fails before images are read
     drawn, real = open_images(samples), open_reference(reference)
     for path, images in ((samples, drawn), (reference, real.images)):
         if images is not None and len(images) < 2:
             raise ConfigError(f"{path} holds {len(images)} image; a distribution needs at least 2")
     if real.images is not None and drawn.size != real.images.size:
         log.warning(f"{samples} has images of {_size(drawn)} pixels, {reference} of {_size(real.images)}")
+    require(
+        not metrics or real.images is not None,
+        f"--metric needs real images, and {reference} holds their statistics; give the images",
+    )
     extractor = open_extractor(options.features)
     of_samples = features_of(drawn, extractor, options.batch, "features of samples")
     of_reference = None
@@ -67,12 +75,17 @@ def evaluate_images(samples: Path, reference: Path, options: ImageComparisonOpti
                 f"{path}: the covariance of {len(features)} images in {features.shape[1]} dimensions is singular, and "
                 "its FID is far too high; compare it only with the FID of equally many images"
             )
-    return _measures(of_samples, of_reference, real.statistics, options.seed) | {
+    figures = _measures(of_samples, of_reference, real.statistics, options.seed)
+    for metric in metrics:
+        assert of_reference is not None
+        figures.update(metric(of_samples, of_reference))
+    return figures | {
         "samples": len(drawn),
         "reference": None if real.images is None else len(real.images),
         "fid_reference": "images" if real.statistics is None else "statistics",
         "extractor": extractor.name,
         "extractor_sha256": extractor.sha256,
+        **({"metrics": {metric.name: metric.plugin.identity for metric in metrics}} if metrics else {}),
         "seed": options.seed,
         "versions": _versions(),
     }

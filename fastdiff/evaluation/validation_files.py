@@ -16,6 +16,8 @@ import numpy.typing as npt
 from fastdiff.diffusion.snr_bins import Floats
 from fastdiff.errors import StorageError
 
+LINES = "validation.jsonl"
+"""File of the run folder with one line per validation; the files of this module have every sample's loss."""
 _FOLDER = "validation"
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})\.npz")
 _LEFTOVER = re.compile(r"step-[0-9]{8,}\.npz\.[0-9]+-[0-9a-f]{8}\.tmp")

@@ -14,6 +14,8 @@ from fastdiff.export.formats import Exported, format_of
 from fastdiff.models.family import family_of
 
 _SAMPLES = "samples.png"
+_PLUGINS = {"plugin.network": "Network of the user", "plugin.objective": "Loss of the user"}
+"""Code of users by its name among the versions (``run_record.plugins``)."""
 _NORMAL = {"logit_normal": (0.0, 1.0), "log_normal": (-1.2, 1.2)}
 """Default mean and standard deviation."""
 
@@ -98,6 +100,7 @@ def _facts(exported: Exported, dtype: str) -> dict[str, object]:
         "Precision": config.performance.precision,
         "Weights": weights,
         "Software": ", ".join(f"{name} {manifest['versions'][name]}" for name in ("fastdiff", "torch", "deepspeed")),
+        **{_PLUGINS[name]: f"`{code}`" for name, code in manifest["versions"].items() if name in _PLUGINS},
     }
 
 

@@ -65,6 +65,20 @@ class Start:
         return self.wall_s * len(self.nodes) / 3600
 
 
+@dataclass(slots=True)
+class Span:
+    """The time between two records; the spans of a ledger follow one another without gaps."""
+
+    start: int
+    """Index of the start that it belongs to, or follows."""
+    began: float
+    ended: float
+    step: int
+    """Reached at its end."""
+    seconds: Seconds
+    """By class; those that have none are left out."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sums:
     """The whole ledger of a run."""
@@ -72,6 +86,8 @@ class Sums:
     starts: Sequence[Start]
     between: Seconds
     """Seconds between two starts."""
+    spans: Sequence[Span]
+    """In their order."""
 
     @property
     def seconds(self) -> Seconds:
@@ -138,7 +154,14 @@ class _Piece:
     start: Start
     first: int
     last: int
-    seconds: float
+    parts: list[tuple[Seconds, float]]
+    """Seconds, each with the sums of the span in which they were spent."""
+
+    def spend(self, name: Class, share: float = 1.0) -> None:
+        """Give a share of the time its class."""
+        for span, seconds in self.parts:
+            self.start.seconds[name] += seconds * share
+            span[name] = span.get(name, 0.0) + seconds * share
 
 
 class _Reading:
@@ -148,6 +171,9 @@ class _Reading:
         self.starts: list[Start] = []
         self._between: Seconds = dict.fromkeys(CLASSES, 0.0)
         self._pieces: list[_Piece] = []
+        self._spans: list[Span] = []
+        self._open: Seconds = {}
+        """Sums of the span that begins at the cursor."""
         self._cursor = 0.0
         """Time up to which every second has its class."""
         self._step = 0
@@ -172,9 +198,9 @@ class _Reading:
     def sums(self) -> Sums:
         """Return the sums of all records."""
         for piece in self._pieces:
-            piece.start.seconds["step kept"] += piece.seconds
+            piece.spend("step kept")
             piece.start.steps_kept += piece.last - piece.first
-        return Sums(self.starts, self._between)
+        return Sums(self.starts, self._between, self._spans)
 
     def _take_start(self, record: _Fields) -> None:
         began, samples = record.number("began"), int(record.number("samples"))
@@ -203,8 +229,10 @@ class _Reading:
         before: Class = "stop" if self.starts[-1].outcome else "unknown"
         spans: list[tuple[Class, float]] = [(before, submitted), ("queue", held)]
         for name, until in spans:
-            self._between[name] += max(0.0, until - self._cursor)
-            self._cursor = max(self._cursor, until)
+            seconds = max(0.0, until - self._cursor)
+            self._between[name] += seconds
+            self._open[name] = seconds
+            self._close_span(until)
 
     def _take_resume(self, record: _Fields) -> None:
         self._lose_after(record.step)
@@ -231,7 +259,7 @@ class _Reading:
             if name == "step":
                 self._add_steps(step, seconds)
             else:
-                start.seconds[_CLASS_OF.get(name, "unknown")] += seconds
+                self._give(_CLASS_OF.get(name, "unknown"), seconds)
         if not told_s:
             self._spend("unknown", ended)
         self._move_to(ended)
@@ -270,27 +298,38 @@ class _Reading:
         """Add the time of the steps up to ``last``; without any, it belongs to those before, if there are."""
         start = self.starts[-1]
         if last > self._step:
-            self._pieces.append(_Piece(start, self._step, last, seconds))
+            self._pieces.append(_Piece(start, self._step, last, [(self._open, seconds)]))
             self._step = last
         elif self._pieces and self._pieces[-1].start is start:
-            self._pieces[-1].seconds += seconds
+            self._pieces[-1].parts.append((self._open, seconds))
         else:
-            start.seconds["step lost"] += seconds
+            self._give("step lost", seconds)
+
+    def _give(self, name: Class, seconds: float) -> None:
+        self.starts[-1].seconds[name] += seconds
+        self._open[name] = self._open.get(name, 0.0) + seconds
 
     def _spend(self, name: Class, until: float) -> None:
-        self.starts[-1].seconds[name] += max(0.0, until - self._cursor)
+        self._give(name, max(0.0, until - self._cursor))
         self._move_to(until)
 
     def _move_to(self, time: float) -> None:
-        self._cursor = self.starts[-1].ended = max(self._cursor, time)
+        self._close_span(time)
+        self.starts[-1].ended = self._cursor
+
+    def _close_span(self, time: float) -> None:
+        if time > self._cursor:
+            self._spans.append(Span(len(self.starts) - 1, self._cursor, time, self._step, self._open))
+            self._cursor, self._open = time, {}
 
     def _lose_after(self, step: int) -> None:
         while self._pieces and self._pieces[-1].last > step:
             piece = self._pieces.pop()
             kept, steps = max(0, step - piece.first), piece.last - piece.first
             if kept:
-                self._pieces.append(_Piece(piece.start, piece.first, step, piece.seconds * kept / steps))
-            piece.start.seconds["step lost"] += piece.seconds * (steps - kept) / steps
+                parts = [(span, seconds * kept / steps) for span, seconds in piece.parts]
+                self._pieces.append(_Piece(piece.start, piece.first, step, parts))
+            piece.spend("step lost", (steps - kept) / steps)
             piece.start.steps_lost += steps - kept
 
 

@@ -13,7 +13,7 @@ from fastdiff.console import log
 from fastdiff.errors import ConfigError
 from fastdiff.models import float8
 from fastdiff.models.build import Model, build_model
-from fastdiff_kernels import dispatch
+from fastdiff_kernels import dispatch, launch
 from fastdiff_kernels.adamw8bit.compiled import unavailable
 from fastdiff_kernels.dispatch import Choice
 from fastdiff_kernels.names import Backend
@@ -87,6 +87,7 @@ def choices(
     flags = {"--performance.kernels": performance.kernels, "--performance.attention": performance.attention}
     given = " ".join(f"{flag} {value}" for flag, value in flags.items() if value != "auto")
     given = " ".join([given, "--performance.deterministic"]).strip() if performance.deterministic else given
+    _require_gpu_for_triton(config, device)
     try:
         with dispatch.forced(**performance.kernel_backends()):
             rows = list(_choices(config, device, optimizer_device or device, flat=flat))
@@ -97,6 +98,17 @@ def choices(
     if performance.attention == "short":
         _require_short(rows)
     return rows
+
+
+def _require_gpu_for_triton(config: RunConfig, device: torch.device) -> None:
+    """Refuse Triton where no kernel of it can run, in the words of the command line."""
+    performance = config.performance
+    asked = "triton" in performance.kernel_backends().values()
+    if asked and device.type != "cuda" and launch.triton is not None and not launch.runs_on(torch.empty(0)):
+        raise ConfigError(
+            f"--performance.kernels {performance.kernels}: Triton kernels need a GPU, and this run is on the "
+            f"{device.type.upper()}; leave the flag out, and plain torch computes the same"
+        )
 
 
 def _require_short(rows: Iterable[Row]) -> None:

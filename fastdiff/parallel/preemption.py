@@ -21,12 +21,14 @@ from typing import NoReturn
 from fastdiff.console import write_line
 from fastdiff.errors import Preempted, report
 from fastdiff.exit_message import say_once
-from fastdiff.parallel.heartbeat import Heartbeat, note_failure
+from fastdiff.parallel.heartbeat import NODE_FOLDER, Heartbeat, note_failure
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after a second Ctrl-C, as of a shell."""
 _CTRL_C = "Ctrl-C"
+INTERRUPTED_FILE = "interrupted"
+"""File in the supervisor's folder: the SIGTERM to its ranks passes on a Ctrl-C."""
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 _LAUNCHERS = (b"deepspeed", b"fastdiff", b"torchrun")
@@ -132,7 +134,15 @@ def _take_signals(reader: int, request: StopRequest) -> None:
                 request.end_now()
             if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
                 write_line(STOPPING_LINE)
-            request.make(_CTRL_C if number == signal.SIGINT else signal.Signals(number).name)
+            request.make(_cause(number))
+
+
+def _cause(number: int) -> str:
+    """Return the name of a signal for messages: what the user did, also where a supervisor passed it on."""
+    folder = os.environ.get(NODE_FOLDER)
+    if number == signal.SIGINT or (folder and (Path(folder) / INTERRUPTED_FILE).exists()):
+        return _CTRL_C
+    return signal.Signals(number).name
 
 
 def _set_parent_death_signal(number: int) -> None:

@@ -18,8 +18,8 @@ _ROOT = Path("/")
 _DRIVERS = {13: (580, 65), 12: (525, 60)}
 """The oldest driver of each CUDA version; a driver runs every minor version of the CUDA versions that it knows."""
 _PIP = {
-    13: "pip install -c constraints.txt -e '.[dali-cuda13,peft,fp8]'",
-    12: "pip install -c constraints-cu12.txt -e '.[dali-cuda12,xformers,peft]'",
+    13: "pip install 'fastdiff[cuda13,all]'",
+    12: "pip install 'fastdiff[cuda12,all]'",
 }
 """The command for each CUDA version, as in the table of README.md."""
 _TOO_OLD = re.compile(r"driver .* too old \(found version (\d+)\)", re.DOTALL)

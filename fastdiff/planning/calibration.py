@@ -103,7 +103,7 @@ def read(path: Path) -> Measured:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"--from {path}: {type(error).__name__} {error}; expected the folder of a run with run.json and "
-            "metrics.jsonl, or a record of `python -m bench step`"
+            "metrics.jsonl, or a record of `fastdiff bench step`"
         ) from None
 
 
@@ -131,7 +131,7 @@ def _of_record(path: Path) -> Measured:
     rows = [line["measurement"] for line in lines if "measurement" in line]
     steps = [row for row in rows if (row["bench"], row["quantity"]) == ("step", "step time")]
     if not steps:
-        raise ConfigError(f"--from {path}: no step time; expected a record of `python -m bench step`")
+        raise ConfigError(f"--from {path}: no step time; expected a record of `fastdiff bench step`")
     best = min(steps, key=lambda row: row["value"] / row["facts"]["batch"])
     same = [row for row in rows if (row["case"], row["provider"]) == (best["case"], best["provider"])]
     facts: Mapping[str, Any] = best["facts"]

@@ -27,16 +27,20 @@ class Figures:
 
     peak_bytes: float
     """Of a rank."""
-    step_s: Interval
+    step_s: Interval | None
+    """None: the table does not have the device."""
     samples: int
     """Of a step."""
 
     def words(self, steps: int) -> str:
         """Return them for a log, with the time of this many steps."""
+        held = f"planned: {self.peak_bytes / 2**30:.3g} GiB of a rank"
+        if self.step_s is None:
+            return f"{held} for weights, gradients, optimizer and activations"
         step, rate = self.step_s, self.step_s.under(self.samples)
         hours = step.middle * steps / 3600
         return (
-            f"planned: {self.peak_bytes / 2**30:.1f} GiB of a rank, {1e3 * step.middle:.0f} ms per step "
+            f"{held}, {1e3 * step.middle:.0f} ms per step "
             f"({1e3 * step.low:.0f} to {1e3 * step.high:.0f}), {rate.middle:.0f} images/s, "
             + (f"{hours / 24:.1f} days" if hours >= 48 else f"{hours:.1f} hours")
             + " to the end"
@@ -45,9 +49,13 @@ class Figures:
     def departure(self, record: Mapping[str, float]) -> str | None:
         """Return how a record of the log departs from the plan by more than a fifth; None if it does not.
 
+        Without a time nothing is compared.
+
         Args:
             record: with ``step_ms`` and ``peak_gib``.
         """
+        if self.step_s is None:
+            return None
         step_s, peak = 1e-3 * record["step_ms"], record["peak_gib"] * 2**30
         found = []
         if step_s > (1 + _FIFTH) * self.step_s.high or step_s < (1 - _FIFTH) * self.step_s.low:
@@ -60,18 +68,17 @@ class Figures:
 def figures(
     config: RunConfig, ds_config: DsConfig, ranks: int, per_node: int, device: str, *, flat: bool
 ) -> Figures | None:
-    """Return the figures of a run; None on a device that is not in the table, or with an optimizer on the host.
+    """Return the figures of a run on GPUs; None with an optimizer on the host.
 
     Args:
         config: of the run, with its micro-batch.
         ds_config: the resolved DeepSpeed JSON.
         ranks: of the job.
         per_node: ranks of a node.
-        device: name of the GPU, as the driver reports it.
+        device: name of the GPU, as the driver reports it; the table need not have it.
         flat: the run has the flat engine.
     """
-    kind = of_device(device)
-    if kind is None or offloads_optimizer(ds_config) or config.performance.precision not in kind.rates:
+    if offloads_optimizer(ds_config):
         return None
     again = config.performance.recompute
     network = read_network(config, torch.device("cuda"), (again,))
@@ -83,5 +90,25 @@ def figures(
         setup, network.passes[again], accumulates=config.batch.accumulation(ranks) > 1,
         bucket=Zero.of(ds_config).reduce_bucket,
     )  # fmt: skip
+    kind = of_device(device)
+    if kind is None or config.performance.precision not in kind.rates:
+        return Figures(held.peak, None, config.batch.samples)
     gpus = Gpus(kind, max(1, ranks // per_node), min(ranks, per_node))
     return Figures(held.peak, step_time(work_of(config, ds_config, network, ranks), gpus).whole, config.batch.samples)
+
+
+def held_on_cpu(config: RunConfig, ds_config: DsConfig, ranks: int, trained: int, *, flat: bool) -> str:
+    """Return the memory of a rank on a CPU in words, for a log: what follows from the parameters, at no cost.
+
+    A pass is not traced there: on small networks that takes longer than it is worth.
+
+    Args:
+        config: of the run, with its micro-batch.
+        ds_config: the resolved DeepSpeed JSON.
+        ranks: of the job.
+        trained: parameters.
+        flat: the run has the flat engine.
+    """
+    setup = setup_of(config, ds_config, ranks, flat=flat, trained=trained, frozen_bytes=0, buffer_bytes=0)
+    parts = {name: size / 2**30 for name, size in setup.static().items() if size}
+    return f"planned: {sum(parts.values()):.3g} GiB of a rank for {', '.join(parts)}, and the activations"

@@ -6,20 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from fastdiff.batch import Condition
-from fastdiff.config.networks.pretrained import CAPTION_TOKENS
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
-from fastdiff.models.build import Model, build_model
+from fastdiff.models.build import build_model
+from fastdiff.models.cost.dry_inputs import dry_inputs
 from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
 from fastdiff.models.cost.traced import Traced, trace
 
 _TRACED = 2
 """Samples of the pass that is traced: one has other strides."""
-_TIME_IDS = 6
-"""Numbers about the size of an image, of networks with a pooled embedding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +51,7 @@ def read_network(config: RunConfig, device: torch.device, recompute: tuple[bool,
     with torch.device("meta"):
         network = build_model(config.model, seed=config.seed)
     network.requires_grad_(config.lora.rank == 0)
-    noisy, condition = _inputs(config, network)
+    noisy, condition = dry_inputs(config.model, network.inputs, _TRACED)
     precision = config.performance.precision
     try:
         passes = {
@@ -80,20 +76,3 @@ def read_network(config: RunConfig, device: torch.device, recompute: tuple[bool,
         buffer_bytes=buffer_bytes(network, precision),
         passes=passes,
     )
-
-
-def _inputs(config: RunConfig, network: Model) -> tuple[Tensor, Condition]:
-    """Return inputs of the network for two samples."""
-    model = config.model
-    condition: Condition = {
-        "label": torch.zeros(_TRACED, dtype=torch.int64),
-        "position": torch.arange(_TRACED),
-        "time_ids": torch.zeros(_TRACED, _TIME_IDS),
-        "low_res": torch.zeros(_TRACED, model.channels, model.low_res_size, model.low_res_size),
-        **{name: torch.zeros(_TRACED, width) for name, width in model.text_widths.items() if name != "context"},
-        **{n: torch.zeros(_TRACED, CAPTION_TOKENS, w) for n, w in model.text_widths.items() if n == "context"},
-    }
-    absent = set() if model.low_res_size else {"low_res"}
-    absent |= set() if "pooled" in model.text_widths else {"time_ids"}
-    noisy = torch.zeros(_TRACED, model.channels, model.size, model.size)
-    return noisy, {name: value for name, value in condition.items() if name in network.inputs and name not in absent}

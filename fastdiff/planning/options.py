@@ -22,26 +22,9 @@ from fastdiff.planning.network import Network
 from fastdiff.planning.scaling.zero import Zero, width_of
 from fastdiff.planning.step_time import StepTime, Work
 
-OF_STAGE: dict[int, deepspeed_config.DsConfig] = {
-    0: {"zero_optimization": {"stage": 0}},
-    1: deepspeed_config.ZERO1,
-    2: {"zero_optimization": {**deepspeed_config.ZERO1["zero_optimization"], "stage": 2}},
-    3: {
-        "zero_optimization": {
-            "stage": 3,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "reduce_bucket_size": 100_000_000,
-            "stage3_prefetch_bucket_size": 100_000_000,
-            "stage3_param_persistence_threshold": 1_000_000,
-            "stage3_max_live_parameters": 3_000_000_000,
-            "stage3_max_reuse_distance": 3_000_000_000,
-            "sub_group_size": 100_000_000,
-        }
-    },
-}
-"""The DeepSpeed JSON of each ZeRO stage, as ``FILES`` have it in ``deepspeed_configs``, which no wheel contains."""
-FILES = {0: "ddp.json", 1: "zero1.json", 2: "zero2.json", 3: "zero3.json"}
+NAMES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
+"""The DeepSpeed configuration of each ZeRO stage."""
+OF_STAGE = {stage: deepspeed_config.read(name) for stage, name in NAMES.items()}
 _FLAT = ("adamw", "adamw8bit")
 """Optimizers of the flat engine, which trains at stage 0."""
 

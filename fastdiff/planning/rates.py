@@ -1,7 +1,7 @@
 """Shares of a data sheet's figures that a step is assumed to reach, and intervals between a fast and a slow set.
 
 One set serves every GPU and network. The fast one is that of a step at the limit of its libraries, the middle one that
-of the budget's low level (``bench/emission/rates.py``), and published trainings agree with the middle within 30 %
+of the budget's low level (``fastdiff_bench.emission.rates``), and published trainings agree with the middle within 30 %
 (``tests/planning/test_published_runs.py``). None is measured by us: ``--from`` replaces them.
 """
 

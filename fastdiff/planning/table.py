@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fastdiff.config.launch_options import Launch
-from fastdiff.planning.options import FILES, Planned, Refused
+from fastdiff.planning.options import NAMES, Planned, Refused
 
 _HEAD = ("GPUs", "ZeRO", "micro", "recompute", "moments", "GiB of a rank", "images/s", "low-high", "days", "kWh")
 _IDLE = 0.75
@@ -107,7 +107,7 @@ def command(planned: Planned, launch: Launch) -> str:
     gpus = option.gpus
     flags = [*_without_micro(launch.argv), "--batch.micro", str(option.micro)]
     if launch.deepspeed is None:
-        flags += ["--deepspeed_config", f"deepspeed_configs/{FILES[option.stage]}"]
+        flags += ["--deepspeed_config", NAMES[option.stage]]
     if option.recompute and "--performance.recompute" not in flags:
         flags.append("--performance.recompute")
     if option.optimizer != "adamw" and option.optimizer not in flags:

@@ -165,6 +165,11 @@ def write_npz(
         os.fsync(file.fileno())
 
 
+def save_npz(path: Path, images: npt.NDArray[np.uint8]) -> None:
+    """Write images ``[N, H, W, C]`` that are in memory, without labels; OSError if they cannot be written."""
+    np.savez(path, images)  # as arr_0
+
+
 def read_npz(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64] | None]:
     """Return the images ``[N, H, W, C]`` uint8 and their labels ``[N]``, if there are any.
 

@@ -56,7 +56,7 @@ class PixelDecoder:
         self._vae: Any = None
         channels, factor = model.channels, 1
         if name != IDENTITY:
-            pipeline = pretrained(config) if name == config.pretrained.path else Pretrained(name)
+            pipeline = pretrained(config) if name == config.pretrained.path else Pretrained(name, flag="--autoencoder")
             self.digest = pipeline.digest("vae")
             self._vae = pipeline.vae(device)
             channels, factor = int(self._vae.config.out_channels), scale_factor(pipeline)

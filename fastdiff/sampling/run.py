@@ -16,7 +16,8 @@ from fastdiff.checkpoint.manifest import committed, digest_of, step_of, verify
 from fastdiff.checkpoint.reader import Checkpoint, snapshot_folder
 from fastdiff.checkpoint.weights import select
 from fastdiff.config.config_file import from_mapping
-from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.config.networks.of_user import file_of
+from fastdiff.config.networks.registry import ModelConfig, networks
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json, require_run
 from fastdiff.config.sampler import SamplerConfig
@@ -31,6 +32,7 @@ from fastdiff.parallel.devices import select_device
 from fastdiff.sampling.image_grid import image_grid, save_picture
 from fastdiff.sampling.pixels import IDENTITY, autoencoder_of
 from fastdiff.sampling.solvers import grid_classes, sample
+from fastdiff.sanitize import escape
 from fastdiff_kernels import launch
 
 
@@ -316,7 +318,30 @@ def open_checkpoint(folder: Path, step: int | None = None, *, snapshots: bool = 
 def config_of(saved: Checkpoint) -> RunConfig:
     """Return the configuration recorded in a checkpoint; StorageError if it has none."""
     saved.require("config")
+    _require_plugin(saved)
     return from_mapping(saved.manifest["config"], str(saved.folder))
+
+
+def _require_plugin(saved: Checkpoint) -> None:
+    """Refuse a run whose network is code that the user has not named, and warn of other code than it was trained with.
+
+    Raises:
+        ConfigError: the code is not named; the message says how.
+    """
+    recorded = saved.manifest.get("versions", {}).get("plugin.network")
+    if not isinstance(recorded, str) or " sha256 " not in recorded:  # of a package, which is installed or not
+        return
+    kind = str(saved.manifest["config"].get("model", {}).get("kind"))
+    file, _, identity = recorded.rpartition(":")
+    name = identity.partition(" ")[0]
+    plugin = file_of(kind)
+    if plugin is None and kind not in networks():
+        raise ConfigError(
+            f"{saved.folder}: its network {escape(kind)} is code of {escape(file)}, which a run folder cannot let run; "
+            f"name it yourself: --plugin {escape(file)}:{escape(name)}, or fastdiff.Run(..., plugins=[...])"
+        )
+    if plugin is not None and plugin.identity != identity:
+        log.warning(f"{saved.folder}: {plugin.text} differs from the code that trained it ({escape(recorded)})")
 
 
 def _missing(step: int, checkpoints: Sequence[int], kept: Sequence[int], *, snapshots: bool) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from fastdiff.config.sampler import SamplerConfig
+from fastdiff.config.sections.performance import Precision
 from fastdiff.data.encoding.autoencoder import reproducible
 from fastdiff.data.encoding.options import Rank
 from fastdiff.errors import ConfigError
@@ -39,7 +40,7 @@ class SetOptions:
     """The npz."""
     batch: int = 64
     """Images per forward pass; part of the plan, because it affects the rounding of matrix products."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Precision = "fp32"
     """Precision of the model; the autoencoder computes in fp32."""
     autoencoder: str | None = None
     """See ``PixelDecoder``."""
@@ -71,13 +72,7 @@ def draw_set(
         StorageError: the images cannot be written.
     """
     rank = rank or Rank.from_environment()
-    require_precision(options.precision, run.device, "--precision")
-    asked, sampler = sampler.clip, run.decided(sampler)
-    decoder = PixelDecoder(run.config, options.autoencoder, run.device)
-    if asked is None:  # the decoder in use decides, not the one of the training data
-        sampler = replace(sampler, clip=decoder.name == IDENTITY)
-    with reproducible():  # for the embeddings of prompts
-        conditioned = conditions(run, request, sampler.seed)
+    conditioned, sampler, decoder = _prepared(run, request, sampler, options.precision, options.autoencoder)
     plan = _plan(run, conditioned, sampler, options, decoder)
     shape = (conditioned.count, *decoder.shape)
     parts = SampleParts(options.out, plan, shape, options.batch, conditioned.labels)
@@ -85,9 +80,11 @@ def draw_set(
         say(f"{options.out} is complete already")
         return
     run.model.to(DTYPES[options.precision])
-    with reproducible(), _enough_memory(options, run.device):
+    remedy = f"delete {options.out}.parts and use a smaller --batch, or --precision bf16"
+    with reproducible(), _in_memory(options.batch, run.device, remedy):
         for batch in _missing(parts, rank):
-            parts.write(batch, _draw(run, conditioned, sampler, decoder, parts.images(batch), options))
+            index = parts.images(batch)
+            parts.write(batch, _draw(run, conditioned, sampler, decoder, index, options.batch, options.precision))
     if missing := parts.join():
         say(
             f"rank {rank.number}: its share is done; {missing} images of other ranks are still missing; if all ranks "
@@ -95,6 +92,62 @@ def draw_set(
         )
     else:
         say(f"{options.out}: {conditioned.count} images, {run.description}")
+
+
+def draw_in_memory(
+    run: Run,
+    request: SampleRequest,
+    sampler: SamplerConfig,
+    *,
+    batch: int = 64,
+    precision: Precision = "fp32",
+    autoencoder: str | None = None,
+    progress: bool = True,
+) -> npt.NDArray[np.uint8]:
+    """Draw images in this process, with the pixels that ``draw_set`` writes.
+
+    Args:
+        run: opened on its device.
+        request: the requested content.
+        sampler: solver, steps, guidance and seed.
+        batch: images per forward pass.
+        precision: of the model.
+        autoencoder: see ``PixelDecoder``.
+        progress: show a bar.
+
+    Returns:
+        ``[N, H, W, C]`` uint8.
+
+    Raises:
+        ConfigError: the model does not support the request, or an image is not finite.
+        DataError: the images to enlarge cannot be read.
+    """
+    conditioned, sampler, decoder = _prepared(run, request, sampler, precision, autoencoder)
+    drawn = np.empty((conditioned.count, *decoder.shape), np.uint8)
+    run.model.to(DTYPES[precision])
+    with (
+        reproducible(),
+        _in_memory(batch, run.device, "draw with a smaller batch, or precision bf16"),
+        tqdm(desc="sampling", total=len(drawn), unit="image", disable=not progress, leave=False) as bar,
+    ):
+        for first in range(0, len(drawn), batch):
+            index = range(first, min(first + batch, len(drawn)))
+            drawn[first : index.stop] = _draw(run, conditioned, sampler, decoder, index, batch, precision)
+            bar.update(len(index))
+    return drawn
+
+
+def _prepared(
+    run: Run, request: SampleRequest, sampler: SamplerConfig, precision: Precision, autoencoder: str | None
+) -> tuple[Conditions, SamplerConfig, PixelDecoder]:
+    """Return the conditions of the images, the resolved options of the sampler, and the decoder."""
+    require_precision(precision, run.device, "--precision")
+    asked, sampler = sampler.clip, run.decided(sampler)
+    decoder = PixelDecoder(run.config, autoencoder, run.device)
+    if asked is None:  # the decoder in use decides, not the one of the training data
+        sampler = replace(sampler, clip=decoder.name == IDENTITY)
+    with reproducible():  # for the embeddings of prompts
+        return conditions(run, request, sampler.seed), sampler, decoder
 
 
 def _plan(
@@ -134,17 +187,18 @@ def _draw(
     sampler: SamplerConfig,
     decoder: PixelDecoder,
     index: range,
-    options: SetOptions,
+    batch: int,
+    precision: Precision,
 ) -> npt.NDArray[np.uint8]:
     """Draw the images of one batch, ``[n, H, W, C]``."""
     latents = run.sample(
-        conditioned.of(index), conditioned.null, sampler, first_index=index.start, batch=options.batch, progress=False
+        conditioned.of(index), conditioned.null, sampler, first_index=index.start, batch=batch, progress=False
     )
     finite = latents.isfinite().flatten(1).all(1)
     if not finite.all():
         first = index.start + int((~finite).nonzero()[0])
         raise ConfigError(
-            f"image {first} is not finite, with the weights of {run.description} in {options.precision}; use "
+            f"image {first} is not finite, with the weights of {run.description} in {precision}; use "
             "--precision fp32, other weights (--ema, --step) or more steps",
             everywhere=False,
         )
@@ -152,12 +206,11 @@ def _draw(
 
 
 @contextmanager
-def _enough_memory(options: SetOptions, device: torch.device) -> Iterator[None]:
+def _in_memory(batch: int, device: torch.device, remedy: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"--batch {options.batch} needs more memory than {device} has ({str(error).splitlines()[0]}); delete "
-            f"{options.out}.parts and use a smaller --batch, or --precision bf16",
+            f"--batch {batch} needs more memory than {device} has ({str(error).splitlines()[0]}); {remedy}",
             everywhere=False,
         ) from None

@@ -14,12 +14,13 @@ from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
-from fastdiff.config.run_record import as_json, claim, versions
+from fastdiff.config.run_record import as_json, claim, plugins, versions
+from fastdiff.config.trackers import require_installed
 from fastdiff.console import log
 from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.build import build_batches, build_order, choose_loader
 from fastdiff.data.loading.order import SampleOrder
-from fastdiff.data.loading.training_set import Data, check_provenance, null_condition, open_data
+from fastdiff.data.loading.training_set import Data, check_provenance, null_condition, open_data, with_captions
 from fastdiff.diffusion.objective import Objective
 from fastdiff.ledger.writer import Ledger
 from fastdiff.models import kernel_choice, load, toolchain
@@ -39,7 +40,6 @@ from fastdiff.training.callbacks.compilation import compile_all
 from fastdiff.training.callbacks.divergence import Rewind
 from fastdiff.training.callbacks.saving import CHECKPOINT, save_checkpoint
 from fastdiff.training.callbacks.summary import announce, record
-from fastdiff.training.callbacks.trackers import Trackers, require_installed
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
 from fastdiff.training.ema import Ema
 from fastdiff.training.engines import build as engines
@@ -50,9 +50,12 @@ from fastdiff.training.memory.micro_batch import with_micro
 from fastdiff.training.metrics import Meters
 from fastdiff.training.network import build_engine
 from fastdiff.training.passes.build import build_passes, require_capture, require_one_shape
+from fastdiff.training.plugins.network import check_network
+from fastdiff.training.plugins.objective import open_loss
 from fastdiff.training.resume import continue_from
 from fastdiff.training.spikes import Spikes
 from fastdiff.training.state import TrainState
+from fastdiff.training.trackers.build import Trackers
 from fastdiff_kernels import dispatch
 
 
@@ -160,6 +163,8 @@ def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, sto
     parts = _prepare(config, launch, world, stack)
     saved = resume.find(parts.checkpoints, launch, parts.facts, parts.folder)
     parts = _completed(parts, saved, stack)
+    if saved is None:
+        world.on_first(lambda: check_network(parts.config, world.device))
     state = _build_state(parts, saved, stop)
     stack.callback(state.close)
     state.progress = _restore(parts, state, saved)
@@ -188,6 +193,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
     is_new = world.on_first(lambda: not (folder / "checkpoints").exists())
     ops = _choose_backends(config, ds_config, world, None, stack) if is_new else ""
     reader, order = _open_data(config, world, stack)
+    config = world.on_first(lambda: with_captions(config, reader))
     world.on_first(lambda: _claim(folder, stack))
     ledger = stack.enter_context(start_ledger(folder, config.batch.samples, world))
     heart = world.together(lambda: Heartbeat(folder, world.rank, launch.hang_timeout_s))
@@ -293,11 +299,12 @@ def _facts(config: RunConfig, reader: Data, world: World) -> dict[str, Any]:
         "dataset": reader.info.digest,
         "classes": reader.info.classes,
         "base": world.on_first(lambda: load.base_digest(config)),
-        "versions": versions(),
+        "versions": versions() | world.on_first(lambda: plugins(config)),
     }
 
 
 def _build_objective(config: RunConfig, reader: Data, model: Model, world: World) -> Objective:
+    own_loss = world.together(lambda: open_loss(config, world.device))
     return Objective(
         config.objective,
         seed=config.seed,
@@ -309,6 +316,7 @@ def _build_objective(config: RunConfig, reader: Data, model: Model, world: World
         timesteps=config.timesteps,
         batch_samples=config.batch.samples,
         low_res_size=config.model.low_res_size,
+        own_loss=own_loss,
     )
 
 

@@ -44,6 +44,7 @@ FREE = (
     "data.workers",
     "batch.micro",
     "ema.snapshot_every",
+    "objective.plugin",
     "divergence.limit",
     "performance.device",
     "performance.engine",
@@ -52,7 +53,9 @@ FREE = (
     "performance.profile",
 )
 """Fields, or sections that end with a dot, that may differ at a resume: they change nothing, or rounding alone
-(``batch.micro``, ``performance.engine``)."""
+(``batch.micro``, ``performance.engine``). The code of ``objective.plugin`` is compared by its digest."""
+_OF_RESULT = ("plugin.network", "plugin.objective")
+"""Plug-ins that decide the result of a run (``run_record.plugins``)."""
 _SUMS = "performance.grad_accum_dtype"
 _OBJECTIVE = {f"objective.{name}": value for name, value in DEFAULTS.items()}
 
@@ -86,6 +89,7 @@ def check_unchanged(saved: Checkpoint, facts: Facts, allowed: Sequence[str]) -> 
     base, now = saved.manifest.get("base"), facts["base"]
     if base is not None and now is not None and base != now and "base" not in allowed:
         changes["base"] = f"{base[:12]} -> {now[:12]} (digest of the weights that the LoRA is added to)"
+    changes |= _plugin_changes(saved.manifest.get("versions", {}), facts["versions"], allowed)
     if not changes:
         return
     diff = "\n".join(f"  --{key}: {change}" for key, change in changes.items())
@@ -94,6 +98,19 @@ def check_unchanged(saved: Checkpoint, facts: Facts, allowed: Sequence[str]) -> 
         f"the run in {saved.folder.parent.parent} was started with another configuration:\n{diff}\n"
         f"change it back, choose another --output.folder, or accept it with {accept}"
     )
+
+
+def _plugin_changes(saved: Mapping[str, str], now: Mapping[str, str], allowed: Sequence[str]) -> dict[str, str]:
+    """Return the plug-ins with another code; the folder of a file does not count."""
+    return {
+        name: f"{saved.get(name, 'none')} -> {now.get(name, 'none')}"
+        for name in _OF_RESULT
+        if _code(saved.get(name)) != _code(now.get(name)) and name not in allowed
+    }
+
+
+def _code(identified: str | None) -> str | None:
+    return None if identified is None else identified.rpartition(":")[2]
 
 
 def config_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence[str]) -> dict[str, str]:
@@ -142,7 +159,7 @@ def _is_free(key: str, free: Sequence[str]) -> bool:
 
 
 def _check_known(allowed: Sequence[str], config: dict[str, Any]) -> None:
-    known = ["dataset", "base", *(_OBJECTIVE | flatten(config))]
+    known = ["dataset", "base", *_OF_RESULT, *(_OBJECTIVE | flatten(config))]
     for key in allowed:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fastdiff.cli.main import main
+from fastdiff.cli.main import _parser, main
 from fastdiff.cluster.launchers import hosts, kubernetes, slurm
 from fastdiff.cluster.launchers.hostfile import Hosts, read_hostfile
 from fastdiff.cluster.launchers.job import Job
@@ -274,14 +274,33 @@ def test_a_data_set_that_is_not_here_is_a_warning_and_one_that_does_not_fit_an_e
     assert main([*slurm_argv(tmp_path), *run, "no/where"]) == 0
     said = capsys.readouterr().err
     assert "warning: seen from this machine: --data.path no/where: no data set" in said
+    assert "; each node looks again before the start" in said
     assert "`fastdiff encode IMAGENET no/where --pretrained stabilityai/sd-vae-ft-ema" in said
     (tmp_path / "job").unlink()
-    assert main([*slurm_argv(tmp_path), *run, str(digits)]) == 2
+    assert main([*slurm_argv(tmp_path), *run, str(digits), "--model.size", "32", "--model.patch", "8"]) == 2
     assert "use --model.channels 1 --model.size 8" in capsys.readouterr().err
     assert not (tmp_path / "job").exists()
 
 
 # --- the flags of the run
+
+
+@pytest.mark.parametrize(
+    ("target", "missing"),
+    [("local", "--ranks"), ("hosts", "--hostfile"), ("slurm", "--nodes, --ranks-per-node"), ("k8s", "--image")],
+)
+def test_a_missing_flag_comes_with_a_complete_command(
+    capsys: pytest.CaptureFixture[str], target: str, missing: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["launch", target])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert missing in said
+    (command,) = re.findall(r"for example: (fastdiff launch .+)", said)
+    assert command.split()[2] == target
+    own = command.split()[1 : command.split().index("--")]
+    assert _parser().parse_args(own).target == target
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,14 @@ def test_what_files_and_flags_tell_is_told_before_torch_is_imported(digits: Path
         (_DIT, 65, "there is no such folder; make it with `fastdiff encode IMAGENET data/imagenet256 --pretrained "),
         ([*_DIT, "--data.path", str(tmp_path / "half")], 65, "no dataset.json, which is written last"),
         (
-            [*_DIT, "--data.path", str(digits), "--model.classes", "5"], 2,
+            [*_DIT, "--data.path", str(digits), "--model.size", "32", "--model.classes", "5"], 2,
             "use --model.channels 1 --model.size 8 --model.classes 10",
         ),
         (["train", "--preset", "digits", "--data.path", str(digits), "--model.classes", "5"], 2, "--model.classes 10"),
         (["launch", "local", "--ranks", "1", "--", "--preset", "digits", "--data.path", "no/where"], 65, "no/where"),
         (["train", "--preset", "digits", "--help"], 0, "--help-all lists all flags"),
+        (["bench", "--help"], 0, "count Inductor's code"),
+        (["bench", "stpe"], 2, "did you mean step?"),
         (["train", "--preset", "digits", "--dry-run"], 0, '"folder": "runs/digits"'),
     ]  # fmt: skip
     done = run([sys.executable, "-c", _REFUSALS, json.dumps([words for words, _, _ in cases])])
@@ -81,7 +83,7 @@ def test_ctrl_c_saves_and_another_length_resumes(digits: Path, tmp_path: Path) -
     assert f"{tmp_path / 'run'}: 1,000,000 steps; starting 1 rank on the CPU" in output
     assert re.search(r"samples/s: about \d.* to go, until", output)
     assert preemption.STOPPING_LINE in output
-    assert f"saved step {step}; the same command resumes from there" in output
+    assert f"fastdiff: Ctrl-C: saved step {step}; the same command resumes from there" in output
     assert "error" not in output
     assert "Traceback" not in output
 

@@ -289,3 +289,16 @@ def test_a_wrong_value_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
         command_line.parse(["--preset", "digits", "--samples", "many"])
     said = "".join(capsys.readouterr())
     assert said.count("Error parsing --samples") == 1
+
+
+@pytest.mark.parametrize("flag", ["--deepspeed_config", "--deepspeed"])
+def test_a_deepspeed_configuration_has_a_name(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any folder; a file is given by its path."""
+    monkeypatch.chdir(tmp_path)
+    launch, _ = command_line.parse(["--preset", "digits", flag, "zero3"])
+    assert launch.deepspeed == json.loads((ROOT / "deepspeed_configs" / "zero3.json").read_text())
+    (tmp_path / "own").write_text('{"zero_optimization": {"stage": 2}}')
+    launch, _ = command_line.parse(["--preset", "digits", flag, "own"])
+    assert launch.deepspeed == {"zero_optimization": {"stage": 2}}
+    with pytest.raises(ConfigError, match=r"zero4: no such file; expected .* a name: ddp, zero1, zero2, zero3,"):
+        command_line.parse(["--preset", "digits", flag, "zero4"])

@@ -29,7 +29,8 @@ TABLE_4 = {
 }
 OTHERS = {
     "digits": 1.274, "digits-adm": 0.7566, "digits-sr": 0.7569, "digits-t2i": 0.793,
-    "sd15-512": 859.5, "sd2-512": 865.9, "sd15-finetune": 859.5,
+    "sd15-512": 859.5, "sd2-512": 865.9, "sd15-finetune": 859.5, "sd15-lora": 859.5, "sdxl-lora": 2567.5,
+    "dit-small-images": 4.164,
     "iddpm-imagenet64": 121.06, "iddpm-imagenet64-cond": 273.05, "iddpm-cifar10": 52.55, "iddpm-lsun256": 113.68,
     "iddpm-upsampler": 279.79,
 }  # fmt: skip
@@ -48,7 +49,11 @@ def test_the_short_name_of_a_dit_leads_to_it(name: str) -> None:
 
 
 def test_an_unknown_name_leads_to_those_that_begin_with_it_or_to_the_nearest() -> None:
-    for given, hint in (("sd15", "did you mean sd15-512 or sd15-finetune? "), ("digist", "did you mean digits? ")):
+    for given, hint in (
+        ("sd15", "did you mean sd15-512 or sd15-finetune or sd15-lora? `fastdiff train --help` lists all presets"),
+        ("digist", "did you mean digits? "),
+        ("nope", "unknown; nearest: "),
+    ):
         with pytest.raises(ConfigError, match=re.escape(hint)):
             preset(given)
 

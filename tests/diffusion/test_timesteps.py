@@ -15,8 +15,8 @@ from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.processes import build_process
 from fastdiff.diffusion.timesteps import Tabulated, Timesteps, build_timesteps, golden_ranks
 from fastdiff.parallel.world import World
+from fastdiff.plugins.promises import HostSyncError, NoHostSync
 from fastdiff.rng import Stream, uniform
-from tests.support.dispatch_modes import NoSync
 from tests.support.references.timesteps import uniform_timesteps
 
 SEED = 5
@@ -256,14 +256,14 @@ def test_no_density_waits_for_the_device(config: ObjectiveConfig, density: str, 
     drawn = sampler(config, 32, density=density, stratified=stratified, **biases(density))
     losses = torch.linspace(0, 1, 16)
     losses[3] = math.nan
-    with NoSync():
+    with NoHostSync():
         for step in range(2):
             for micro in range(2):
                 position = torch.arange(16) + 32 * step + 16 * micro
                 native, _ = drawn.draw(position)
                 drawn.observe(native, losses, position)
             drawn.end_step(ALONE)
-    with pytest.raises(AssertionError, match="waits for the device"), NoSync():
+    with pytest.raises(HostSyncError, match="reads a number from the device"), NoHostSync():
         losses[0].item()
 
 

@@ -32,12 +32,12 @@ from fastdiff.diffusion.noise_shaping import small_images
 from fastdiff.diffusion.processes import build_process
 from fastdiff.errors import ConfigError
 from fastdiff.evaluation.likelihood import NllOptions, measure, read_clean
+from fastdiff.evaluation.validation_files import LINES
 from fastdiff.models.build import build_model
 from fastdiff.models.load import null_label
 from fastdiff.sampling.image_grid import image_grid
 from fastdiff.sampling.run import Run
 from fastdiff.training.callbacks.previews import SampleGrid
-from fastdiff.training.callbacks.validation import LINES
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import held_out, hexes, launch, tiny, train_losses
 

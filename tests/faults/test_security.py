@@ -166,13 +166,15 @@ def _is_unsafe(name: str, given: dict[str | None, str]) -> bool:
 
 
 def test_the_source_holds_no_call_that_runs_what_it_reads() -> None:
+    """But for the code that the user names, which one file runs."""
     found = {
         f"{path.relative_to(ROOT)}, {call}"
         for folder in SOURCES
         for path in (ROOT / folder).rglob("*.py")
         for call in unsafe_calls(path.read_text())
     }
-    assert not found
+    assert len(found) == 2
+    assert all(call.startswith("fastdiff/plugins/user_code.py, ") for call in found), found
 
 
 def test_modules_that_run_what_they_read_are_not_imported() -> None:

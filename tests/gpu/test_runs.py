@@ -22,6 +22,7 @@ from fastdiff.config.sampler import SamplerConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.export.run import Choice, export
 from fastdiff.parallel.world import World
+from fastdiff.plugins.promises import NoHostSync
 from fastdiff.sampling.run import Run
 from fastdiff.train import train
 from fastdiff.training.engines.base import Engine
@@ -31,7 +32,6 @@ from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
 from fastdiff.training.profiling.recording import trace_path
 from tests.gpu.cases import CASES, ON_CPU, Case, Inputs, deterministic, each, launch_of
-from tests.support.dispatch_modes import NoSync
 from tests.support.processes import run_ranks
 from tests.support.runs import hexes, intact, launch, losses, newest, train_losses
 
@@ -106,7 +106,7 @@ def test_a_run_has_the_losses_of_a_cpu_in_fp32_and_whole_graphs(
 def no_waiting(device: torch.device) -> Iterator[None]:
     """Fail if the host waits for the device, or copies to it."""
     if device.type == "cpu":
-        with NoSync():
+        with NoHostSync():
             yield
         return
     torch.cuda.set_sync_debug_mode("error")

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from bench.correctness.accuracy import assert_no_worse
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import build_model, load_model
 from fastdiff.models.dit.network import DiT, DiTBlock
 from fastdiff.models.embeddings import position_table, timestep_sinusoids
+from fastdiff_bench.correctness.accuracy import assert_no_worse
 from fastdiff_kernels import adaln, dispatch
 from fastdiff_kernels.dispatch import Choice
 from tests.support.dispatch_modes import Strides

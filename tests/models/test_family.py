@@ -64,8 +64,15 @@ def asked_by_type(tree: ast.AST) -> Iterator[str]:
 def test_nobody_asks_for_the_type_of_a_network() -> None:
     assert {"DiTConfig", "UNetConfig", "AdmConfig", "DiT", "UNet", "AdmUNet"} < TYPES
     found = {(path.stem, code) for path, tree in TREES.items() if path not in OWN for code in asked_by_type(tree)}
-    # One lays a file over the defaults of its kind, the other writes the kind as a tag.
-    assert found == {("config_file", "base.model.kind"), ("model_card", "model.kind")}
+    # They lay values over the defaults of the kind, write it as a tag, or look for a user's code of that kind.
+    assert found == {
+        ("config_file", "base.model.kind"),
+        ("model_card", "model.kind"),
+        ("config", "config.model.kind"),
+        ("network", "config.model.kind"),
+        ("run_record", "config.model.kind"),
+        ("data_set", "model.kind"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -107,14 +114,6 @@ def test_every_format_that_a_family_names_is_there() -> None:
             form = format_of(networks()[kind](), name)
             assert form.adapter == (name == "lora")
             assert form.training == (name in ("dit-training", "iddpm"))
-
-
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forget the networks that a test registers."""
-    monkeypatch.setattr(network_registry, "_registered", dict(networks()))
-    yield
-    network_registry._installed.cache_clear()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

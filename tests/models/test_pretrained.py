@@ -137,6 +137,14 @@ def test_folders_that_are_no_pipeline_are_refused(text: str, message: str, monke
         Pretrained(text).unet_config()
 
 
+def test_the_message_names_the_flag_that_was_typed() -> None:
+    for path in ("./no/such/folder", "/no/such/folder", "~/pipeline"):
+        with pytest.raises(
+            ConfigError, match=rf"^--pretrained {re.escape(path)}: neither a folder .*; check the path$"
+        ):
+            Pretrained(path, flag="--pretrained").unet_config()
+
+
 def test_an_incomplete_pipeline_is_refused(copied: Path) -> None:
     shutil.rmtree(copied / "text_encoder")
     with pytest.raises(ConfigError, match="has no text_encoder"):

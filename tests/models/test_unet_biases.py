@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.correctness.accuracy import assert_no_worse, exact
 from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.models.adm import blocks as adm
 from fastdiff.models.lora import add_lora
 from fastdiff.models.unet import blocks as unet
+from fastdiff_bench.correctness.accuracy import assert_no_worse, exact
 from fastdiff_kernels import dispatch
 from tests.support.references import adm_networks, unet_reference
 from tests.support.references.unet_reference import difference, gradients

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
-from bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate
+from fastdiff_bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate
 from fastdiff_kernels import adaln
 from fastdiff_kernels.adaln import (
     gated_modulated_norm,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench.correctness.accuracy import assert_no_worse
+from fastdiff_bench.correctness.accuracy import assert_no_worse
 from fastdiff_kernels import launch
 from fastdiff_kernels.adamw import _adamw_triton, adamw, adamw_reference, step_numbers
 from fastdiff_kernels.adamw.norm import _BLOCK, _norm_triton, clip, norm

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bench.correctness.accuracy import assert_no_worse
 from fastdiff.parallel.fragments import Fragment
+from fastdiff_bench.correctness.accuracy import assert_no_worse
 from fastdiff_kernels import dispatch, launch
 from fastdiff_kernels.adamw8bit import BLOCK, AdamW8bit, companding, rounding
 from fastdiff_kernels.adamw8bit.blocks import build_blocks, find_straddling

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from bench.correctness.accuracy import assert_as_accurate_as_eager
+from fastdiff_bench.correctness.accuracy import assert_as_accurate_as_eager
 from fastdiff_kernels import attention as module
 from fastdiff_kernels.attention import Machine, attention, attention_reference, choice, reasons
 

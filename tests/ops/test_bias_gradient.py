@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate
+from fastdiff_bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate
 from fastdiff_kernels import bias_gradient as op
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.bias_gradient import gelu, gelu_reference, summed_by_torch, unpacked, unpacked_reference

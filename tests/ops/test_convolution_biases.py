@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from bench.correctness.accuracy import assert_as_accurate_as_eager
 from fastdiff.models.adm import blocks as adm
 from fastdiff.models.unet import blocks as unet
+from fastdiff_bench.correctness.accuracy import assert_as_accurate_as_eager
 from fastdiff_kernels import dispatch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

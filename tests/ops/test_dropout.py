@@ -7,9 +7,9 @@ import torch
 from scipy import stats
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate, poisoned_memory
 from fastdiff.data.loading.order import RankPositions
 from fastdiff.rng import Stream, dropout_stream
+from fastdiff_bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate, poisoned_memory
 from fastdiff_kernels import dropout as op
 from fastdiff_kernels import philox
 from fastdiff_kernels.dropout import dropout, dropout_reference

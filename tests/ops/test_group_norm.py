@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate, exact
+from fastdiff_bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate, exact
 from fastdiff_kernels import dispatch
 from fastdiff_kernels import group_norm as op
 from fastdiff_kernels.group_norm import group_norm, group_norm_reference, tiling

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.correctness.accuracy import assert_as_accurate_as_eager
+from fastdiff_bench.correctness.accuracy import assert_as_accurate_as_eager
 from fastdiff_kernels import loss as module
 from fastdiff_kernels.loss import weighted_mse, weighted_mse_reference
 from fastdiff_kernels.noising import Streams, corrupt, dequantised

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import cases
+from fastdiff_bench import cases
 from fastdiff_kernels import attention, names
 
 PACKAGE = Path(attention.__file__).parent

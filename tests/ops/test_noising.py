@@ -4,8 +4,8 @@ import pytest
 import torch
 from scipy import stats
 
-from bench.correctness.accuracy import assert_as_accurate_as_eager, poisoned_memory
 from fastdiff.rng import Stream
+from fastdiff_bench.correctness.accuracy import assert_as_accurate_as_eager, poisoned_memory
 from fastdiff_kernels import noising, philox
 from fastdiff_kernels.noising import Streams, corrupt, corrupt_reference, dequantised
 from tests.support.references.timesteps import uniform_timesteps

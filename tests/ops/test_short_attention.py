@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 
-from bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate
-from bench.records import record
-from bench.records.record import Measurement
+from fastdiff_bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate
+from fastdiff_bench.records import record
+from fastdiff_bench.records.record import Measurement
 from fastdiff_kernels import packed_attention as packed
 from fastdiff_kernels import short_attention as module
 from fastdiff_kernels.attention import Machine

@@ -24,13 +24,13 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "torch without CUDA": (
         {"cuda": None},
         {},
-        r"is built without CUDA; install for CUDA 13: `CUDA=13 make` in a clone, or `pip install -c constraints\.txt ",
+        r"is built without CUDA; install for CUDA 13: `CUDA=13 make` in a clone, or `pip install 'fastdiff\[cuda13",
     ),
     "old driver": (
         {"driver": "570.124.06", "failure": OLD},
         {},
         r"its driver 570\.124\.06 is older than CUDA 13\.0 of this torch, which needs 580\.65 or newer; update the "
-        r"driver, or install for CUDA 12: `CUDA=12 make` in a clone, or `pip install -c constraints-cu12\.txt -e .*`;",
+        r"driver, or install for CUDA 12: `CUDA=12 make` in a clone, or `pip install 'fastdiff\[cuda12,all\]'`;",
     ),
     "old driver in a job with one GPU of eight": (
         {"gpus": 8, "granted": 1, "driver": "570.124.06", "failure": OLD},
@@ -136,7 +136,7 @@ def test_the_cpu_on_purpose(digits: Path, tmp_path: Path) -> None:
     assert "this machine has an NVIDIA GPU that torch cannot use" in shown.output
     asked = gpu.run(*by_flag)
     assert asked.code == 0, asked.output
-    assert "on cpu: 1 ranks x 16 samples x 1 micro-batches" in asked.output
+    assert "on cpu: 1 rank x 16 samples x 1 micro-batch" in asked.output
     own = [*flags(tiny(digits, tmp_path / "run", steps=2)), "--performance.device", "auto"]
     hidden = gpu.run_script(TRAIN, *own, CUDA_VISIBLE_DEVICES="")
     assert hidden.code == 0, hidden.output

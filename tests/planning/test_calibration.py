@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.scaling import host
 from fastdiff.cli.main import main
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.presets import preset
@@ -25,6 +24,7 @@ from fastdiff.planning.network import Network, read_network
 from fastdiff.planning.options import OF_STAGE, work_of
 from fastdiff.planning.scaling.host import HOSTS
 from fastdiff.train import train
+from fastdiff_bench.scaling import host
 from tests.support.processes import ROOT
 from tests.support.runs import launch, tiny
 
@@ -110,6 +110,7 @@ def test_a_run_is_compared_with_its_figures() -> None:
     assert found is not None
     assert "GiB of a rank" in found.words(1000)
     assert "images/s" in found.words(1000)
+    assert found.step_s is not None
     as_planned = {"step_ms": 1e3 * found.step_s.middle, "peak_gib": found.peak_bytes / 2**30}
     assert found.departure(as_planned) is None
     slower = found.departure({**as_planned, "step_ms": 1.3e3 * found.step_s.high})
@@ -120,9 +121,21 @@ def test_a_run_is_compared_with_its_figures() -> None:
     assert "GiB of a rank instead of" in larger
 
 
-def test_a_device_without_an_entry_has_no_figures() -> None:
+def test_a_device_without_an_entry_has_the_memory_alone() -> None:
     config = dit(32)
-    assert figures(config, deepspeed_config.resolve(OF_STAGE[0], config, 8), 8, 8, "cpu", flat=True) is None
+    ds_config = deepspeed_config.resolve(OF_STAGE[0], config, 8)
+    unknown, known = (
+        figures(config, ds_config, 8, 8, name, flat=True) for name in ("A GPU of 2030", "NVIDIA H100 80GB HBM3")
+    )
+    assert unknown is not None
+    assert known is not None
+    assert unknown.peak_bytes == known.peak_bytes
+    assert unknown.step_s is None
+    assert (
+        unknown.words(1000)
+        == f"planned: {known.peak_bytes / 2**30:.3g} GiB of a rank for weights, gradients, optimizer and activations"
+    )
+    assert unknown.departure({"step_ms": 1e9, "peak_gib": 1e9}) is None
 
 
 def test_host_times_are_those_of_the_record() -> None:

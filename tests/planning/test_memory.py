@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.measure import synthetic
 from fastdiff.config.data import DataConfig
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
@@ -32,6 +31,7 @@ from fastdiff.planning.memory import Memory, memory
 from fastdiff.planning.network import read_network
 from fastdiff.planning.options import setup_for
 from fastdiff.train import train
+from fastdiff_bench.measure import synthetic
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import launch
 

@@ -15,16 +15,18 @@ from fastdiff.cli.machines import plan
 from fastdiff.cli.main import _parser
 from fastdiff.config.command_line import parse
 from fastdiff.config.presets import PRESETS, preset
+from tests.support.installed.standins import write_network
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "deepspeed_configs" / "README.md",
     ROOT / "kernels" / "README.md",
 ]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-BASES = (ROOT, ROOT / "fastdiff", ROOT / "kernels" / "fastdiff_kernels")
+_PACKAGES = ("fastdiff", "kernels/fastdiff_kernels", "bench/fastdiff_bench")
+BASES = (ROOT, ROOT / "bench", *(ROOT / name for name in _PACKAGES))
 """Folders to which a path in a document may be relative."""
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 UNDER_ROOT = re.compile(
@@ -109,12 +111,12 @@ def test_functions_are_in_the_files_that_are_named_for_them() -> None:
 def commands() -> Iterator[str]:
     """Every command in the blocks of the documents, a line each, without its comment."""
     for document in DOCUMENTS:
-        for block in re.findall(r"^```\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL):
-            for line in block.replace("\\\n", " ").splitlines():
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL):
+            for line in [] if language else block.replace("\\\n", " ").splitlines():
                 yield re.sub(r"\s+#.*", "", line).strip()
 
 
-TRAINING = sorted({line for line in commands() if re.search(r"fastdiff/train\.py|^fastdiff (launch|train)", line)})
+TRAINING = sorted({line for line in commands() if re.search(r"fastdiff\.train\b(?!\()|^fastdiff (launch|train)", line)})
 OTHERS = sorted(
     {
         line[line.index("fastdiff ") :]
@@ -124,6 +126,14 @@ OTHERS = sorted(
 )
 
 
+@pytest.fixture
+def with_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder with the own network of the page on Python."""
+    write_network(tmp_path / "net.py")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("with_own_code")
 @pytest.mark.parametrize("command", TRAINING)
 def test_training_commands_parse(command: str) -> None:
     words = shlex.split(command)
@@ -133,11 +143,12 @@ def test_training_commands_parse(command: str) -> None:
         flags = words[words.index("--") + 1 :]
         assert _parser().parse_args(words[1:]).run
     else:
-        flags = words[words.index("fastdiff/train.py") + 1 :]
+        flags = words[words.index("fastdiff.train") + 1 :]
     if not {"--help", "--help-all"} & set(flags):
         parse(flags)
 
 
+@pytest.mark.usefixtures("with_own_code")
 @pytest.mark.parametrize("command", OTHERS)
 def test_commands_parse(command: str) -> None:
     words = shlex.split(command)[1:]
@@ -149,7 +160,7 @@ def test_commands_parse(command: str) -> None:
 
 
 def test_the_table_of_presets_is_that_of_the_presets() -> None:
-    text = (ROOT / "docs" / "recipes.md").read_text()
+    text = (ROOT / "docs" / "recipes" / "index.md").read_text()
     table = re.findall(r"^\| (`.+`) \| .+ \| ([\d,]+) \| (\d+) \| (\S+) \|$", text, re.MULTILINE)
     named = [(name, *numbers) for names, *numbers in table for name in re.findall(r"`([^`]+)`", names)]
     assert sorted(name for name, *_ in named) == sorted(PRESETS)

@@ -151,15 +151,25 @@ def test_a_set_is_installed_with_its_constraints_and_its_extras(tmp_path: Path, 
     for name in ("12", "13", "cpu"):
         install.install(name, tmp_path / name)
     lines = [line for line in pip.read_text().splitlines() if "pip" in line]
-    both = "peft,remote,hf,bench,dev"
+    editable = "-m pip install --quiet --editable ./kernels --editable"
     assert lines == [
         "constraints-cu12.txt -m pip install --quiet torch triton",
-        f"constraints-cu12.txt -m pip install --quiet --editable .[dali-cuda12,xformers,{both}]",
+        f"constraints-cu12.txt {editable} .[cuda12,all]",
         "constraints.txt -m pip install --quiet torch triton",
-        f"constraints.txt -m pip install --quiet --editable .[dali-cuda13,fp8,{both}]",
+        f"constraints.txt {editable} .[cuda13,all]",
         "constraints.txt -m pip install --quiet torch triton",
-        f"constraints.txt -m pip install --quiet --editable .[dali-cuda13,fp8,{both}]",
+        f"constraints.txt {editable} .[cuda13,all]",
     ]
+
+
+def test_the_tools_of_the_developers_are_installed_for_them_alone(tmp_path: Path, pip: Path) -> None:
+    """And without them again for the demo, the mark of the tests stays as old as it is."""
+    environment = tmp_path / "venv"
+    install.install("13", environment)
+    assert not (environment / "developing").exists()
+    install.install("13", environment, developers=True)
+    assert pip.read_text().splitlines()[-2].endswith("--editable .[cuda13,all,dev]")
+    assert (environment / "developing").read_text() == (environment / "installed").read_text() == "13\n"
 
 
 def test_the_cpu_takes_small_wheels_where_their_index_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +227,9 @@ def test_an_installation_that_fails_is_not_marked_as_done_and_leaves_no_packages
     environment = tmp_path / "venv"
     install.install("13", environment)
     with monkeypatch.context() as offline:
-        offline.setattr(install, "commands", lambda name, python: [["touch", str(python.parent / name)], ["false"]])
+        offline.setattr(
+            install, "commands", lambda name, python, **options: [["touch", str(python.parent / name)], ["false"]]
+        )
         for name, asked in (("13", ""), ("12", "12")):
             with pytest.raises(subprocess.CalledProcessError):
                 install.install(name, environment, asked)
@@ -232,6 +244,13 @@ def test_an_installation_that_fails_is_not_marked_as_done_and_leaves_no_packages
     assert pip.exists()
 
 
+def touch_packages(root: Path) -> None:
+    """Create the other files on which an installation depends."""
+    for name in ("kernels/pyproject.toml", "fastdiff/__init__.py", "kernels/fastdiff_kernels/__init__.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+
+
 MAKE = {name: value for name, value in os.environ.items() if name not in ("CUDA", "MAKEFLAGS", "MAKELEVEL")}
 
 
@@ -239,13 +258,13 @@ def test_make_installs_anew_for_another_choice_only(tmp_path: Path) -> None:
     """What ``make`` would run, by its own dry run, in a folder whose environment is newer than all else."""
     for name in ("Makefile", "install.py", "pyproject.toml", *(path.name for path in ROOT.glob("constraints*.txt"))):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    (tmp_path / "fastdiff").mkdir()
-    (tmp_path / "fastdiff" / "__init__.py").touch()
+    touch_packages(tmp_path)
     (tmp_path / ".venv").mkdir()
-    for name in ("cuda", "installed"):
+    for name in ("cuda", "installed", "developing"):
         (tmp_path / ".venv" / name).write_text("12 12\n")
     newer = (tmp_path / "pyproject.toml").stat().st_mtime + 10
-    os.utime(tmp_path / ".venv" / "installed", (newer, newer))
+    for name in ("installed", "developing"):
+        os.utime(tmp_path / ".venv" / name, (newer, newer))
 
     def installs(*words: str) -> bool:
         command = ["make", "--dry-run", "lint", *words]
@@ -288,12 +307,14 @@ def test_the_demos_run_beside_a_gpu_on_the_cpu_if_it_was_asked_for(
     assert make("show") == ("[]\n" if on_the_cpu else "[0]\n")
     for name in ("install.py", "pyproject.toml", *(path.name for path in ROOT.glob("constraints*.txt"))):
         (tmp_path / name).touch()
-    (tmp_path / "fastdiff").mkdir()
-    (tmp_path / "fastdiff" / "__init__.py").touch()
-    preset = target.replace("demo", "digits")
-    ordinary = f"fastdiff train --preset {preset} --deepspeed_config deepspeed_configs/zero3.json"
-    (line,) = (line.rstrip() for line in make("--dry-run", target).splitlines() if line.startswith("fastdiff train "))
-    assert line == ordinary + (" --performance.device cpu" if on_the_cpu else "")
+    touch_packages(tmp_path)
+    device = "--performance.device cpu"
+    ordinary, on_cpu = {
+        "demo": ("fastdiff demo", f"fastdiff demo -- {device}"),
+        "demo-t2i": (train := "fastdiff train --preset digits-t2i --deepspeed_config zero3", f"{train} {device}"),
+    }[target]
+    (line,) = (line.rstrip() for line in make("--dry-run", target).splitlines() if line.startswith(ordinary))
+    assert line == (on_cpu if on_the_cpu else ordinary)
 
 
 def constraints(name: str) -> dict[str, str]:
@@ -324,4 +345,19 @@ def test_both_sets_pin_what_differs_and_the_ranges_contain_it() -> None:
     extras = project["optional-dependencies"]
     assert extras["dali"] == extras["dali-cuda13"] != extras["dali-cuda12"]
     for versions in install.SETS.values():
-        assert {*versions.extras.split(","), *install.EXTRAS.split(",")} <= extras.keys()
+        assert {versions.extra, install.EXTRAS, install.DEVELOPERS} <= extras.keys()
+
+
+def test_the_demo_installs_no_tools_of_the_developers(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_bytes((ROOT / "Makefile").read_bytes())
+    for name in ("install.py", "pyproject.toml", *(path.name for path in ROOT.glob("constraints*.txt"))):
+        (tmp_path / name).touch()
+    touch_packages(tmp_path)
+    for target, developers in (("demo", False), ("demo-t2i", False), ("test", True), ("lint", True), ("bench", True)):
+        command = ["make", "--dry-run", target]
+        done = subprocess.run(command, cwd=tmp_path, env=MAKE, capture_output=True, text=True, timeout=60, check=True)
+        (line,) = (line for line in done.stdout.splitlines() if "install.py" in line)
+        assert line.endswith("install.py --dev") == developers, target
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    ours = {name for texts in extras.values() for name in texts if name not in extras["dev"]}
+    assert not {re.split(r"[<>=;\[ ]", text)[0] for text in ours} & {"pytest", "hypothesis", "ruff", "mypy", "moto"}

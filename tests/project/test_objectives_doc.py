@@ -13,8 +13,6 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from bench.commands.objectives import OBJECTIVES
-from bench.records.fingerprint import ROOT
 from fastdiff.batch import Batch
 from fastdiff.cli.main import _parser
 from fastdiff.config.command_line import parse
@@ -26,6 +24,8 @@ from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.schedules import Schedule
 from fastdiff.errors import ConfigError
 from fastdiff.rng import Stream, normal
+from fastdiff_bench.commands.objectives import OBJECTIVES
+from fastdiff_bench.records.fingerprint import ROOT
 
 TEXT = (ROOT / "docs" / "objectives.md").read_text(encoding="utf-8")
 SECTION = TEXT.partition("## Coming from another trainer")[2].partition("\n## ")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shlex
@@ -10,30 +11,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.records import record
 from fastdiff.config.command_line import parse
+from fastdiff.config.presets import digits
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.evaluation.digits import real_digits
 from fastdiff.evaluation.image_metrics import frechet_distance
+from fastdiff_bench.records import record
 from tests.support.fault_table import FAULTS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
-RECIPES = (ROOT / "docs" / "recipes.md").read_text()
+GUIDES = "\n".join(
+    path.read_text() for name in ("recipes", "how-to") for path in sorted((ROOT / "docs" / name).glob("*.md"))
+)
 RESULTS = ROOT / "bench" / "results" / "cpu-2-cores"
 
 
-def test_the_demo_runs_the_commands_that_the_readme_shows() -> None:
-    makefile = (ROOT / "Makefile").read_text()
+def test_the_readme_shows_the_commands_of_the_preset() -> None:
+    described = inspect.getdoc(digits.digits) or ""
+    assert "\tfastdiff demo" in (ROOT / "Makefile").read_text()
     (demo,) = (
         block for block in README.split("```")[1::2] if block.startswith("\nfastdiff encode digits data/digits\n")
     )
     commands = demo.split("\n")[1:-1]
     assert len(commands) == 3
     for command in commands:
-        assert command in makefile, command
+        assert command in described, command
 
 
 @pytest.mark.parametrize(
@@ -160,12 +165,12 @@ def test_every_fault_was_seen_to_be_survived() -> None:
 
 def test_the_flags_of_the_trainer_in_the_text_are_its_own() -> None:
     """Each value of ``a|b`` too; a flag that needs others, which the text does not repeat, is known none the less."""
-    quoted = re.findall(r"`(--\w+\.[^`]+)`", RECIPES)
+    quoted = re.findall(r"`(--\w+\.[^`]+)`", GUIDES)
     assert len(quoted) >= 8
     for text in quoted:
         *flags, last = shlex.split(text)
         if not flags:  # named without a value
-            group, name = last.removeprefix("--").split(".")
+            group, name = last.removeprefix("--").replace("-", "_").split(".")
             assert hasattr(getattr(RunConfig(), group), name), text
             continue
         for value in last.split("|"):

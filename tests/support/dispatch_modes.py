@@ -12,18 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-
-class NoSync(TorchDispatchMode):
-    """Fails on operations that make the host wait for a GPU, or copy a constant to it."""
-
-    FORBIDDEN = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "lift_fresh")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().removeprefix("aten::").split(".")[0]
-        assert name not in self.FORBIDDEN, f"{func.name()} waits for the device or copies to it"
-        goes = (kwargs or {}).get("device") if name == "_to_copy" else None
-        assert goes is None or goes == args[0].device, "a copy to another device"
-        return func(*args, **(kwargs or {}))
+from fastdiff.plugins.promises import NoHostSync
 
 
 class Copies(TorchDispatchMode):
@@ -88,7 +77,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Replay(NoSync):
+class Replay(NoHostSync):
     """Notes what a CUDA graph would hold: every operation, its numbers, and the tensors that it finds there.
 
     It fails on what a capture forbids. It keeps all tensors that it meets, so that none has the address of another.

@@ -27,6 +27,7 @@ from fastdiff.data.loading.build import build_order
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
+from fastdiff.plugins.promises import HostSyncError
 from fastdiff.train import train
 from fastdiff.training.passes import graph
 from fastdiff.training.passes.build import require_capture, require_one_shape
@@ -204,7 +205,7 @@ def test_the_watch_sees_what_a_graph_would_freeze(
     first, second, _ = watched.replays[0]
     assert first.operations == second.operations
     assert first.found.keys() != second.found.keys()
-    with pytest.raises(AssertionError, match="waits for the device"), Replay():
+    with pytest.raises(HostSyncError, match="reads a number from the device"), Replay():
         torch.ones(()).item()
 
 

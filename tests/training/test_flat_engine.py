@@ -209,7 +209,7 @@ def test_a_run_keeps_its_engine(
 @pytest.mark.parametrize(
     ("options", "deepspeed", "message"),
     [
-        ({}, {"zero_optimization": {"stage": 1}}, "--performance.engine flat with ZeRO stage 1: .*ddp.json"),
+        ({}, {"zero_optimization": {"stage": 1}}, "--performance.engine flat with ZeRO stage 1: .*_config ddp"),
         ({"performance__precision": "fp16"}, {}, "--performance.engine flat with --performance.precision fp16"),
         ({"optim__name": "adamw8bit-bnb"}, {}, "--performance.engine flat with --optim.name adamw8bit-bnb"),
         ({}, {"wall_clock_breakdown": True}, "has wall_clock_breakdown: remove it"),

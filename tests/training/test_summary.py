@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from fastdiff.data import dali_trial
 from fastdiff.data.loading import build
 from fastdiff.parallel.world import World
 from fastdiff.train import train
+from fastdiff.training.callbacks.log import _shown
 from fastdiff.training.callbacks.summary import _tf32, time_left
 from tests.support.runs import launch, records, tiny
 
@@ -28,8 +30,14 @@ def test_it_says_epochs_and_why_the_loader_is_not_dali(
     train(tiny(digits, tmp_path / "run", steps=30, data__loader="auto"), launch(1), world)
     said = capsys.readouterr().err
     assert "M parameters, 30 steps of 16 samples = 0.3 epochs of 1,797 images\n" in said
-    assert "on cpu: 1 ranks x 16 samples x 1 micro-batches, ZeRO-1, fp32, adamw\n" in said
+    assert "on cpu: 1 rank x 16 samples x 1 micro-batch, ZeRO-1, fp32, adamw\n" in said
     assert "loader prefetch (NVIDIA DALI is" in said
+    assert re.search(
+        r"planned: 0\.\d+ GiB of a rank for weights, gradients, optimizer, averages, and the activations\n", said
+    )
+    assert re.search(r"run: 100%\|.*\| 30/30 \[.*step.*loss \d\.\d{4}, gradient norm \S+, lr ", said), (
+        "the bar counts steps"
+    )
     train(tiny(digits, tmp_path / "asked", steps=1, data__loader="prefetch"), launch(1), world)
     assert "loader prefetch, blocks eager" in capsys.readouterr().err
 
@@ -71,3 +79,11 @@ def test_tf32_is_told_where_there_is_tf32() -> None:
             assert _tf32(torch.device("cuda", 0)) == told
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_the_bar_shows_what_a_record_has() -> None:
+    record = {"loss": 0.25, "grad_norm": None, "lr": 1e-4}
+    assert _shown(record) == "loss 0.2500, lr 1.00e-04"
+    assert _shown({**record, "grad_norm": 1.2345, "loss_scale": 65536.0}) == (
+        "loss 0.2500, gradient norm 1.23, lr 1.00e-04, loss scale 65536"
+    )

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fastdiff.config.trackers import require_installed
 from fastdiff.errors import ConfigError, FastdiffError, Preempted
 from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
 from fastdiff.patient_files import WholeFiles
 from fastdiff.train import train
-from fastdiff.training import callbacks
-from fastdiff.training.callbacks.trackers import BackgroundTracker, Trackers, require_installed
+from fastdiff.training.callbacks import loss_map
+from fastdiff.training.trackers import build, wandb_run
+from fastdiff.training.trackers.background import BackgroundTracker
+from fastdiff.training.trackers.build import Trackers
+from fastdiff.training.trackers.tags import shown
 from tests.support.injected.tiny_disk import fill, tiny_disk
 from tests.support.runs import launch, losses, records, tiny
 from tests.support.waiting import wait_until
@@ -39,6 +51,88 @@ def test_tensorboard_shows_the_numbers_of_the_log(world: World, digits: Path, tm
     assert {"lr", "grad_norm", "samples_per_s"} <= set(events.Tags()["scalars"])
 
 
+def test_tensorboard_shows_pictures_ranges_and_the_configuration(world: World, digits: Path, tmp_path: Path) -> None:
+    secret = "https://me:hunter2@host/fastdiff"
+    config = tiny(digits, tmp_path / "run", steps=4, output__sample_every=2, output__sample_steps=2)
+    train(replace(config, output=replace(config.output, project=secret)), launch(0), world)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"images": 0}).Reload()
+    tags = events.Tags()
+    (grid,) = (tag for tag in tags["images"] if tag.startswith("samples/"))
+    assert [event.step for event in events.Images(grid)] == [2, 4]
+    drawn = events.Images(grid)[-1].encoded_image_string
+    kept = (tmp_path / "run" / "samples" / "step-00000004.png").read_bytes()
+    assert _pixels(drawn).tolist() == _pixels(kept).tolist()
+    assert [event.step for event in events.Images("loss/by log SNR, over the steps")] == [2, 4]
+    assert {"loss/depth 0..0.25", "loss/depth 0.75..1", "loss/log_snr -1.25..0"} <= set(tags["scalars"])
+    assert not any("snr_" in tag.replace("log_snr", "") or "_q" in tag for tag in tags["scalars"])
+    assert "loss_snr_07" in records(tmp_path / "run")[0], "the names of metrics.jsonl are a contract"
+    (text,) = (event.tensor_proto.string_val[0].decode() for event in events.Tensors("configuration"))
+    assert '"report_to"' in text
+    assert "hunter2" not in text
+
+
+def _pixels(content: bytes) -> npt.NDArray[np.uint8]:
+    return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+
+
+def test_the_heat_map_shows_where_the_loss_falls() -> None:
+    """Every row from its largest loss (yellow) to its smallest (blue); grey where no sample fell."""
+    lines = [{f"loss_snr_{n:02d}": (None if n == 3 else 10.0 * 0.9**step) for n in range(16)} for step in range(50)]
+    values = loss_map.by_level(lines)
+    assert values.shape == (16, 50)
+    assert loss_map.by_level([]).shape == (16, 0)
+    assert loss_map.by_level(lines * 20).shape == (16, 240)
+    pixels = loss_map.picture(values)[0]
+    first, last = pixels[:, 7, 112].tolist(), pixels[:, 7, -2].tolist()
+    assert (first, last) == ([240, 249, 33], [13, 8, 135])
+    empty = pixels[:, (15 - 3) * 14 + 7, 112:]
+    assert empty.unique().tolist() == [225]
+
+
+def test_tags_name_the_ranges() -> None:
+    assert [shown(f"loss_snr_{n:02d}") for n in (0, 7, 15)] == [
+        "loss/log_snr below -8.75", "loss/log_snr -1.25..0", "loss/log_snr above 8.75",
+    ]  # fmt: skip
+    assert shown("mse_q3") == "mse/depth 0.75..1"
+    assert shown("val_loss_snr_08") == "val_loss/log_snr 0..1.25"
+    assert [shown(name) for name in ("loss", "lr", "loss_scale", "val_loss_se")] == [
+        "loss", "lr", "loss_scale", "val_loss_se",
+    ]  # fmt: skip
+
+
+def test_trackio_gets_numbers_images_and_the_configuration(digits: Path, tmp_path: Path) -> None:
+    """The real trackio, on this machine, in a process whose TRACKIO_DIR is a new folder; a resume goes on."""
+    outer = {name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "RANK", "WORLD_"))}
+    environment = outer | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    run = tmp_path / "run"
+    for steps in ("2", "3"):
+        command = [
+            sys.executable, "fastdiff/train.py", "--preset", "digits", "--data.path", str(digits), "--steps", steps,
+            "--batch.samples", "16", "--model.depth", "1", "--model.hidden", "32", "--model.heads", "2",
+            "--output.folder", str(run), "--output.log-every", "1", "--output.sample-every", "2",
+            "--output.sample-steps", "2", "--output.report-to", "trackio", "--output.project", "proved",
+            "--allow-change", "samples",
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "trackio show --project proved" in done.stdout + done.stderr
+    script = (
+        "import json; from trackio.sqlite_storage import SQLiteStorage as Stored; names = Stored.get_runs('proved'); "
+        "found = [Stored.get_run_config('proved', names[0]), Stored.get_logs('proved', names[0])]; "
+        "print(json.dumps([len(names), *found], default=str))"
+    )
+    read = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=200, check=True
+    )
+    count, config, history = json.loads(read.stdout.splitlines()[-1])
+    assert count == 1, "a resume goes on with the same run"
+    assert config["data"]["path"] == str(digits)
+    assert [row["step"] for row in history if "loss" in row] == [1, 2, 3]
+    assert [row["loss"] for row in history if "loss" in row] == pytest.approx(losses(run))
+    assert any("loss/by log SNR, over the steps" in row for row in history)
+    assert any("samples/one column per class" in row for row in history)
+
+
 def test_tensorboard_hides_the_steps_after_a_resume(world: World, digits: Path, tmp_path: Path) -> None:
     """The second start repeats step 3, whose first event must go, and no other."""
     run = tmp_path / "run"
@@ -48,6 +142,16 @@ def test_tensorboard_hides_the_steps_after_a_resume(world: World, digits: Path, 
     train(tiny(digits, run, steps=4, output__checkpoint_every=2), launch(0, allow_change=("samples",)), world)
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+
+
+_WITHOUT = """
+import atexit, importlib.util, sys
+known = importlib.util.find_spec
+importlib.util.find_spec = lambda asked, *rest: None if asked == "{name}" else known(asked, *rest)
+atexit.register(lambda: print("torch was imported" if "torch" in sys.modules else "", file=sys.stderr))
+from fastdiff.cli.main import entry
+entry()
+"""
 
 
 def _next_second() -> None:
@@ -62,16 +166,33 @@ def test_no_tracker_is_asked_for(world: World, digits: Path, tmp_path: Path) -> 
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
-def test_a_missing_wandb_is_refused_before_anything_is_built(
-    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_missing_tracker_is_refused_before_anything_is_built(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     known = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else known(name, *rest)
+        importlib.util, "find_spec", lambda asked, *rest: None if asked == name else known(asked, *rest)
     )
-    with pytest.raises(ConfigError, match=r"pip install 'fastdiff\[wandb\]'"):
-        train(tiny(digits, tmp_path / "run", steps=1, output__report_to=("wandb",)), launch(0), world)
+    with pytest.raises(ConfigError, match=rf"pip install 'fastdiff\[{name}\]'"):
+        train(tiny(digits, tmp_path / "run", steps=1, output__report_to=(name,)), launch(0), world)
     assert not (tmp_path / "run").exists()
+    command = [
+        sys.executable,
+        "-c",
+        _WITHOUT.format(name=name),
+        "train",
+        "--preset",
+        "digits",
+        "--output.report-to",
+        name,
+    ]
+    done = subprocess.run(
+        [*command, "--data.path", str(digits), "--output.folder", str(tmp_path / "run")], cwd=ROOT, capture_output=True,
+        text=True, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, "torch was imported" in done.stderr) == (2, False), done.stderr
+    assert f"pip install 'fastdiff[{name}]'" in done.stderr
     require_installed(("tensorboard",))
 
 
@@ -196,8 +317,8 @@ def wandb_server() -> Iterator[tuple[str, threading.Event, threading.Event]]:
 def to_server(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     for name, value in (("BASE_URL", address), ("API_KEY", "0" * 40), ("SILENT", "true"), ("MODE", "online")):
         monkeypatch.setenv(f"WANDB_{name}", value)
-    monkeypatch.setattr(callbacks.trackers, "INIT_S", 240.0)
-    monkeypatch.setattr(callbacks.trackers, "FINISH_S", 2.0)
+    monkeypatch.setattr(wandb_run, "INIT_S", 240.0)
+    monkeypatch.setattr(wandb_run, "FINISH_S", 2.0)
 
 
 @pytest.mark.fault(29)
@@ -210,7 +331,7 @@ def test_a_tracker_that_stalls_does_not_hold_up_the_steps(
     done_while_it_stalls = []
     with wandb_server() as (address, stalls, asked):
         to_server(monkeypatch, address)
-        begin, log = callbacks.trackers._Wandb._begin, callbacks.trackers._Wandb.scalars
+        begin, log = wandb_run.WandbRun._begin, wandb_run.WandbRun.scalars
 
         def begun(self: Any, options: dict[str, Any]) -> Any:
             try:
@@ -222,8 +343,8 @@ def test_a_tracker_that_stalls_does_not_hold_up_the_steps(
             log(self, values, step)
             done_while_it_stalls.append(step)
 
-        monkeypatch.setattr(callbacks.trackers._Wandb, "_begin", begun)
-        monkeypatch.setattr(callbacks.trackers._Wandb, "scalars", logged)
+        monkeypatch.setattr(wandb_run.WandbRun, "_begin", begun)
+        monkeypatch.setattr(wandb_run.WandbRun, "scalars", logged)
         train(tiny(digits, tmp_path / "run", steps=6, output__report_to=("wandb",)), launch(0), world)
         assert asked.wait(120), "the server was asked, and did not answer"
         wait_until(lambda: done_while_it_stalls == [1, 2, 3, 4, 5, 6], "all steps to be logged")
@@ -242,16 +363,16 @@ def test_a_tracker_that_stalls_does_not_hold_up_a_preemption(
     stop = StopRequest()
     with wandb_server() as (address, stalls, _):
         to_server(monkeypatch, address)
-        monkeypatch.setattr(callbacks.trackers, "FINISH_S", 3600.0)
-        monkeypatch.setattr(callbacks.trackers, "BROKEN_OFF_S", 1.0)
-        log = callbacks.trackers._Wandb.scalars
+        monkeypatch.setattr(wandb_run, "FINISH_S", 3600.0)
+        monkeypatch.setattr(build, "BROKEN_OFF_S", 1.0)
+        log = wandb_run.WandbRun.scalars
 
         def logged(self: Any, values: Any, step: int) -> None:
             stalls.set()
             log(self, values, step)
             stop.make("a test")
 
-        monkeypatch.setattr(callbacks.trackers._Wandb, "scalars", logged)
+        monkeypatch.setattr(wandb_run.WandbRun, "scalars", logged)
         with pytest.raises(Preempted):
             train(tiny(digits, tmp_path / "run", steps=10_000, output__report_to=("wandb",)), launch(0), world, stop)
     wandb.teardown()
@@ -268,7 +389,7 @@ def test_a_tracker_that_does_not_answer_at_the_start_is_left_out(
     with wandb_server() as (address, stalls, asked):
         stalls.set()
         to_server(monkeypatch, address)
-        monkeypatch.setattr(callbacks.trackers, "INIT_S", 20.0)
+        monkeypatch.setattr(wandb_run, "INIT_S", 20.0)
         state = _State(tiny(tmp_path, tmp_path / "run", output__report_to=("wandb",)), world)
         state.folder.mkdir()
         with Trackers(state) as trackers:  # type: ignore[arg-type]
@@ -277,6 +398,9 @@ def test_a_tracker_that_does_not_answer_at_the_start_is_left_out(
     wandb.teardown()
     assert "does not answer within 20 s" in "".join(capsys.readouterr())
     assert _wandb_history(state.folder)["loss"] == 0.25
+
+
+ROOT = Path(__file__).parents[2]
 
 
 class _Stuck:
@@ -291,7 +415,7 @@ class _Stuck:
         if step == 2:
             raise OSError("what https://me:pw@server/?key=1 says")
 
-    def images(self, images: Any, step: int) -> None:
+    def images(self, images: Any, step: int, section: str) -> None:
         pass
 
     def close(self, *, failed: bool, patience_s: float) -> None:

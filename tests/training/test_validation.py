@@ -167,7 +167,7 @@ def test_the_file_has_the_losses_of_the_definition(world: World, digits: Path, t
     _check_line(lines(run)[-1], found, prediction)
     shown = EventAccumulator(str(run / "tensorboard")).Reload()
     assert shown.Scalars("val_loss")[-1].value == pytest.approx(found.loss.mean())
-    assert "log_snr/val_loss_snr_00" in shown.Tags()["scalars"]
+    assert "val_loss/log_snr below -8.75" in shown.Tags()["scalars"]
 
 
 def _check_line(line: dict[str, Any], found: Validated, prediction: str) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from fastdiff import sanitize
 from fastdiff.config.argument_types import require_local
-from fastdiff.data.images.sources import HUB_ID, open_source
+from fastdiff.config.networks.pretrained import HUB_ID
+from fastdiff.data.images.sources import open_source
 from fastdiff.errors import ConfigError, FastdiffError, require
 
 LAUNCH = ["fastdiff", "launch", "local"]

@@ -11,6 +11,8 @@ from pathlib import Path
 from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.run import RunConfig
+from fastdiff.config.run_record import plugins
+from fastdiff.config.trackers import require_installed
 from fastdiff.console import write_line
 from fastdiff.data.loading.fit import check_data_set
 from fastdiff.errors import ConfigError, DataError, StorageError
@@ -51,12 +53,15 @@ class Job:
         config.batch.require_divisible(ranks)
         deepspeed_config.resolve(launch.deepspeed, config, ranks)
         try:
+            if not launch.dry_run and not elsewhere:
+                require_installed(config.output.report_to)
             if not launch.dry_run:
                 check_data_set(config, launch.preset)
+                _check_plugins(config, elsewhere=elsewhere)
         except (DataError, StorageError) as error:
             if not elsewhere:
                 raise
-            write_line(f"fastdiff: warning: seen from this machine: {error}")
+            write_line(f"fastdiff: warning: seen from this machine: {error}; each node looks again before the start")
         return config
 
     def on_gpus(self, config: RunConfig) -> Job:
@@ -128,3 +133,19 @@ def require_name(flag: str, value: str, pattern: str, expected: str) -> None:
 def write(path: Path, content: str) -> None:
     """Write a file that only the user can read: flags may hold private values."""
     write_output(path, content.encode(), 0o600)
+
+
+def _check_plugins(config: RunConfig, *, elsewhere: bool) -> None:
+    """Require the files of objective and callbacks; those of a job elsewhere may lie on its nodes only.
+
+    The file of a network is needed here as well: it decides the fields of the command line.
+
+    Raises:
+        ConfigError: one is missing on the machine of the run.
+    """
+    try:
+        plugins(config)
+    except ConfigError as error:
+        if not elsewhere:
+            raise
+        write_line(f"fastdiff: warning: seen from this machine: {error}; each node looks again before the start")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from fastdiff.cluster.supervisor.ranks import Rank, Ranks
 from fastdiff.cluster.supervisor.signals import STOP, Signals
 from fastdiff.console import log, write_line
 from fastdiff.errors import Preempted
-from fastdiff.parallel.preemption import INTERRUPTED, INTERRUPTED_LINE, STOPPING_LINE
+from fastdiff.parallel.preemption import INTERRUPTED, INTERRUPTED_FILE, INTERRUPTED_LINE, STOPPING_LINE
 
 _TICK_S = 0.5
 _GRACE_S = 2.0
@@ -96,6 +97,8 @@ class Watch:
         self._interrupts += number == signal.SIGINT
         if number == signal.SIGINT and self._interrupts == 1:
             write_line(STOPPING_LINE)
+            with suppress(OSError):
+                (self._folder / INTERRUPTED_FILE).touch()
         if self._interrupts > 1:
             self._nodes.propose(Outcome(INTERRUPTED, INTERRUPTED_LINE, abrupt=True))
         self._stop(number if number in (signal.SIGTERM, signal.SIGUSR1) else signal.SIGTERM)

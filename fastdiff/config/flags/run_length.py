@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from fastdiff.config.argument_types import QuietParser, count, finite
+from fastdiff.config.flags.data_set import INFO_FILE, read_description
 from fastdiff.config.presets import encode_command
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError, require
-from fastdiff.files import read_bounded
 from fastdiff.sanitize import address, is_address
-
-_INFO_FILE = "dataset.json"
-_LARGEST = 1 << 28  # bytes
 
 
 def add_run_length(parser: argparse.ArgumentParser) -> None:
@@ -63,14 +58,14 @@ def _images(path: str, epochs: float, preset: str | None) -> int:
         f"--epochs {epochs:g}: the size of {address(path) or 'no --data.path'} is not known here; use --steps",
     )
     try:
-        samples = json.loads(read_bounded(Path(path) / _INFO_FILE, _LARGEST))["samples"]
+        samples = read_description(path)["samples"]
         if type(samples) is int and samples > 0:
             return samples
-        problem = f"its {_INFO_FILE} has no number of samples"
+        problem = f"its {INFO_FILE} has no number of samples"
     except FileNotFoundError:
-        problem = f"it has no {_INFO_FILE}; make the data set with `{encode_command(preset, path)}`"
+        problem = f"it has no {INFO_FILE}; make the data set with `{encode_command(preset, path)}`"
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        problem = f"its {_INFO_FILE} cannot be read ({error})"
+        problem = f"its {INFO_FILE} cannot be read ({error})"
     raise ConfigError(f"--epochs {epochs:g}: the size of {path} is unknown, {problem}, or use --steps")
 
 

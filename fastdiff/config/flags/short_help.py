@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from fastdiff.config.presets import PRESETS
+from fastdiff.config.presets import PRESETS, listed_presets
 from fastdiff.config.run import RunConfig
 
 SHOWN: dict[str, dict[str, str]] = {
@@ -13,7 +13,7 @@ SHOWN: dict[str, dict[str, str]] = {
         "--preset NAME": "a complete run; each further flag changes one field of it",
         "--config FILE": "YAML or JSON with fields of the run, or the run.json of an earlier run",
         "--ranks K": "processes, one per GPU; default: the visible GPUs (fastdiff train only)",
-        "--deepspeed_config JSON": "ZeRO stage and offloading; default: ZeRO-1",
+        "--deepspeed_config NAME": "ddp, zero1, zero2, zero3, zero3_offload or a JSON file; default: zero1",
         "--resume auto|must|never": "continue the run in the folder, if there is one",
         "--allow-change FIELD": "accept a change of this field in a resumed run",
         "--dry-run": "print the configuration and stop",
@@ -29,15 +29,16 @@ SHOWN: dict[str, dict[str, str]] = {
         "--validation.data": "held-out data set; its loss is measured",
         "--validation.every": "steps between validations",
         "--validation.prompts": "prompts of the sample images",
+        "--validation.captions": "or as many captions of the data",
     },
     "Batch": {
         "--batch.samples": "samples per optimizer step, over all ranks",
         "--batch.micro": "samples per rank and forward pass; auto: what the memory holds",
     },
     "Network": {
-        "--model.size": "height and width of the latents",
-        "--model.channels": "channels of the latents",
-        "--model.classes": "number of classes",
+        "--model.size": "height and width of the latents; the data set's",
+        "--model.channels": "channels of the latents; the data set's",
+        "--model.classes": "number of classes; the data set's",
         "--pretrained.path": "pipeline of diffusers, or a published file",
         "--lora.rank": "rank of a LoRA adapter; 0: train all weights",
         "--objective.prediction": "what the network predicts",
@@ -59,7 +60,7 @@ SHOWN: dict[str, dict[str, str]] = {
         "--output.folder": "run folder",
         "--output.checkpoint-every": "steps between checkpoints",
         "--output.sample-every": "steps between sample grids",
-        "--output.report-to": "tensorboard, wandb",
+        "--output.report-to": "tensorboard, wandb, trackio",
     },
 }
 """Flags by section; those without a placeholder are fields of the run, whose value is shown."""
@@ -76,7 +77,7 @@ def short_help(preset: str | None, default: RunConfig) -> str:
     lines = ["usage: fastdiff train --preset NAME [FLAGS]", *about, "The same command again resumes the run."]
     for title, flags in SHOWN.items():
         lines += ["", f"{title}:", *(_line(flag, text, default) for flag, text in flags.items())]
-    presets = "" if preset else f"\nPresets: {', '.join(PRESETS)}\n"
+    presets = "" if preset else f"\nPresets:\n{listed_presets()}\n"
     return "\n".join([*lines, presets, "--help-all lists all flags with their full descriptions."])
 
 

@@ -52,7 +52,8 @@ class DiTConfig(ModelConfig):
         )
         require(
             self.size % self.patch == 0,
-            f"--model.size {self.size} is not divisible by --model.patch {self.patch}",
+            f"--model.size {self.size} is not divisible by --model.patch {self.patch}; choose a divisor of the size of "
+            "the images as the patch, or encode with another --resolution",
         )
 
 

@@ -11,6 +11,8 @@ from fastdiff.errors import require
 
 WEIGHT_FILES = (".pt", ".safetensors")
 """Suffixes of the files that hold the weights of one network."""
+HUB_ID = r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?"
+"""Pattern of an id of the Hugging Face hub."""
 CAPTION_TOKENS = 77
 """Length of a caption in CLIP tokens."""
 

@@ -7,7 +7,8 @@ found by its entry point, so that every command knows it:
     [project.entry-points."fastdiff.networks"]
     toy = "toy_network.config:ToyConfig"
 
-Within one process ``register(ToyConfig)`` is enough.
+In place of a configuration it may name a plain ``torch.nn.Module`` (``plain``). Within one process
+``register(ToyConfig)`` is enough, and ``of_user.add_network`` registers the network of a file.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import cache, reduce
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint
 from operator import or_
 from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from fastdiff.errors import ConfigError, require
+from fastdiff.plugins.user_code import Group, installed
 
 _BUILT_IN = (
     "fastdiff.config.networks.dit:DiTConfig",
     "fastdiff.config.networks.unet:UNetConfig",
     "fastdiff.config.networks.adm:AdmConfig",
 )
-ENTRY_POINTS = "fastdiff.networks"
+ENTRY_POINTS: Group = "fastdiff.networks"
 """Group of the entry points (``module:CONFIGURATION``) by which other packages register networks."""
+_OF_PLAIN = "fastdiff.config.networks.plain:config_of"
 
 
 class ModelConfig:
@@ -68,6 +71,9 @@ class ModelConfig:
     any_size: ClassVar[bool] = False
     """Whether the network takes any height and width divisible by ``smallest_factor``, not only ``size``."""
 
+    text_fields: ClassVar[Mapping[str, str]] = {}
+    """Field with the width of each caption embedding, by the name of its input in ``text_widths``."""
+
     @property
     def smallest_factor(self) -> int:
         """Required divisor of height and width."""
@@ -99,10 +105,16 @@ class ModelConfig:
 
 Configuration = TypeVar("Configuration", bound=ModelConfig)
 _registered: dict[str, type[ModelConfig]] = {}
+_points: dict[str, EntryPoint] = {}
+"""Entry points of the installed networks by kind."""
 
 
-def register(config: type[Configuration]) -> type[Configuration]:
+def register(config: type[Configuration], *, instead: type[ModelConfig] | None = None) -> type[Configuration]:
     """Register a network by the type of its configuration and return the type; usable as a decorator.
+
+    Args:
+        config: the type.
+        instead: type that it replaces, of an earlier version of the same file.
 
     Raises:
         ConfigError: another network has this kind, or the type lacks a required field.
@@ -116,6 +128,8 @@ def register(config: type[Configuration]) -> type[Configuration]:
     )
     assert isinstance(kind, str)
     known = _registered.setdefault(kind, config)
+    if known is instead:
+        known = _registered[kind] = config
     require(
         known is config,
         f"two networks have the kind {kind!r}: {known.__module__}.{known.__qualname__} and "
@@ -135,6 +149,12 @@ def networks() -> dict[str, type[ModelConfig]]:
     return {**found, **_registered}
 
 
+def package_of(kind: str) -> EntryPoint | None:
+    """Return the entry point of an installed network; None: the network is of no package but this one."""
+    networks()
+    return _points.get(kind)
+
+
 def network_called(kind: object, source: str) -> type[ModelConfig]:
     """Return the configuration type of the network of this kind.
 
@@ -145,7 +165,7 @@ def network_called(kind: object, source: str) -> type[ModelConfig]:
     if not isinstance(kind, str) or kind not in known:
         raise ConfigError(
             f"{source}: model.kind: not a known network, given {kind!r}; expected {', '.join(known)}, or install the "
-            f"package that registers it under the entry points {ENTRY_POINTS}"
+            f"package that registers it under the entry points {ENTRY_POINTS}, or name its file: PATH.py:NAME"
         )
     return known[kind]
 
@@ -158,12 +178,14 @@ def _built_in() -> dict[str, type[ModelConfig]]:
 
 @cache
 def _installed() -> None:
-    for point in entry_points(group=ENTRY_POINTS):
+    for point in installed(ENTRY_POINTS).values():
+        package = point.dist.name if point.dist else "a package"
         try:
             config = point.load()
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # of the code of the package
             raise ConfigError(
-                f"the network {point.name} of {point.dist.name if point.dist else 'a package'} cannot be imported "
-                f"({error}); repair or uninstall that package"
+                f"the network {point.name} of {package} cannot be imported ({error}); repair or uninstall that package"
             ) from None
-        register(config)
+        if not issubclass(config, ModelConfig):
+            config = resolve_name(_OF_PLAIN)(config, f"the network {point.name} of {package}")
+        _points[str(register(config).__dataclass_fields__["kind"].default)] = point

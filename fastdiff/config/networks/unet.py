@@ -51,6 +51,7 @@ class UNetConfig(ModelConfig):
     title: ClassVar[str] = "a UNet of Stable Diffusion"
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     any_size: ClassVar[bool] = True
+    text_fields: ClassVar[Mapping[str, str]] = {"context": "cross_attention_dim", "pooled": "pooled_dim"}
 
     def __post_init__(self) -> None:
         for name in (

@@ -7,12 +7,12 @@ import inspect
 import shlex
 from collections.abc import Callable
 
-from fastdiff.config.data import DataConfig
+from fastdiff.config.data import DataConfig, ValidationConfig
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
-from fastdiff.config.networks.pretrained import PretrainedConfig
+from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.objective import DdpmConfig, FlowConfig, ObjectiveConfig
-from fastdiff.config.presets import digits, iddpm
+from fastdiff.config.presets import digits, iddpm, small_images
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.ema import EmaConfig
@@ -95,6 +95,12 @@ SD15_UNET = UNetConfig()
 SD2_UNET = UNetConfig(attention_heads=(5, 10, 20, 20), cross_attention_dim=1024, use_linear_projection=True)
 """865.9 M parameters."""
 
+SDXL_UNET = UNetConfig(
+    size=128, block_out_channels=(320, 640, 1280), attention_heads=(5, 10, 20), transformer_layers=(0, 2, 10),
+    mid_transformer_layers=10, cross_attention_dim=2048, use_linear_projection=True, pooled_dim=1280,
+)  # fmt: skip
+"""2567.5 M parameters."""
+
 
 def sd15_512() -> RunConfig:
     """Stable Diffusion 1.5's UNet from random weights at 512 px, as it was first trained: 8-bit Adam, batch 2048.
@@ -141,7 +147,7 @@ def sd15_finetune() -> RunConfig:
     fastdiff encode IMAGES data/finetune --pretrained stable-diffusion-v1-5/stable-diffusion-v1-5 --resolution 512
     fastdiff train --preset sd15-finetune --data.path data/finetune
 
-    With --lora.rank 4, LoRA. Not measured yet.
+    An adapter in place of all weights: sd15-lora. Not measured yet.
     """
     batch = 64
     return RunConfig(
@@ -158,6 +164,48 @@ def sd15_finetune() -> RunConfig:
     )
 
 
+def sd15_lora() -> RunConfig:
+    """A LoRA of Stable Diffusion 1.5 for ten to some hundred pictures; 2.x and others by --pretrained.path.
+
+    fastdiff encode IMAGES data/photos --pretrained stable-diffusion-v1-5/stable-diffusion-v1-5 --resolution 512 --flip
+    fastdiff train --preset sd15-lora --data.path data/photos --data.random-flip
+
+    Prompts of the sample images are captions of the data unless --validation.prompts is given. Rates as in diffusers'
+    LoRA script, rank 16. Not measured yet.
+    """
+    return _lora("sd15-lora", SD15_UNET, "stable-diffusion-v1-5/stable-diffusion-v1-5")
+
+
+def sdxl_lora() -> RunConfig:
+    """A LoRA of Stable Diffusion XL at 1024 px; otherwise as sd15-lora.
+
+    fastdiff encode IMAGES data/photos --pretrained stabilityai/stable-diffusion-xl-base-1.0 --resolution 1024 --flip
+    fastdiff train --preset sdxl-lora --data.path data/photos --data.random-flip
+
+    With --lora.quantize 4bit for GPUs of little memory. Not measured yet.
+    """
+    return _lora("sdxl-lora", SDXL_UNET, "stabilityai/stable-diffusion-xl-base-1.0")
+
+
+def _lora(name: str, model: UNetConfig, pipeline: str) -> RunConfig:
+    batch, pictures_every = 8, 250
+    return RunConfig(
+        samples=1_000 * batch,
+        model=model,
+        pretrained=PretrainedConfig(path=pipeline, weights=True),
+        lora=LoraConfig(rank=16),
+        objective=DdpmConfig(schedule="scaled_linear", prediction="auto"),
+        data=DataConfig(path="data/photos"),
+        batch=BatchConfig(samples=batch, micro="auto"),
+        optim=OptimConfig(lr=1e-4, weight_decay=0.01),
+        ema=EmaConfig(rates=()),
+        performance=PerformanceConfig(device="cuda"),
+        validation=ValidationConfig(captions=4, every=pictures_every),
+        output=OutputConfig(folder=f"runs/{name}", log_every=10, checkpoint_every=pictures_every),
+    )
+
+
+_DITS = {f"dit-{letter.lower()}-{patch}-256": (letter, patch) for letter in DIT_SIZES for patch in DIT_PATCHES}
 PRESETS: dict[str, Preset] = {
     "digits": digits.digits,
     "digits-t2i": digits.text_to_image,
@@ -166,19 +214,39 @@ PRESETS: dict[str, Preset] = {
     "sd15-512": sd15_512,
     "sd2-512": sd2_512,
     "sd15-finetune": sd15_finetune,
+    "sd15-lora": sd15_lora,
+    "sdxl-lora": sdxl_lora,
+    "dit-small-images": small_images.dit_small_images,
     "sit-xl-2-256": sit_xl_2_256,
     "iddpm-imagenet64": iddpm.imagenet64,
     "iddpm-imagenet64-cond": iddpm.imagenet64_cond,
     "iddpm-cifar10": iddpm.cifar10,
     "iddpm-lsun256": iddpm.lsun256,
     "iddpm-upsampler": iddpm.upsampler,
-} | {f"dit-{letter.lower()}-{patch}-256": _dit(letter, patch) for letter in DIT_SIZES for patch in DIT_PATCHES}
+} | {name: _dit(letter, patch) for name, (letter, patch) in _DITS.items()}
+
+PATCHES: dict[str, Callable[[int], int]] = {"dit-small-images": small_images.patch_of}
+"""Presets whose patch follows from the size of the images."""
 
 
 def shown_presets() -> str:
     """Return the names of all presets in a few words: the published DiTs have twelve names of one form."""
     sizes, patches = ("|".join(str(part).lower() for part in parts) for parts in (DIT_SIZES, DIT_PATCHES))
-    return ", ".join([*(name for name in PRESETS if not name.startswith("dit-")), f"dit-({sizes})-({patches})-256"])
+    return ", ".join([*(name for name in PRESETS if name not in _DITS), f"dit-({sizes})-({patches})-256"])
+
+
+def listed_presets() -> str:
+    """Return the presets, one per line with the first sentence of its description; the published DiTs in one line."""
+    shown = {name: _about(name) for name in PRESETS if name not in _DITS}
+    *_, largest = sizes = list(DIT_SIZES)
+    shown[f"dit-{sizes[0].lower()}-{DIT_PATCHES[-1]}-256 ..."] = (
+        f"DiT-{sizes[0]}/{DIT_PATCHES[-1]} to DiT-{largest}/{DIT_PATCHES[0]} on ImageNet at 256 px, as published."
+    )
+    return "\n".join(f"  {name:<23}{text}" for name, text in shown.items())
+
+
+def _about(name: str) -> str:
+    return (inspect.getdoc(PRESETS[name]) or "").splitlines()[0]
 
 
 def encode_command(name: str | None, path: str) -> str:
@@ -193,9 +261,12 @@ def encode_command(name: str | None, path: str) -> str:
 
 
 def preset(name: str) -> RunConfig:
-    """Return the preset called ``name``; for an unknown name, ConfigError with similar names."""
+    """Return the preset called ``name``; for an unknown name, ConfigError with the nearest names."""
     if name not in PRESETS:
         near = [known for known in PRESETS if known.startswith(name)] or difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {' or '.join(near)}? " if 0 < len(near) <= 4 else ""
-        raise ConfigError(f"--preset {name}: unknown; {hint}presets: {shown_presets()}")
+        if 0 < len(near) <= 4:
+            hint = f"did you mean {' or '.join(near)}?"
+        else:
+            hint = f"nearest: {', '.join(difflib.get_close_matches(name, PRESETS, cutoff=0.0))};"
+        raise ConfigError(f"--preset {name}: unknown; {hint} `fastdiff train --help` lists all presets")
     return PRESETS[name]()

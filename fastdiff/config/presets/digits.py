@@ -23,7 +23,7 @@ def digits() -> RunConfig:
     """8x8 digit scans: the first run on a new machine.
 
     fastdiff encode digits data/digits
-    fastdiff train --preset digits --deepspeed_config deepspeed_configs/zero3.json
+    fastdiff train --preset digits --deepspeed_config zero3
     fastdiff evaluate runs/digits
 
     Measured (bench/results/cpu-2-cores/2026-11-21_digits): accuracy 1.000, Fréchet distance 0.25, 116 s for the steps.

@@ -30,12 +30,14 @@ class OutputConfig:
     locked for the whole run. A checkpoint has 16 bytes per parameter with AdamW and one average, shared by the ranks;
     what goes beyond the limit passes through ordinary memory, which is slower. Snapshots of the averages
     (--ema.snapshot_every) may lock as much again. 0: none."""
-    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
     """Trackers of metrics and images, in addition to metrics.jsonl and samples/."""
     prometheus: str = ""
     """File for the textfile collector of Prometheus, replaced with every line of metrics.jsonl; empty: none."""
+    callbacks: tuple[str, ...] = ()
+    """Your own callbacks: PATH.py:CLASS, which is executed, or names of installed plug-ins (docs/api.md)."""
     project: str = "fastdiff"
-    """Name of the project in wandb."""
+    """Name of the project in wandb and trackio."""
     sample_every: int = 1000
     """Steps between sample grids of a class-conditional model."""
     sample_steps: int = 20

@@ -34,7 +34,7 @@ class PerformanceConfig:
     and traffic for them; bf16 sums of 256 micro-batches are 2 % off."""
     engine: EngineName = "auto"
     """flat: gradients, weights and moments in flat buffers, updated in one pass per step without DeepSpeed, for ZeRO
-    stage 0 (deepspeed_configs/ddp.json); deepspeed: DeepSpeed, for every stage. auto: flat where it can train the run;
+    stage 0 (--deepspeed_config ddp); deepspeed: DeepSpeed, for every stage. auto: flat where it can train the run;
     a resumed run keeps its engine. Losses of the two differ by rounding, and checkpoints of both fit both."""
     cuda_graph: bool = False
     """Capture the forward and backward pass of a micro-batch, noise and losses included, in a CUDA graph after three

@@ -71,7 +71,7 @@ class _ImageEncode:
         )
         self._in_pixels = options.autoencoder == "identity"
         self._embeds_captions = self._source.captioned and not self._in_pixels
-        pretrained = Pretrained(options.pretrained, options.revision, options.variant)
+        pretrained = Pretrained(options.pretrained, options.revision, options.variant, "--pretrained")
         self._encoder: LatentEncoder | PixelEncoder = (
             PixelEncoder()
             if self._in_pixels

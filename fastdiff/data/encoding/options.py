@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 
 from fastdiff.config.argument_types import require_local
+from fastdiff.config.networks.pretrained import HUB_ID
 from fastdiff.data.images.items import ClassesFrom
-from fastdiff.data.images.sources import HUB_ID
 from fastdiff.data.shards.format import MAX_SHARD_SAMPLES
 from fastdiff.errors import ConfigError, require
 from fastdiff.parallel.devices import select_device, usable_gpus
@@ -82,7 +82,8 @@ class EncodeOptions:
             )
             require(  # before the source is opened, which may be on the hub
                 os.path.isdir(self.pretrained) or re.fullmatch(HUB_ID, self.pretrained) is not None,
-                f"--pretrained {self.pretrained}: neither a folder on this machine nor an id of the Hugging Face hub",
+                f"--pretrained {self.pretrained}: neither a folder on this machine nor an id of the Hugging Face hub, "
+                "such as stabilityai/sd-vae-ft-ema; check the path",
             )
         require(
             1 <= self.samples_per_shard <= MAX_SHARD_SAMPLES,

@@ -8,20 +8,21 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fastdiff.config.argument_types import require_local
+from fastdiff.config.networks.pretrained import HUB_ID
 from fastdiff.data.images.folder import LISTS, METADATA, ImageFolder, is_image, walk_files
 from fastdiff.data.images.hugging_face import HuggingFaceSource, holds_rows, is_saved_dataset
 from fastdiff.data.images.items import BadItem, ClassesFrom, ImageItem, ImageSource
+from fastdiff.data.images.user_source import UserSource
 from fastdiff.data.images.webdataset_tars import WebDatasetSource
 from fastdiff.data.shards.remote import is_remote, list_folder, resource, shown
 from fastdiff.errors import ConfigError, DataError, require
+from fastdiff.plugins.user_code import installed, names_file
 from fastdiff.sanitize import escape
 
 __all__ = ["BadItem", "ImageItem", "ImageSource", "open_source"]
 
 _MOST = 1_000_000
 """Largest number of names that braces may stand for."""
-HUB_ID = r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?"
-"""Pattern of an id of the Hugging Face hub."""
 
 
 def open_source(
@@ -38,20 +39,21 @@ def open_source(
 ) -> ImageSource:
     """Recognise the kind of a source and open it.
 
-    Kinds in the order of the checks: paths or addresses of tars, with braces (``s3://bucket/{00000..00099}.tar``) and,
-    in paths, wildcards (``images/*.tar``), or a folder of tars; a folder saved by ``datasets``; a folder of images; a
-    folder of parquet, arrow, JSON or CSV files; a file of metadata; a Hugging Face hub id.
+    Kinds in the order of the checks: code of the user, ``PATH.py:NAME``, which is executed, or an installed plug-in
+    if no file has its name; tars, with braces (``s3://bucket/{00000..00099}.tar``) and, in paths, wildcards, or a
+    folder of tars; a folder saved by ``datasets``; a folder of images; a folder of parquet, arrow, JSON or CSV files;
+    a file of metadata; a Hugging Face hub id.
 
     Args:
         text: The argument of the user.
-        samples_per_unit: Images per unit; a tar is always one unit.
+        samples_per_unit: Per unit; a tar is always one unit.
         image_column: Column of the images, in a data set.
         caption_column: Column or field of the captions.
         split: Name of the split, if there are several.
         max_samples: Use only the first samples, up to this number.
         classes_from: Origin of the classes of a folder of images, see ``ImageFolder``.
-        image_root: Folder of the images of a file of metadata; empty: the folder of the file.
-        dataset_config: Name of the configuration of a data set that has several.
+        image_root: Folder of the images of a file of metadata; empty: that of the file.
+        dataset_config: Configuration of a data set that has several.
 
     Raises:
         ConfigError: A column or split does not exist, a package is missing, or the source does not support an option.
@@ -60,6 +62,8 @@ def open_source(
     """
     if samples_per_unit < 1 or (max_samples is not None and max_samples < 1):
         raise ConfigError(f"{samples_per_unit} samples per unit, at most {max_samples} samples: expected at least 1")
+    if names_file(text) or (not Path(text).exists() and text in installed("fastdiff.sources")):
+        return _of_user(text, image_root, dataset_config, samples_per_unit, max_samples)
     tars, folder = _tars(text), Path(text)
     is_list = tars is None and folder.suffix.lower() in LISTS and folder.is_file()
     is_other = tars is not None or is_list
@@ -68,25 +72,40 @@ def open_source(
     _require_use("--image-root", image_root, "a file of metadata (.json, .jsonl or .csv)", is_list)
     _require_use("--dataset-config", dataset_config, "a data set of Hugging Face", not (is_other or is_folder))
     common: dict[str, Any] = {"caption_column": caption_column, "max_samples": max_samples}
-    per_unit = {**common, "samples_per_unit": samples_per_unit}
+    per_unit = common | {"samples_per_unit": samples_per_unit}
     if is_list:
-        require(not image_root or Path(image_root).is_dir(), f"--image-root {image_root}: no such folder")
-        require(classes_from == "auto", f"--classes-from {classes_from} needs a folder of images; leave it out")
+        _require_list_alone(image_root, classes_from)
         return ImageFolder(Path(image_root or folder.parent), metadata=folder, image_column=image_column, **per_unit)
     if is_folder:
         return ImageFolder(folder, split=split, classes_from=classes_from, **per_unit)
     if tars is None and not folder.is_dir() and (folder.exists() or not re.fullmatch(HUB_ID, text)):
         raise _no_source(text)
     name = shown(text) if is_remote(text) else escape(text)
-    needs = f"needs a folder of images, which {name} is not; omit it: tars and data sets contain their classes"
-    require(classes_from == "auto", f"--classes-from {classes_from} {needs}")
+    _require_no_choice(classes_from, name)
     if tars is not None:
         return WebDatasetSource(tars, name=name, **common)
     return HuggingFaceSource(text, image_column=image_column, split=split, config=dataset_config, **per_unit)
 
 
+def _of_user(
+    text: str, image_root: str, dataset_config: str | None, samples_per_unit: int, max_samples: int | None
+) -> ImageSource:
+    require(not image_root and not dataset_config, f"{escape(text)} is code, which reads its images itself")
+    return UserSource(text, samples_per_unit=samples_per_unit, max_samples=max_samples)
+
+
 def _require_use(flag: str, value: str | None, of: str, used: bool) -> None:
     require(used or not value, f"{flag} {value} is for {of}, which the source is not; leave it out")
+
+
+def _require_list_alone(image_root: str, classes_from: ClassesFrom) -> None:
+    require(not image_root or Path(image_root).is_dir(), f"--image-root {image_root}: no such folder")
+    require(classes_from == "auto", f"--classes-from {classes_from} needs a folder of images; leave it out")
+
+
+def _require_no_choice(classes_from: ClassesFrom, name: str) -> None:
+    needs = f"needs a folder of images, which {name} is not; omit it: tars and data sets contain their classes"
+    require(classes_from == "auto", f"--classes-from {classes_from} {needs}")
 
 
 def _no_source(text: str) -> DataError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -12,7 +14,7 @@ from fastdiff.data.loading.fit import CONTEXT, require_fit
 from fastdiff.data.shards.cache import open_shards_folder
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, DataError
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.models.load import null_label, pretrained
 from fastdiff.sanitize import address
@@ -51,6 +53,23 @@ def open_data(config: RunConfig, device: torch.device) -> Data:
     )
     require_fit(config, reader.info)
     return reader
+
+
+def with_captions(config: RunConfig, data: Data) -> RunConfig:
+    """Return the run with captions of its data as the prompts of its sample images, where it has no prompts.
+
+    They are spread evenly over the data set; equal ones count once.
+
+    Raises:
+        DataError: a sample is damaged.
+    """
+    wanted = config.validation.captions
+    if config.validation.prompts or not wanted or not isinstance(data, LatentReader):
+        return config
+    found: list[str] = []
+    with suppress(*([DataError] if data.substitute else [])):  # a damaged sample has no caption to draw then
+        found = data.captions([number * len(data) // wanted for number in range(wanted)])
+    return replace(config, validation=replace(config.validation, prompts=tuple(dict.fromkeys(found))))
 
 
 def null_condition(config: RunConfig, reader: Data) -> Condition:

@@ -8,9 +8,11 @@ raises an error.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from isal.isal_zlib import crc32
 
@@ -20,6 +22,7 @@ from fastdiff.data.shards.integrity import Problem, check_size, load_index, unre
 from fastdiff.errors import DataError
 
 _MAX_DIGITS = 19
+_NOTES, _LONGEST_NOTES = "json", 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,22 @@ class OpenShard:
             of = f"none of the {largest + 1} classes" if component == "cls" else f"not in {least} to {largest}"
             raise self._damage(component, sample, f"{bytes(text)!r} is {of}")
         return int(text)
+
+    def read_json(self, sample: int) -> Any:
+        """Read what the encode has noted of a sample (``<key>.json``); None if the shard has no notes."""
+        place = self.index.components.get(_NOTES)
+        if place is None:
+            return None
+        length = place.length.item(sample)
+        if length > _LONGEST_NOTES:
+            raise self._damage(_NOTES, sample, f"{length} bytes, expected at most {_LONGEST_NOTES}")
+        text = bytearray(length)
+        self._read(_NOTES, sample, place, [memoryview(text)])
+        self._check_crc(_NOTES, sample, place, crc32(text))
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise self._damage(_NOTES, sample, f"not JSON ({error})") from error
 
     def _component(self, name: str) -> Component:
         component = self.index.components.get(name)

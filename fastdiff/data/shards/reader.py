@@ -160,6 +160,19 @@ class LatentReader:
         with self._lock:
             return [self._key(number) for number in ids.tolist()]
 
+    def captions(self, sample_ids: npt.ArrayLike) -> list[str]:
+        """Return the first caption of each sample, without those that have none.
+
+        Raises:
+            DataError: A sample is damaged.
+        """
+        ids = self._known(sample_ids)
+        with self._lock:
+            notes = [shard.read_json(row) for shard, row in map(self._locate, ids.tolist())]
+        found = [note.get("captions") for note in notes if isinstance(note, dict)]
+        texts = [captions[0] for captions in found if isinstance(captions, list) and captions]
+        return [text for text in texts if isinstance(text, str) and text.strip()]
+
     def close(self) -> None:
         """Close all files; a later read opens them again."""
         if not self._lock.acquire(timeout=_CLOSE_SECONDS):

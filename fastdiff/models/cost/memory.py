@@ -28,7 +28,7 @@ RECOMPUTED = 0.25
 _MOST = 3
 """Number of remedies in a message."""
 _ADAMW8BIT = "--optim.name adamw8bit --allow-change optim.name"
-_OFFLOAD = "--deepspeed_config deepspeed_configs/zero3_offload.json"
+_OFFLOAD = "--deepspeed_config zero3_offload"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,7 +221,7 @@ def _changes(setup: Setup, activations: float) -> Iterator[tuple[str, float]]:
     for stage in (2, 3):
         if setup.ranks > 1 and setup.stage < stage:
             changed = replace(setup, stage=stage, offload=False)
-            yield f"--deepspeed_config deepspeed_configs/zero{stage}.json", total(changed)
+            yield f"--deepspeed_config zero{stage}", total(changed)
     if not setup.offload:
         yield _OFFLOAD, total(replace(setup, stage=3, offload=True))
     if half > 1:

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fastdiff.config.networks.pretrained import HUB_ID
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.errors import ConfigError
 from fastdiff.files import read_bounded
@@ -48,6 +49,7 @@ class Pretrained:
         revision: branch, tag or commit of an id.
         variant: variant of the weight files, for example ``fp16``; parts other than the UNet fall back to files without
             it.
+        flag: that gave the path, for messages.
 
     Raises:
         ConfigError: from every member: unknown pipeline, or a part is missing or of another kind.
@@ -56,6 +58,7 @@ class Pretrained:
     path: str
     revision: str | None = None
     variant: str | None = None
+    flag: str = "--pretrained.path"
 
     @cached_property
     def folder(self) -> Path:
@@ -237,11 +240,16 @@ class Pretrained:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError
 
+        if not re.fullmatch(HUB_ID, self.path):
+            raise ConfigError(
+                f"{self.flag} {self.path}: neither a folder on this machine nor an id of the Hugging Face hub, such as "
+                "stabilityai/stable-diffusion-2-base; check the path"
+            )
         try:
             return Path(snapshot_download(self.path, revision=revision, allow_patterns=list(patterns)))
         except (OSError, ValueError, HFValidationError) as error:
             raise ConfigError(
-                f"--pretrained.path {self.path}: neither a folder on this machine nor a pipeline on the Hugging Face "
+                f"{self.flag} {self.path}: neither a folder on this machine nor a pipeline on the Hugging Face "
                 f"hub that can be reached ({str(error).splitlines()[0]})"
             ) from None
 

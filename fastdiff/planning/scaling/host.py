@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 SPEEDS = (1.4, 1.7, 2.0)
 """How many times faster a processor beside a GPU is than that of ``HOSTS``: high, middle and low estimate of its time.
-Assumed; nothing was measured. A step measured on a GPU bounds it from below (``bench.scaling.projection``)."""
+Assumed; nothing was measured. A step measured on a GPU bounds it from below (``fastdiff_bench.scaling.projection``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class Host:
 
 
 HOSTS = {
-    0: Host(7.363e-3, 0.4403e-3),
-    1: Host(6.029e-3, 0.5309e-3),
-    2: Host(11.384e-3, 0.4568e-3),
-    3: Host(27.836e-3, 0.6459e-3),
+    0: Host(5.178e-3, 0.1728e-3),
+    1: Host(8.228e-3, 0.2843e-3),
+    2: Host(8.538e-3, 0.2280e-3),
+    3: Host(13.839e-3, 0.5194e-3),
 }
-"""By ZeRO stage, with eager blocks on a two-core AMD EPYC: ``bench/results/cpu-2-cores/2026-11-23_host``. An upper
-bound: compiled blocks launch less, and the record is older than the flat engine and the shortened steps."""
+"""By ZeRO stage, with eager blocks on two cores of an Intel Xeon: ``bench/results/cpu-2-cores/2026-11-23_host``. An
+upper bound: compiled blocks launch less."""

@@ -61,12 +61,12 @@ class Zero:
         if not section.get("use_multi_rank_bucket_allreduce", True) or not section.get("reduce_scatter", True):
             raise ConfigError(
                 "the DeepSpeed JSON sets use_multi_rank_bucket_allreduce or reduce_scatter to false, which the "
-                "communication model does not cover; use one of the files in deepspeed_configs/"
+                "communication model does not cover; use --deepspeed_config zero1, zero2 or zero3"
             )
         if _on_host(section, "offload_param"):
             raise ConfigError(
                 "the DeepSpeed JSON sets offload_param: the communication model does not cover transfers of parameters "
-                "from the host; use one of the files in deepspeed_configs/"
+                "from the host; use --deepspeed_config zero1, zero2 or zero3"
             )
         names = {
             "reduce_bucket": "reduce_bucket_size",

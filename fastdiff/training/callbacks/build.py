@@ -7,13 +7,15 @@ from fastdiff.training.callbacks.base import Callback, Preempt
 from fastdiff.training.callbacks.damaged_samples import DamagedSamples
 from fastdiff.training.callbacks.divergence import NonFiniteGuard, SpikeGuard
 from fastdiff.training.callbacks.log import Closing, Log
+from fastdiff.training.callbacks.loss_map import LossMap
 from fastdiff.training.callbacks.previews import PromptImages, SampleGrid
 from fastdiff.training.callbacks.profiling import Profile
 from fastdiff.training.callbacks.saving import Checkpointing, Snapshots
-from fastdiff.training.callbacks.trackers import Trackers
 from fastdiff.training.callbacks.validation import ValidationLoss
 from fastdiff.training.checkpoints import Checkpoints
+from fastdiff.training.plugins.callbacks import open_callbacks
 from fastdiff.training.state import TrainState
+from fastdiff.training.trackers.build import Trackers
 
 
 def build_callbacks(
@@ -30,10 +32,13 @@ def build_callbacks(
     if state.config.validation.data:
         found.append(ValidationLoss(state, trackers))
     if not state.config.model.text_conditional:
-        found.append(SampleGrid(state))
+        found.append(SampleGrid(state, trackers))
     elif state.config.validation.prompts and state.config.validation.every:
         found.append(PromptImages(state, trackers))
+    if state.config.output.report_to:
+        found.append(LossMap(state, trackers))
     if state.config.performance.profile:
         found.append(Profile(state))
+    found += open_callbacks(state, trackers)
     found.append(Closing(log))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from datetime import datetime
 from pathlib import Path
@@ -18,10 +19,10 @@ from fastdiff.models.kernel_choice import compiles
 from fastdiff.progress import Every
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.summary import closing, time_left
-from fastdiff.training.callbacks.trackers import Trackers
 from fastdiff.training.metrics import peak_gib
 from fastdiff.training.prometheus import PrometheusFile
 from fastdiff.training.state import TrainState
+from fastdiff.training.trackers.build import Trackers
 
 if TYPE_CHECKING:
     from fastdiff.planning.figures import Figures
@@ -51,19 +52,18 @@ class Log(Callback):
             self._prometheus = PrometheusFile(Path(state.config.output.prometheus), str(state.folder))
         self._planned, self._logged = _planned(state), 0
         self._bar = tqdm(
-            total=state.config.samples,
-            initial=state.progress.samples,
-            unit="sample",
-            unit_scale=True,
+            total=state.progress.steps + _steps_left(state),
+            initial=state.progress.steps,
+            unit="step",
             desc=state.folder.name,
             mininterval=1.0,
             dynamic_ncols=True,
         )
 
     def on_step(self, state: TrainState) -> None:
-        """Advance the bar; write a record when due."""
+        """Advance the bar; write a record when due, and show its numbers, which the device has given anyway."""
         if self._is_first:
-            self._bar.update(state.config.batch.samples)
+            self._bar.update()
         if not self._every.due(state.progress) and state.progress.samples < state.config.samples:
             return
         record = self._record(state)
@@ -73,12 +73,11 @@ class Log(Callback):
             state.retry_writes()
             if self._prometheus is not None:
                 self._prometheus.write(record, state.ledger.totals())
-            numbers = {_tracker_name(name): value for name, value in record.items() if isinstance(value, float)}
+            numbers = {name: value for name, value in record.items() if isinstance(value, float)}
             self._trackers.scalars(numbers, state.progress.steps)
-            scale = {"scale": f"{record['loss_scale']:g}"} if "loss_scale" in record else {}
             self._compare(record)
             self._tell_time(state, record["samples_per_s"])
-            self._bar.set_postfix(loss=f"{record['loss']:.4f}", lr=f"{record['lr']:.2e}", **scale)
+            self._bar.set_postfix_str(_shown(record))
 
     def _tell_time(self, state: TrainState, samples_per_s: float) -> None:
         """Log once how long the rest takes, if it takes long."""
@@ -125,17 +124,37 @@ class Log(Callback):
             self._prometheus.close()
 
 
+def _steps_left(state: TrainState) -> int:
+    return max(0, -(-(state.config.samples - state.progress.samples) // state.config.batch.samples))
+
+
+def _shown(record: Record) -> str:
+    """Return the numbers of a record for the bar."""
+    norm, scale = record["grad_norm"], record.get("loss_scale")
+    parts = [
+        f"loss {record['loss']:.4f}",
+        *([] if norm is None else [f"gradient norm {norm:.3g}"]),
+        f"lr {record['lr']:.2e}",
+        *([] if scale is None else [f"loss scale {scale:g}"]),
+    ]
+    return ", ".join(parts)
+
+
 def _planned(state: TrainState) -> Figures | None:
-    """Announce the figures of the plan; None on a CPU and on a GPU that no table has: they would be guesses."""
-    config, world = state.config, state.world
-    if world.device.type != "cuda":
+    """Announce the figures of the plan: its memory, and on a GPU of the table its time; None if there are none."""
+    config, world, engine = state.config, state.world, state.engine
+    from fastdiff.planning.figures import figures, held_on_cpu
+
+    if world.device.type == "cpu":
+        if not config.lora.rank:  # whose frozen weights no engine counts
+            trained = sum(math.prod(shape) for shape in engine.shapes.values())
+            log.info(held_on_cpu(config, engine.ds_config, world.size, trained, flat=engine.kind == "flat"))
         return None
-    from fastdiff.planning.figures import figures
 
     per_node = int(os.environ.get("LOCAL_SIZE", world.size))
-    name, is_flat = torch.cuda.get_device_name(world.device), state.engine.kind == "flat"
+    name, is_flat = torch.cuda.get_device_name(world.device), engine.kind == "flat"
     try:
-        found = figures(config, state.engine.ds_config, world.size, per_node, name, flat=is_flat)
+        found = figures(config, engine.ds_config, world.size, per_node, name, flat=is_flat)
     except Exception as error:  # of a network that a plan cannot trace: the run needs none
         log.warning(f"no plan of this run: {type(error).__name__}: {error}")
         return None
@@ -165,12 +184,6 @@ def _loss_scale(state: TrainState) -> Record:
     """Return the factor of the loss under fp16, which halves after an overflow; nothing in other precisions."""
     scale = state.engine.loss_scale
     return {"loss_scale": float(scale["cur_scale"])} if scale else {}
-
-
-def _tracker_name(name: str) -> str:
-    """Return the name of a number in the trackers, with the losses by noise level in two sections."""
-    section = "log_snr/" if name.startswith("loss_snr_") else "depth/" if name[-3:-1] == "_q" else ""
-    return section + name
 
 
 def _flops(state: TrainState) -> float:

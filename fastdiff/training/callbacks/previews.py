@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,8 +25,8 @@ from fastdiff.sampling.pixels import may_be_pixels
 from fastdiff.sampling.solvers import grid_classes, sample
 from fastdiff.sampling.text import as_bytes, decode, encode_prompts, repeated
 from fastdiff.training.callbacks.base import Callback, preempted
-from fastdiff.training.callbacks.trackers import Trackers
 from fastdiff.training.state import TrainState
+from fastdiff.training.trackers.build import Trackers
 
 
 class PromptImages(Callback):
@@ -104,12 +105,13 @@ class PromptImages(Callback):
 
 
 class SampleGrid(Callback):
-    """Grid of images, one column per class, drawn by all ranks with the averaged weights."""
+    """Grid of images, one column per class, drawn by all ranks with the averaged weights; the trackers show it too."""
 
     account = "drawing"
     rows = 8
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: TrainState, trackers: Trackers) -> None:
+        self._trackers = trackers
         self._every = Every(state.config.output.sample_every)
         self._drawn = -1
 
@@ -144,9 +146,14 @@ class SampleGrid(Callback):
             null=state.objective.null,
             shape=(config.model.channels, config.model.size, config.model.size),
         )
-        state.world.on_first(
-            lambda: state.files.write(_path(state), encoded(image_grid(images.cpu(), rows=self.rows), ".png"))
-        )
+        state.world.on_first(lambda: self._show(images.cpu(), state))
+
+    def _show(self, images: Tensor, state: TrainState) -> None:
+        grid = image_grid(images, rows=self.rows)
+        state.files.write(_path(state), encoded(grid, ".png"))
+        pixels = torch.from_numpy(np.array(grid.convert("RGB"))).permute(2, 0, 1)
+        caption = "one column per class" if state.config.model.classes else "grid"
+        self._trackers.images({caption: pixels.unsqueeze(0)}, state.progress.steps, "samples")
 
 
 def _path(state: TrainState) -> Path:

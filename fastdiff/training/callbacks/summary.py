@@ -46,12 +46,17 @@ def summary(state: TrainState, batches: Batches, chosen: str) -> str:
     lines = [
         f"{state.folder}: {begin}{config.model.title} of {parameters / 1e6:.2f} M parameters, {config.steps:,} steps "
         f"of {config.batch.samples:,} samples = {config.samples / images:.1f} epochs of {images:,} images",
-        f"on {world.device.type}: {world.size} ranks x {micro} samples x {accumulation} micro-batches, "
+        f"on {world.device.type}: {_counted(world.size, 'rank')} x {_counted(micro, 'sample')} x "
+        f"{_counted(accumulation, 'micro-batch', 'es')}, "
         f"ZeRO-{engine.stage}, {_precision(config)}{_tf32(world.device)}, {config.optim.name}",
         f"loader {batches.name}{_why_not_dali(config, batches, world.device)}, "
         f"blocks {'compiled' if kernel_choice.compiles(config, world.device) else 'eager'}; {chosen}",
     ]
     return "\n  ".join(lines)
+
+
+def _counted(count: int, what: str, plural: str = "s") -> str:
+    return f"{count} {what}{plural if count != 1 else ''}"
 
 
 def closing(state: TrainState, loss: float | None) -> str:

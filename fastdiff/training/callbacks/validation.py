@@ -21,7 +21,7 @@ from fastdiff.diffusion.levels import clean_per_error
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.snr_bins import Mean, by_log_snr
 from fastdiff.evaluation import validation_files
-from fastdiff.evaluation.validation_files import Validated
+from fastdiff.evaluation.validation_files import LINES, Validated
 from fastdiff.evaluation.validation_set import batches_of, even_shares, open_validation, read_batch, spread
 from fastdiff.json_lines import Record
 from fastdiff.models.build import Model
@@ -29,11 +29,8 @@ from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.progress import Every
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.previews import averaged_model, memory_beside_training
-from fastdiff.training.callbacks.trackers import Trackers
 from fastdiff.training.state import TrainState
-
-LINES = "validation.jsonl"
-"""File of the run folder with one line per validation; ``evaluation.validation_files`` has every sample's loss."""
+from fastdiff.training.trackers.build import Trackers
 
 _SEED = 20_260_101
 """Seed of the noise and of the samples of a posterior: part of the definition of the validation loss, never changed."""
@@ -155,7 +152,7 @@ class ValidationLoss(Callback):
         record |= {"unit": unit(self._config), "data": self._data}
         self._lines.write(record)
         shown = {"val_loss": total.mean, "val_loss_se": total.error}
-        shown |= {f"log_snr/val_loss_snr_{n:02d}": found.mean for n, found in enumerate(bins) if found.count}
+        shown |= {f"val_loss_snr_{n:02d}": found.mean for n, found in enumerate(bins) if found.count}
         self._trackers.scalars(shown, step)
 
     def _about(self, state: TrainState) -> dict[str, Any]:

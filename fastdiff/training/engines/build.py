@@ -52,7 +52,7 @@ def _unsupported(config: RunConfig, ds_config: DsConfig) -> str | None:
     stage, others = zero_stage(ds_config), sorted(ds_config.keys() - _OWNED)
     zero = sorted(ds_config.get("zero_optimization", {}).keys() - {"stage"})
     if stage != 0:
-        return f"with ZeRO stage {stage}: it is for stage 0; use --deepspeed_config deepspeed_configs/ddp.json"
+        return f"with ZeRO stage {stage}: it is for stage 0; use --deepspeed_config ddp"
     if config.performance.precision == "fp16":
         return "with --performance.precision fp16: it does not scale the loss; use bf16 or fp32"
     if config.optim.name not in OPTIMIZERS:

@@ -106,8 +106,7 @@ class DeepSpeedEngine(Engine):
         if on_meta:
             partition(model, ds_config, DTYPES[precision], world.device)
         if self.stage == 3:
-            deepspeed.utils.set_z3_leaf_modules(model, list(blocks))
-            require_input_gradients(model, tuple(blocks))
+            _gather_whole(model, tuple(blocks))
         optimizer = build_optimizer(
             (p for p in model.parameters() if p.requires_grad), config.optim, skip_non_finite=guard
         )
@@ -289,7 +288,7 @@ def _check_precision(precision: str, stage: int) -> None:
     if precision == "fp16" and stage == 0:
         raise ConfigError(
             "--performance.precision fp16 with ZeRO stage 0: DeepSpeed does not scale the loss there; "
-            "use deepspeed_configs/zero1.json, or --performance.precision bf16"
+            "use --deepspeed_config zero1, or --performance.precision bf16"
         )
     if precision == "fp16" and not get_accelerator().is_fp16_supported():
         raise ConfigError("--performance.precision fp16: this device has no fp16 arithmetic; use bf16 or fp32")
@@ -302,6 +301,13 @@ def _slim(engine: Any, stage: int, config: RunConfig) -> None:
         leave_gradients_in_place(engine.optimizer)
     if stage == 3 and config.objective.takes_two_passes:
         plan_two_passes_as_one(engine)
+
+
+def _gather_whole(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:
+    """Let ZeRO-3 gather each block at once."""
+    if blocks:
+        deepspeed.utils.set_z3_leaf_modules(model, list(blocks))
+    require_input_gradients(model, blocks)
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

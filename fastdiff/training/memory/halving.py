@@ -53,11 +53,11 @@ class TooLarge(RuntimeError):
     """Request for a smaller micro-batch, raised by all ranks after a void step; it tells of the first rank."""
 
 
-Passes = Callable[[TrainState, Batch], None]
+BatchPass = Callable[[TrainState, Batch], None]
 """Runs a micro-batch of this rank forward and backward."""
 
 
-def run_within_memory(run: Passes, state: TrainState, batch: Batch, *, phase: str | None = None) -> None:
+def run_within_memory(run: BatchPass, state: TrainState, batch: Batch, *, phase: str | None = None) -> None:
     """Run a micro-batch forward and backward; called by all ranks.
 
     Args:
@@ -83,7 +83,7 @@ def run_within_memory(run: Passes, state: TrainState, batch: Batch, *, phase: st
     _run_one(run, state, batch)
 
 
-def _run_one(run: Passes, state: TrainState, batch: Batch) -> None:
+def _run_one(run: BatchPass, state: TrainState, batch: Batch) -> None:
     """Run the first sample of a micro-batch, for the collectives alone."""
     with torch.compiler.set_stance("force_eager"):  # a size that never comes again
         run(state, batch.first(1))

@@ -60,7 +60,7 @@ def flats_of(engine: Any, optimizer: torch.optim.Optimizer, names: dict[int, str
     else:
         raise ConfigError(
             f"the DeepSpeed JSON leads to {type(wrapper).__name__}, which fastdiff does not know; "
-            "use one of the files in deepspeed_configs/"
+            "use --deepspeed_config zero1, zero2 or zero3"
         )
 
 

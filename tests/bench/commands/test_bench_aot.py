@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from bench import BenchError
-from bench.cases import KERNELS, cases
-from bench.commands import aot
-from bench.correctness.assembly import Side, access_widths
-from bench.records import record
-from bench.records.fingerprint import ROOT
-from bench.records.record import Log, Measurement
+from fastdiff_bench import BenchError
+from fastdiff_bench.cases import KERNELS, cases
+from fastdiff_bench.commands import aot
+from fastdiff_bench.correctness.assembly import Side, access_widths
+from fastdiff_bench.records import record
+from fastdiff_bench.records.fingerprint import ROOT
+from fastdiff_bench.records.record import Log, Measurement
 from fastdiff_kernels import launch
 from tests.support.benches.bench_kernels import LAUNCHING
 
@@ -27,7 +27,7 @@ from tests.support.benches.bench_kernels import LAUNCHING
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Python with the sources of this clone, which sees no GPU and does not interpret kernels."""
     given = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    given |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "CUDA_VISIBLE_DEVICES": ""}
+    given |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'bench'}", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=given, capture_output=True, text=True, timeout=280, check=False
     )
@@ -37,7 +37,7 @@ def compiled(*names: str) -> list[dict[str, Any]]:
     """Findings of ``bench aot`` about small kernels on sm_90."""
     code = f"""
 import json
-from bench.commands.aot import compile_all
+from fastdiff_bench.commands.aot import compile_all
 from tests.support.benches.bench_kernels import LAUNCHING
 rows = compile_all([LAUNCHING[name] for name in {names!r}], [90])
 wanted = ("problems", "load_bits", "store_bits", "must_be_wide", "spill_bytes")
@@ -79,7 +79,7 @@ def test_a_kernel_that_no_processor_can_hold_is_a_problem() -> None:
 def test_aot_specialises_arguments_as_the_launcher_does() -> None:
     code = """
 import torch
-from bench.commands.aot import specialise
+from fastdiff_bench.commands.aot import specialise
 from fastdiff_kernels.launch import Launch
 from tests.support.benches.bench_kernels import square_kernel
 def show(x, count, factor, **options):
@@ -123,9 +123,9 @@ def test_every_kernel_compiles_in_every_dtype(tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from bench.cases import KERNELS, cases
-from bench.commands import aot
-from bench.records.record import Log
+from fastdiff_bench.cases import KERNELS, cases
+from fastdiff_bench.commands import aot
+from fastdiff_bench.records.record import Log
 first = {{}}
 for case in cases(KERNELS):
     first.setdefault((case.op, case.dtype), case)
@@ -149,7 +149,7 @@ with Log(Path({str(tmp_path)!r}) / "aot.jsonl") as log:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_kernel_compiles_without_spills_and_with_wide_accesses(name: str, tmp_path: Path) -> None:
-    done = python("-m", "bench", "aot", name, "--out", str(tmp_path))
+    done = python("-m", "fastdiff_bench", "aot", name, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     assert done.stderr == ""
     found = record.read(tmp_path / "aot.jsonl")
@@ -168,8 +168,8 @@ def test_a_spill_is_a_failure_in_the_record_and_of_the_run(tmp_path: Path) -> No
     code = f"""
 import sys
 from pathlib import Path
-from bench.commands import aot
-from bench.records.record import Log
+from fastdiff_bench.commands import aot
+from fastdiff_bench.records.record import Log
 from tests.support.benches.bench_kernels import LAUNCHING
 with Log(Path({str(tmp_path)!r}) / "aot.jsonl") as log:
     sys.exit(aot.main([LAUNCHING["spills"]], [90], log))
@@ -187,7 +187,7 @@ def test_the_smallest_run_is_one_kernel_and_compares_with_itself(tmp_path: Path)
     first, second = tmp_path / "first", tmp_path / "second"
     code = f"""
 import sys
-from bench.__main__ import main
+from fastdiff_bench.__main__ import main
 assert main(["aot", "--smoke", "--out", {str(first)!r}]) == 0
 sys.exit(main(["aot", "--smoke", "--out", {str(second)!r}, "--baseline", {str(first)!r}]))
 """
@@ -255,7 +255,7 @@ def test_the_newest_record_of_a_folder_counts(tmp_path: Path) -> None:
 def test_a_baseline_without_these_kernels_is_refused(tmp_path: Path) -> None:
     with Log(tmp_path / "op.jsonl") as log:
         log.write(replace(row("k", "registers", 1), bench="op"))
-    with pytest.raises(BenchError, match="no record of `python -m bench aot`"):
+    with pytest.raises(BenchError, match="no record of `fastdiff bench aot`"):
         aot.read_baseline(tmp_path, [LAUNCHING["wide"]], [90])
     with Log(tmp_path / "aot.jsonl") as log:
         log.write(row("k", "registers", 1))

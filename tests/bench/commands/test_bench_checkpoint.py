@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.__main__ import main
-from bench.commands import checkpoint
-from bench.measure.interleaved import Result
-from bench.measure.workload import Workload
-from bench.records import record
-from bench.trainers.saving import Cycle
+from fastdiff_bench.__main__ import main
+from fastdiff_bench.commands import checkpoint
+from fastdiff_bench.measure.interleaved import Result
+from fastdiff_bench.measure.workload import Workload
+from fastdiff_bench.records import record
+from fastdiff_bench.trainers.saving import Cycle
 
 QUANTITIES = {
     "step time",

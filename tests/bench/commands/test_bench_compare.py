@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import BenchError
-from bench.__main__ import main
-from bench.commands.compare import Change, compare, differences
-from bench.measure import roofline as limits
-from bench.measure.timing import Timing
-from bench.records import record
-from bench.records.record import Failure, Log, Measurement, Record
+from fastdiff_bench import BenchError
+from fastdiff_bench.__main__ import main
+from fastdiff_bench.commands.compare import Change, compare, differences
+from fastdiff_bench.measure import roofline as limits
+from fastdiff_bench.measure.timing import Timing
+from fastdiff_bench.records import record
+from fastdiff_bench.records.record import Failure, Log, Measurement, Record
 from tests.support.benches import bench_records
 
 

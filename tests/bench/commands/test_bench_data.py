@@ -23,15 +23,15 @@ import psutil
 import pytest
 import torch
 
-from bench.__main__ import main
-from bench.commands import data
-from bench.measure import interleaved
-from bench.measure.session import Steps, StepTimer
-from bench.readers import other_libraries, ours, page_cache, reading
-from bench.readers.figures import READER, Case, Heat
-from bench.readers.samples import KINDS, Samples
-from bench.records import record
-from bench.records.record import Log
+from fastdiff_bench.__main__ import main
+from fastdiff_bench.commands import data
+from fastdiff_bench.measure import interleaved
+from fastdiff_bench.measure.session import Steps, StepTimer
+from fastdiff_bench.readers import other_libraries, ours, page_cache, reading
+from fastdiff_bench.readers.figures import READER, Case, Heat
+from fastdiff_bench.readers.samples import KINDS, Samples
+from fastdiff_bench.records import record
+from fastdiff_bench.records.record import Log
 from tests.support.processes import start, stop
 
 READERS: dict[str, reading.Reader] = {
@@ -234,7 +234,7 @@ def test_smoke(
 
 
 def test_an_interrupted_bench_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench", "data", "--smoke", "--device", "cpu", "--out", tmp_path / "out"]
+    command = [sys.executable, "-m", "fastdiff_bench", "data", "--smoke", "--device", "cpu", "--out", tmp_path / "out"]
     process = start(command, TMPDIR=str(tmp_path))
     try:
         until = time.monotonic() + 120

@@ -10,25 +10,27 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import BenchError
-from bench.correctness.baseline import Baseline
-from bench.emission import budget, lowering, network, report
-from bench.emission.blocks import Block, Emission, Layout, Node, Opaque, Pass, Product
-from bench.emission.command import PRESETS
-from bench.emission.rates import ENGINES, FIRST
-from bench.emission.worker import emitted
-from bench.records.fingerprint import ROOT
-from bench.records.record import RESULTS, Measurement, read_all
+from fastdiff.config.presets import preset
+from fastdiff_bench import BenchError
+from fastdiff_bench.correctness.baseline import Baseline
+from fastdiff_bench.emission import budget, lowering, network, report
+from fastdiff_bench.emission.blocks import Block, Emission, Layout, Node, Opaque, Pass, Product
+from fastdiff_bench.emission.command import PRESETS
+from fastdiff_bench.emission.rates import ENGINES, FIRST
+from fastdiff_bench.emission.subject import Subject
+from fastdiff_bench.emission.worker import emitted
+from fastdiff_bench.records.fingerprint import ROOT
+from fastdiff_bench.records.record import RESULTS, Measurement, read_all
 from fastdiff_kernels import attention, packed_attention
 from fastdiff_kernels.attention import Machine
 from tests.support.waiting import LIMIT_S
 
 KEPT = RESULTS / "emission"
-"""If torch or a block changed and the figures with them: ``python -m bench emit`` writes a new record; delete none."""
+"""If torch or a block changed and the figures with them: ``fastdiff bench emit`` writes a new record; delete none."""
 
 
 def test_the_blocks_of_dit_copy_nothing_and_are_not_worse_than_kept() -> None:
-    emission = emitted("dit-xl-2-256", 64, 90, depth=2)
+    emission = emitted(Subject("dit-xl-2-256", depth=2), 64, 90)
     (dit,) = emission.blocks
     assert [(way, one.copies) for way, one in dit.passes] == [("forward", 0), ("backward", 0)]
     assert dit.restrided == 0
@@ -36,18 +38,34 @@ def test_the_blocks_of_dit_copy_nothing_and_are_not_worse_than_kept() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("preset", PRESETS)
-def test_whole_networks_are_not_worse_than_kept(preset: str) -> None:
-    against_kept(preset, emitted(preset, 64, 90), totals=True)
+@pytest.mark.parametrize("name", PRESETS)
+def test_whole_networks_are_not_worse_than_kept(name: str) -> None:
+    against_kept(name, emitted(Subject(name), 64, 90), totals=True)
 
 
-def against_kept(preset: str, emission: Emission, *, totals: bool) -> None:
+@pytest.mark.nightly
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_wide_dit_is_not_worse_than_kept(fp8: bool) -> None:
+    """Each layer on tokens has a product in FP8 for its output, with a scale per row, and one for its gradient."""
+    wide = Subject("dit-xl-2-256", 2, ("hidden=2048", "heads=32"), fp8)
+    emission = emitted(wide, 64, 90)
+    (dit,) = emission.blocks
+    scales = [
+        [one.shapes[2] for one in passed.products if one.op == "_scaled_mm"]
+        for passed in (dit.forward, dit.backward)
+        if passed
+    ]
+    assert scales == ([[(64 * 256, 1)] * 4, [()] * 4] if fp8 else [[], []])
+    against_kept(wide.name, emission, totals=False)
+
+
+def against_kept(name: str, emission: Emission, *, totals: bool) -> None:
     """Compare with the newest record, if it is of this torch: another one writes other code."""
-    kept = max((one.fingerprint for one in read_all([KEPT])), key=lambda fingerprint: fingerprint.date)
-    if kept.torch != torch.__version__:
-        return
-    rows = [row for row in report.rows(preset, emission.blocks, {}) if totals or row.provider != "step"]
+    rows = [row for row in report.rows(name, emission.blocks, {}) if totals or row.provider != "step"]
     cases = {row.case for row in rows}
+    kept = [one.fingerprint for one in read_all([KEPT]) if cases & {row.case for row in one.measurements}]
+    if max(kept, key=lambda fingerprint: fingerprint.date).torch != torch.__version__:
+        return
     text, worse = Baseline.read(KEPT, report.BENCH, lambda row: row.case in cases).compare(rows)
     assert not worse, text
     assert f"{len(rows)} compared" in text, text
@@ -57,9 +75,9 @@ def against_kept(preset: str, emission: Emission, *, totals: bool) -> None:
 def test_a_transposed_stream_is_noticed() -> None:
     """Its strides are those of patches that a convolution wrote: each tangent is copied, and inputs inside the ops."""
     code = """
-from bench.emission import fake_gpu
+from fastdiff_bench.emission import fake_gpu
 fake_gpu.install(90)
-from bench.emission import network
+from fastdiff_bench.emission import network
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.models.dit.network import PatchEmbed
 straight = PatchEmbed.forward
@@ -76,10 +94,10 @@ assert (block.restrided, block.backward.copies) == (2, 3), (block.restrided, blo
 def test_weights_of_convolutions_are_copied_unless_they_have_the_layout_of_the_maps() -> None:
     """Weights and their gradients, 2 bytes read and 2 written each per weight."""
     code = """
-from bench.emission import fake_gpu
+from fastdiff_bench.emission import fake_gpu
 fake_gpu.install(90)
 import torch
-from bench.emission import network
+from fastdiff_bench.emission import network
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.models.build import build_model
 config = AdmConfig(channels=4, size=16, width=64, channel_mult=(1, 2), res_blocks=1, heads=2)
@@ -100,19 +118,31 @@ assert copied == 8 * kernels, (copied, kernels)
 
 def in_another_process(code: str) -> None:
     """Run code that fakes a GPU for its whole process."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'bench'}"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
-    ("preset", "depth", "message"),
-    [("dit-xl-3", None, "--preset dit-xl-3: unknown"), ("sd2-512", 2, "--depth 2: the network of sd2-512 has levels")],
+    ("subject", "message"),
+    [
+        (Subject("dit-xl-3"), "--preset dit-xl-3: unknown"),
+        (Subject("sd2-512", 2), "--depth 2: the network of sd2-512 has levels"),
+        (Subject("dit-xl-2-256", model=("hiden=2048",)), "--model: .*hiden"),
+        (Subject("dit-xl-2-256", model=("hidden",)), "--model hidden: expected NAME=VALUE"),
+        (Subject("dit-xl-2-256", fp8=True), "this network has none: its widest has 1152 and 3456"),
+    ],
 )
-def test_what_cannot_be_emitted_is_refused(preset: str, depth: int | None, message: str) -> None:
+def test_what_cannot_be_emitted_is_refused(subject: Subject, message: str) -> None:
     with pytest.raises(BenchError, match=message):
-        emitted(preset, 64, 90, depth)
+        emitted(subject, 64, 90)
+
+
+def test_a_network_with_changes_has_their_names() -> None:
+    wide = Subject("dit-xl-2-256", 2, ("hidden=2048", "heads=32"), fp8=True)
+    assert wide.name == "dit-xl-2-256 hidden=2048 heads=32 fp8"
+    assert wide.config() == replace(preset("dit-xl-2-256").model, depth=2, hidden=2048, heads=32)
 
 
 def block(*, copied: int = 0, restrided: int = 0) -> Block:
@@ -155,6 +185,21 @@ def test_every_figure_can_get_worse() -> None:
 def test_products_reach_most_of_the_rate_and_never_more(rows: int, columns: int, depth: int) -> None:
     rate = 2 * rows * columns * depth / budget.product_seconds(rows, columns, depth, "mid")
     assert 0.8 * 730e12 < rate < 730e12
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_products_in_fp8_take_little_more_than_half_the_time_of_16_bits(rowwise: bool) -> None:
+    sides = (16_384, 8192, 2048)
+    wide, scaled = (
+        budget.product_seconds(*sides, "mid"),
+        budget.scaled_product_seconds(*sides, "mid", rowwise=rowwise),
+    )
+    assert 0.5 * wide < scaled < 0.6 * wide
+    row = Product(
+        "_scaled_mm", ((16_384, 2048), (2048, 8192), (16_384, 1) if rowwise else (), (1, 8192)), (16_384, 8192)
+    )
+    assert budget.operations(row) == 2 * 16_384 * 8192 * 2048
+    assert budget._seconds(row, "mid") == ("products in FP8", scaled)
 
 
 def test_operations_of_products_convolutions_and_attention() -> None:

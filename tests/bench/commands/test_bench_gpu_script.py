@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench import cases
-from bench.__main__ import COMMANDS, module_of
-from bench.measure import peers, sweep
-from bench.records.fingerprint import ROOT
+from fastdiff_bench import cases
+from fastdiff_bench.__main__ import COMMANDS, module_of
+from fastdiff_bench.measure import peers, sweep
+from fastdiff_bench.records.fingerprint import ROOT
 from tests.support.processes import DIE_WITH_TESTS, stop
 from tests.support.waiting import wait_until
 
@@ -37,7 +37,7 @@ case "$*" in
     -|"- --smoke") cat >/dev/null; echo nvidia-h200 ;;
     *Fingerprint*) echo "device NVIDIA H200" ;;
     *find_spec*|*"import "*) ;;
-    *bench.records.goals*) echo "goals of $3" ;;
+    *fastdiff_bench.records.goals*) echo "goals of $3" ;;
     *"tests/ops"*) echo "one test failed"; exit 3 ;;
     *"bench data"*) exit 5 ;;
     *) printf 'ran'; printf ' %q' "$@"; echo ;;
@@ -134,7 +134,7 @@ def test_every_command_exists_and_asks_for_what_there_is(
 ) -> None:
     """So that a flag, preset, op or peer that is renamed is renamed here too."""
     out = full[1] if device == "cuda" else smallest
-    measuring = {name: words[2:] for name, words in commands(out).items() if words[:2] == ["-m", "bench"]}
+    measuring = {name: words[2:] for name, words in commands(out).items() if words[:2] == ["-m", "fastdiff_bench"]}
     assert WITHOUT_BENCH | {"data"} == set(PARTS) - set(measuring)
     for name, words in measuring.items():
         given, group = parsed(words), name.split("-")[0]

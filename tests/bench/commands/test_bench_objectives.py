@@ -13,13 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-from bench import BenchError
-from bench.__main__ import main
-from bench.commands import objectives
-from bench.commands.objectives import OBJECTIVES, Outcome
-from bench.records import readme, record
-from bench.records.fingerprint import ROOT
-from bench.records.record import Log, Record
 from fastdiff.config.command_line import parse
 from fastdiff.config.networks.registry import networks
 from fastdiff.config.objective import (
@@ -34,6 +27,13 @@ from fastdiff.config.objective import (
 )
 from fastdiff.config.run import RunConfig
 from fastdiff.config.timesteps import Density
+from fastdiff_bench import BenchError
+from fastdiff_bench.__main__ import main
+from fastdiff_bench.commands import objectives
+from fastdiff_bench.commands.objectives import OBJECTIVES, Outcome
+from fastdiff_bench.records import readme, record
+from fastdiff_bench.records.fingerprint import ROOT
+from fastdiff_bench.records.record import Log, Record
 
 DOCUMENT = ROOT / "docs" / "objectives.md"
 TEXT = DOCUMENT.read_text(encoding="utf-8")

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from bench.__main__ import main
-from bench.cases import cases
-from bench.cases.case import Case
-from bench.commands import op
-from bench.correctness import accuracy, check
-from bench.measure import roofline as limits
-from bench.measure import timing
-from bench.measure.timing import Timing
-from bench.records import record
-from bench.records.record import Log, Measurement, Record
+from fastdiff_bench.__main__ import main
+from fastdiff_bench.cases import cases
+from fastdiff_bench.cases.case import Case
+from fastdiff_bench.commands import op
+from fastdiff_bench.correctness import accuracy, check
+from fastdiff_bench.measure import roofline as limits
+from fastdiff_bench.measure import timing
+from fastdiff_bench.measure.timing import Timing
+from fastdiff_bench.records import record
+from fastdiff_bench.records.record import Log, Measurement, Record
 from fastdiff_kernels import launch
 from tests.support.benches.bench_kernels import square_reference, squaring
 
@@ -150,7 +150,7 @@ def test_a_time_that_may_be_that_of_launching_is_marked() -> None:
         operations=None, compiled=time, default="triton",
     )  # fmt: skip
     for result, bound in ((marked, True), (replace(marked, time=time), False)):
-        assert op._line(result, limit).endswith("triton  launch bound") == bound
+        assert op._line(result, limit, compared=True).endswith("triton  launch bound") == bound
         assert {m.facts["launch bound"] for m in result.measurements(limit)} == {bound}
 
 

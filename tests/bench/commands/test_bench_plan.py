@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.__main__ import main
-from bench.records import record
+from fastdiff_bench.__main__ import main
+from fastdiff_bench.records import record
 
 
 def test_sizes_are_measured_and_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from bench import BenchError
-from bench.__main__ import main
-from bench.commands import report
-from bench.records import charts, plots, readme, record
-from bench.records.fingerprint import ROOT
-from bench.records.number_format import interval, number
-from bench.records.record import Failure, Log, Measurement
+from fastdiff_bench import BenchError
+from fastdiff_bench.__main__ import main
+from fastdiff_bench.arguments import open_log
+from fastdiff_bench.commands import report
+from fastdiff_bench.page import bench_charts, charts, plots, row_charts, tables
+from fastdiff_bench.page.todays_command import translate
+from fastdiff_bench.records import doubts, races, readme, record
+from fastdiff_bench.records.fingerprint import ROOT, Fingerprint
+from fastdiff_bench.records.number_format import interval, number
+from fastdiff_bench.records.record import Failure, Log, Measurement
 from tests.support.benches import bench_records
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _idle() -> Iterator[None]:
+    """Records of a machine that does nothing else; another load would be a doubt about all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+        yield
+
 
 VOID = {"meta", "link", "br", "img", "input", "hr", "path", "use"}
 
@@ -61,6 +75,10 @@ def drawn(bench: str, measurements: Sequence[Measurement]) -> list[plots.Plot]:
     return plots.of_bench(bench, measurements, "p")
 
 
+def charted(bench: str, measurements: Sequence[Measurement]) -> list[row_charts.RowChart]:
+    return list(bench_charts.of_bench(bench, measurements))
+
+
 def rows(bench: str) -> list[Measurement]:
     return list(bench_records.BENCHES[bench](random.Random(0)))
 
@@ -91,7 +109,7 @@ def test_everything_that_is_referred_to_is_there_once(written: tuple[Path, str])
     links = [link.removeprefix("#") for link in page.values("href") + page.values("xlink:href")]
     assert {*links, *re.findall(r"url\(#([^)]+)\)", written[1]), *page.values("aria-labelledby")} <= set(ids)
     pictures = [attributes for tag, attributes in page.elements if tag == "svg"]
-    assert len(pictures) == page.count("figcaption") == 13
+    assert len(pictures) == 2 * len(re.findall("<figcaption id=", written[1])) == 2 * 3
     assert all(one["role"] == "img" and one["aria-labelledby"] for one in pictures)
 
 
@@ -103,21 +121,21 @@ def test_every_value_is_in_a_table(written: tuple[Path, str]) -> None:
             assert {m.case, m.provider, number(m.value), m.quantity.removeprefix("phase ")} <= texts, m
             assert interval(m) in {*texts, ""}, m
         assert one.fingerprint.cpu in texts
-        assert one.fingerprint.command in texts
+        assert translate(one.fingerprint.command).text in texts
     assert "apex (adaln dit-xl-256 bfloat16): not installed:" in texts
 
 
 def test_providers_come_best_first_and_a_sweep_in_its_order() -> None:
-    op = next(table for table in report.tables(rows("op")) if table.title == "Measured")
+    op = next(table for table in tables.tables(rows("op")) if table.title == "Measured")
     times = [[float(row.cells[0][0].replace(",", "")) for row in group] for _, group in op.groups]
     assert all(case_values == sorted(case_values) for case_values in times)
-    sweep = next(table for table in report.tables(rows("step")) if table.title == "Measured")
+    sweep = next(table for table in tables.tables(rows("step")) if table.title == "Measured")
     assert [case.split(", ")[2] for case, _ in sweep.groups] == [f"batch {2**n}" for n in range(3, 9)]
     assert [row.provider for row in sweep.groups[0][1]] == ["fastdiff ddp", "fastdiff ddp compiled"]
 
 
 def test_unrelated_measurements_are_in_tables_of_their_own() -> None:
-    titles = {bench: [table.title for table in report.tables(rows(bench))] for bench in bench_records.BENCHES}
+    titles = {bench: [table.title for table in tables.tables(rows(bench))] for bench in bench_records.BENCHES}
     assert titles == {
         "op": ["Limits of the machine", "Measured"],
         "step": ["Measured", "By phase"],
@@ -136,7 +154,7 @@ def test_cases_with_a_column_in_common_by_way_of_others_are_in_one_table() -> No
         for place, (case, case_values) in enumerate(quantities.items())
         for quantity in case_values
     ]
-    found = report.tables(measured)
+    found = tables.tables(measured)
     assert [[quantity for quantity, _ in table.columns] for table in found] == [["a", "e", "b", "d"], ["c"]]
     assert [[case for case, _ in table.groups] for table in found] == [["first", "second", "both", "again"], ["apart"]]
 
@@ -152,7 +170,7 @@ def test_cases_with_a_column_in_common_by_way_of_others_are_in_one_table() -> No
 def test_an_uncommitted_tree_is_pointed_out(tmp_path: Path, git: str, doubt: str | None) -> None:
     bench_records.write(tmp_path, "data")
     one = record.read(tmp_path / "data.jsonl")
-    page = report.page([replace(one, fingerprint=replace(one.fingerprint, git=git))])
+    page = report.page([replace(one, fingerprint=replace(one.fingerprint, git=git, command="fastdiff bench data"))])
     assert re.findall(r'<span class="doubt">(.*?)</span>', page) == ([doubt] if doubt else [])
 
 
@@ -164,35 +182,65 @@ def test_launch_bound_times_are_marked(tmp_path: Path) -> None:
                 log.write(replace(m, facts=m.facts | {"launch bound": bound and m.provider == "triton"}))
         texts = Page(report.page(record.read_all([tmp_path / file]))).texts
         assert texts.count("launch bound") == (2 if bound else 0)
-        assert any("2 of 8 points are launch bound." in text for text in texts) == bound
+        assert any("2 of 8 points are launch bound." in text for text in texts) == bound, texts
 
 
 def test_plots_are_drawn_only_of_what_is_there() -> None:
     step = rows("step")
-    assert len(drawn("step", step)) == 2
-    assert len(drawn("step", [m for m in step if not m.quantity.startswith("phase ")])) == 1
-    assert len(drawn("step", [m for m in step if m.facts["batch"] == 8])) == 1
-    assert len(drawn("op", [m for m in rows("op") if m.quantity == "bandwidth"])) == 3
+    assert (len(drawn("step", step)), len(charted("step", step))) == (1, 1)
+    assert charted("step", [m for m in step if not m.quantity.startswith("phase ")]) == []
+    assert drawn("step", [m for m in step if m.facts["batch"] == 8]) == []
+    assert len(charted("op", [m for m in rows("op") if m.quantity == "bandwidth"])) == 3
     assert len(drawn("op", [m for m in rows("op") if m.quantity == "rate"])) == 1
     assert drawn("scale", [m for m in rows("scale") if not m.quantity.startswith("predicted")]) == []
     for bench in ("op", "step", "peer", "data", "scale", "aot", "unknown"):
-        assert drawn(bench, []) == []
+        assert drawn(bench, []) == charted(bench, []) == []
 
 
-def test_the_breakdown_says_how_long_each_phase_takes() -> None:
-    phases = [m for m in rows("step") if m.quantity.startswith("phase ") and "batch 256" in m.case]
-    texts = Page(drawn("step", phases)[0].svg).texts
-    long = [m for m in phases if m.quantity in ("phase forward", "phase backward", "phase optimizer")]
-    assert {number(m.value) for m in long} <= set(texts)
-    for provider in ("fastdiff ddp", "fastdiff ddp compiled"):
-        assert number(sum(m.value for m in phases if m.provider == provider)) in texts
-    assert {"data", "objective", "forward", "backward", "optimizer", "ema", "other"} <= set(texts)
+def test_the_bar_of_a_step_has_all_its_phases() -> None:
+    """Also phases without a colour of their own; what none covers is drawn as other."""
+    given = {"data": 30.0, "encode": 89.7, "never seen before": 10.0}
+    of_one = [*(("phase " + name, ms) for name, ms in given.items()), ("step time", 244.0)]
+    measured = [
+        Measurement(
+            bench="peer", case="c", provider="diffusers", quantity=quantity, unit="ms", value=ms, better="lower"
+        )
+        for quantity, ms in of_one
+    ]
+    (chart,) = charted("peer", measured)
+    ((_, (row,)),) = chart.groups
+    shown = {segment.name: segment.text for segment in row.segments}
+    assert shown == {name: number(ms) for name, ms in given.items()} | {"other": "114"}
+    assert row.value == "244"
+    assert sum(segment.width for segment in row.segments) == pytest.approx(chart.axis.place(244), abs=0.05)
+    assert [segment.colour for segment in row.segments] == ["p-data", "p-encode", "p-other", "p-other"]
+    assert {name for _, name in chart.legend} == {*given, "other"}
+
+
+def test_a_chart_has_the_order_and_the_numbers_of_its_table() -> None:
+    for bench in ("data", "op"):
+        found = next(table for table in tables.tables(rows(bench)) if table.title == "Measured")
+        column = next(n for n, (quantity, _) in enumerate(found.columns) if quantity in ("throughput", "bandwidth"))
+        in_table = {case: [(row.provider, row.cells[column][0]) for row in group] for case, group in found.groups}
+        for chart in charted(bench, rows(bench)):
+            for case, group in chart.groups:
+                assert [(row.name, row.value) for row in group] == in_table[case]
+
+
+def test_a_logarithmic_axis_says_so_and_has_round_ticks() -> None:
+    wide, narrow = row_charts.axis([1.2, 300.0], "ms"), row_charts.axis([0.8, 1.3], "times", reference=1.0)
+    assert (wide.title, narrow.title) == ("ms (logarithmic)", "times")
+    for axis in (wide, narrow):
+        assert 2 <= len(axis.ticks) <= 6
+        assert [place for place, _ in axis.ticks] == sorted({place for place, _ in axis.ticks})
+        for place, text in axis.ticks:
+            assert axis.place(float(text)) == place
 
 
 def test_plots_have_the_values_of_the_measurements() -> None:
     sweep = [m for m in rows("step") if m.provider == "fastdiff ddp"]
     with charts.style():
-        figure, _ = next(plots._over_batch(sweep))
+        figure, _ = next(plots._over_batch(sweep, charts.WIDE))
     for axes, quantity in zip(figure.axes, ("throughput", "peak allocated"), strict=True):
         curve = axes.lines[0]
         values = {m.facts["batch"]: m.value for m in sweep if m.quantity == quantity}
@@ -202,7 +250,7 @@ def test_plots_have_the_values_of_the_measurements() -> None:
 def test_the_roofline_has_the_measured_limits() -> None:
     measured = rows("op")
     with charts.style():
-        figure, caption = next(plots._roofline(measured))
+        figure, caption = next(plots._roofline(measured, charts.WIDE))
     axes = figure.axes[0]
     slope = next(line for line in axes.lines if len(set(line.get_ydata())) == 2 and line.get_linestyle() == "-")
     assert slope.get_ydata()[1] / slope.get_xdata()[1] == pytest.approx(4100 / 1e3)
@@ -212,15 +260,12 @@ def test_the_roofline_has_the_measured_limits() -> None:
     for m in (m for m in measured if m.quantity == "rate"):
         assert (m.facts["operations"] / m.facts["bytes"], m.value) in points
     assert caption.endswith(": 1 attention.")
-    limited_by_bandwidth = Page(drawn("op", measured)[-1].svg).texts
-    assert "dit-xl-256 bfloat16 forward" in limited_by_bandwidth
-    assert not any(text.startswith("sd-512") for text in limited_by_bandwidth)
 
 
 def test_the_efficiency_has_a_curve_per_stage_and_says_what_it_assumes() -> None:
     predicted = [m for m in rows("scale") if m.quantity == "predicted efficiency"]
     with charts.style():
-        figure, caption = next(plots._efficiency(predicted))
+        figure, caption = next(plots._efficiency(predicted, charts.NARROW))
     curves = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 11]
     for stage, curve in enumerate(curves):
         values = {m.facts["gpus"]: m.value for m in predicted if m.facts["stage"] == stage}
@@ -240,12 +285,154 @@ def test_markup_in_a_record_is_text(tmp_path: Path) -> None:
 
 def test_smoke_runs_are_left_out_unless_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "PUBLISHED", tmp_path)
     for name in ("2026-11-21_peer", "2026-11-21_peer-smoke"):
         bench_records.write(tmp_path / "cpu-2-cores" / name, "peer")
     assert main(["report", str(tmp_path / "all.html")]) == 0
-    assert "smoke" not in (tmp_path / "all.html").read_text()
+    assert "peer-smoke" not in (tmp_path / "all.html").read_text()
     assert main(["report", str(tmp_path / "named.html"), str(tmp_path / "cpu-2-cores")]) == 0
     assert "peer-smoke" in (tmp_path / "named.html").read_text()
+
+
+@pytest.mark.parametrize("how", ["fingerprint", "command", "folder"])
+def test_a_smoke_run_is_marked_and_has_no_ratio(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / ("peer-smoke" if how == "folder" else "peer")
+    bench_records.write(folder, "peer")
+    one = record.read(folder / "peer.jsonl")
+    if how != "folder":
+        said = {"smoke": True} if how == "fingerprint" else {"command": "python -m bench step --peer plain --smoke"}
+        one = replace(one, fingerprint=replace(one.fingerprint, **said))
+    texts = Page(report.page([one])).texts
+    assert any(text.startswith(doubts.SMOKE) for text in texts)
+    assert "speed-up" not in texts
+    assert not any(" over " in text or "faster" in text for text in texts if not text.startswith(("Values", "A comp")))
+    assert "No record compares fastdiff with another program." in texts
+
+
+def race(ratio: float, low: float, high: float, **said: object) -> races.Race:
+    """The race of a record with one speed-up, whose sides have steady times, unless ``said`` says otherwise."""
+    made = [
+        Measurement(
+            bench="peer", case="c", provider=provider, quantity="step time", unit="ms", value=ms, p20=ms, p80=ms * wide,
+            n=9, better="lower",
+        )
+        for provider, ms, wide in (("fastdiff ddp", 100.0, said.get("spread", 1.0)), ("plain", 200.0, 1.0))
+    ]  # fmt: skip
+    made.append(
+        Measurement(
+            bench="peer", case="c", provider="fastdiff ddp over plain", quantity="speed-up", unit="1", value=ratio,
+            p20=low, p80=high, n=9, better="higher",
+        )
+    )  # fmt: skip
+    load = said.get("load")
+    (found,) = races.races(record.Record(Path("a/b.jsonl"), fingerprint(load=load), tuple(made), ()))
+    return found
+
+
+def fingerprint(**said: object) -> Fingerprint:
+    return replace(Fingerprint.here(), **{"load": None, "command": "fastdiff bench step"} | said)
+
+
+def test_a_verdict_needs_the_whole_range_on_one_side_and_steady_sides() -> None:
+    assert race(1.9, 1.8, 2.0).verdict == "faster"
+    assert race(0.9, 0.8, 0.95).verdict == "slower"
+    assert race(1.1, 0.9, 1.2).verdict == "no clear difference"
+    assert race(39.4, 15.0, 46.5).verdict == "doubtful"
+    unsteady = race(1.9, 1.8, 2.0, spread=2.24)
+    assert (unsteady.verdict, unsteady.doubt) == ("doubtful", "fastdiff ddp, step time: p80 is 2.24 times p20")
+    busy = race(1.9, 1.8, 2.0, load=1.6)
+    assert (busy.verdict, busy.doubt) == ("doubtful", "load average 1.60 per processor before it began")
+
+
+def test_a_ratio_of_times_counts_as_its_inverse() -> None:
+    row = Measurement(
+        bench="scripts", case="t2i", provider="fastdiff over script", quantity="ratio of the time of a step", unit="1",
+        value=0.5, p20=0.4, p80=0.8, n=9, better="lower",
+    )  # fmt: skip
+    (found,) = races.races(record.Record(Path("a/b.jsonl"), fingerprint(), (row,), ()))
+    assert (found.times, found.low, found.high) == (2.0, 1.25, 2.5)
+    assert (found.ours, found.rival, found.what, found.verdict) == ("fastdiff", "script", "time of a step", "faster")
+
+
+def test_no_race_is_between_two_parts_of_fastdiff() -> None:
+    record_of = record.Record(Path("a/b.jsonl"), fingerprint(), tuple(rows("data")), ())
+    assert {found.rival for found in races.races(record_of)} == {
+        "dali webdataset", "webdataset", "webdataset 2 workers", "npy dataloader", "npy dataloader 2 workers",
+    }  # fmt: skip
+
+
+def test_the_page_begins_with_the_verdict_and_ends_with_registers(tmp_path: Path) -> None:
+    registers = Measurement(
+        bench="aot", case="philox sm_90", provider="_kernel", quantity="registers", unit="1", value=32, better="lower"
+    )
+    with Log(tmp_path / "a" / "aot.jsonl") as log:
+        log.write(registers)
+    bench_records.write(tmp_path / "b", "peer")
+    page = Page(report.page(record.read_all([tmp_path])))
+    headings = [
+        text for text in page.texts if text.startswith(("fastdiff against", "All comp", "Training", "Registers"))
+    ]
+    assert headings[0] == "fastdiff against other programs: faster in 3, no clear difference in 1 of 4."
+    assert headings[-1].startswith("Registers of the compiled kernels")
+    assert "n" not in page.texts[page.texts.index("registers") :], "nothing was repeated: no column of repetitions"
+
+
+def test_lines_of_the_machine_that_say_none_are_left_out(tmp_path: Path) -> None:
+    bench_records.write(tmp_path, "peer")
+    texts = Page(report.page(record.read_all([tmp_path]))).texts
+    assert "none" not in texts
+    assert {"cpu", "torch"} <= set(texts)
+    assert {"driver", "cuda"}.isdisjoint(texts)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "today", "note"),
+    [
+        (
+            "python -m bench step --preset dit-s-2 --batch 8 --peer plain dit",
+            "fastdiff bench step --preset dit-s-2-256 --batch 8 --peer plain dit",
+            "preset dit-s-2 is called dit-s-2-256 now",
+        ),
+        ("fastdiff bench checkpoint --preset digits", "fastdiff bench checkpoint --preset digits", ""),
+        (
+            "python -m bench step --preset nothing",
+            "fastdiff bench step --preset nothing",
+            "no longer runs: preset nothing was removed",
+        ),
+        ("python -m bench scripts --gone 3", "fastdiff bench scripts --gone 3", "no longer runs: "),
+    ],
+)
+def test_commands_of_old_records_are_those_of_today(recorded: str, today: str, note: str) -> None:
+    found = translate(recorded)
+    assert found.text == today
+    assert found.note.startswith(note)
+    assert bool(found.note) == bool(note)
+
+
+def test_the_commands_of_all_kept_records_run_today() -> None:
+    for one in record.read_all(record.kept()):
+        assert not translate(one.fingerprint.command).note.startswith("no longer"), one.path
+
+
+def test_the_terminal_ends_with_what_its_numbers_are_not_good_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = argparse.Namespace(out=tmp_path, smoke=True)
+    steady, wide = (
+        Measurement(
+            bench="op", case="c", provider=name, quantity="time", unit="us", value=15.0, p20=10.0, p80=p80, n=3,
+            better="lower",
+        )
+        for name, p80 in (("steady", 19.0), ("wide", 22.4))
+    )  # fmt: skip
+    with open_log(given, "op") as log:
+        log.write(steady)
+        log.write(wide)
+        log.write(replace(wide, provider="ours over theirs", quantity="speed-up"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("smoke: not a measurement")
+    assert [line for line in lines if "times p20" in line] == ["doubtful: wide, time (c): p80 is 2.24 times p20"]
+    assert record.read(log.path).fingerprint.smoke
 
 
 @pytest.mark.parametrize("arguments", [[], ["records"], ["out.html", "empty"], ["out.html", "missing.jsonl"]])
@@ -344,4 +531,4 @@ def test_the_benchmarks_page_shows_what_was_measured() -> None:
 @pytest.mark.parametrize("file", readme.FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_the_readme_has_the_numbers_of_the_records(file: Path) -> None:
     text = file.read_text()
-    assert readme.rendered(text) == text, "python -m bench report --readme"
+    assert readme.rendered(text) == text, "fastdiff bench report --readme"

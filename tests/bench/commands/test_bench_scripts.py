@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.__main__ import main
-from bench.records import record
-from bench.trainers.scripts.iddpm_network import UNet
+from fastdiff_bench.__main__ import main
+from fastdiff_bench.records import record
+from fastdiff_bench.trainers.scripts.iddpm_network import UNet
 from tests.support.references.adm_networks import SMALL, built
 
 

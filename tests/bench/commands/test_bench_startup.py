@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.__main__ import main
-from bench.commands import startup
-from bench.measure.first_step import Start
-from bench.records import record
-from bench.trainers import images
 from fastdiff.models.pretrained import tiny_pipeline
+from fastdiff_bench.__main__ import main
+from fastdiff_bench.commands import startup
+from fastdiff_bench.measure.first_step import Start
+from fastdiff_bench.records import record
+from fastdiff_bench.trainers import images
 from tests.support.processes import run
 
 STEP_AND_NOTE = f"""
@@ -47,7 +47,7 @@ def test_the_script_takes_its_step_and_imports_nothing_of_fastdiff(tmp_path: Pat
     assert done.code == 0, done.output
     assert program.mark.exists()
     imported = {name.partition(".")[0] for name in (tmp_path / "imported").read_text().split()}
-    assert {"bench", "datasets", "diffusers", "peft", "torch"} <= imported
+    assert {"fastdiff_bench", "datasets", "diffusers", "peft", "torch"} <= imported
     assert not {"fastdiff", "fastdiff_kernels"} & imported
 
 

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from bench.__main__ import main
-from bench.measure import largest_batch, launches, stepping
-from bench.measure.interleaved import Result
-from bench.measure.session import Steps
-from bench.measure.synthetic import write
-from bench.measure.workload import Workload
-from bench.records import record
-from bench.records.fingerprint import ROOT
-from bench.records.record import Measurement, Record
-from bench.tracing.classes import CLASSES, IDLE
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.presets import preset
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.models.cost.flops import training_flops
+from fastdiff_bench.__main__ import main
+from fastdiff_bench.measure import largest_batch, launches, stepping
+from fastdiff_bench.measure.interleaved import Result
+from fastdiff_bench.measure.session import Steps
+from fastdiff_bench.measure.synthetic import write
+from fastdiff_bench.measure.workload import Workload
+from fastdiff_bench.records import record
+from fastdiff_bench.records.fingerprint import ROOT
+from fastdiff_bench.records.record import Measurement, Record
+from fastdiff_bench.tracing.classes import CLASSES, IDLE
 from tests.support.benches import programs
 from tests.support.benches.programs import BROKEN_BATCH
 
@@ -238,7 +238,7 @@ def test_the_search_reports_that_nothing_fits() -> None:
 
 def test_compilations_and_graph_breaks_are_named() -> None:
     """A compilation that falls into the time, and a graph that breaks."""
-    from bench.trainers.ours import AfterStep
+    from fastdiff_bench.trainers.ours import AfterStep
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -280,7 +280,7 @@ def test_compilations_and_graph_breaks_are_named() -> None:
         ("--batch 0", "--batch.samples 0: at least 1"),
         ("--batch 8 --micro 3", "8 is not divisible by 3"),
         ("--kernels fast", "'fast' is none of auto"),
-        ("--deepspeed-config zero9", "zero9.json: no such file; did you mean"),
+        ("--deepspeed-config zero9", "zero9: no such file; expected the path of one, or a name: ddp, zero1"),
         ("--find-batch --batch 8", "leave out batch and micro"),
         ("--find-batch --sweep batch=8", "leave out batch and micro"),
         ("--find-batch --memory -1", "--memory -1.0: GiB, above 0"),

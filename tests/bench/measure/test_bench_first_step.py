@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench import BenchError
-from bench.measure.first_step import environment, start
+from fastdiff_bench import BenchError
+from fastdiff_bench.measure.first_step import environment, start
 
 WORK = "import time\nwhile time.process_time() < {seconds}: pass\n"
 TREE = """

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.cases import OPS, cases
-from bench.cases.case import Case, as_sequence
-from bench.commands import op
+from fastdiff_bench.cases import OPS, cases
+from fastdiff_bench.cases.case import Case, as_sequence
+from fastdiff_bench.commands import op
 from tests.support.benches.bench_kernels import squaring
 
 _ONE = {

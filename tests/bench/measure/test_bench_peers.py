@@ -16,17 +16,6 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import BenchError
-from bench.__main__ import main
-from bench.measure import peers, synthetic
-from bench.measure.interleaved import Effort
-from bench.measure.workload import Workload
-from bench.records import record
-from bench.trainers import encoders, images
-from bench.trainers.dit import Dit
-from bench.trainers.plain import Plain
-from bench.trainers.plain_torch import Noise, Samples, of_steps, untrained
-from bench.trainers.text_to_image import LAUNCHER, Online, TextToImage, not_in_script
 from fastdiff.batch import Batch
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.unet import UNetConfig
@@ -37,6 +26,17 @@ from fastdiff.data.shards.reader import LatentReader
 from fastdiff.diffusion.objective import Objective
 from fastdiff.models.load import build_network
 from fastdiff.rng import Stream, normal
+from fastdiff_bench import BenchError
+from fastdiff_bench.__main__ import main
+from fastdiff_bench.measure import peers, synthetic
+from fastdiff_bench.measure.interleaved import Effort
+from fastdiff_bench.measure.workload import Workload
+from fastdiff_bench.records import record
+from fastdiff_bench.trainers import encoders, images
+from fastdiff_bench.trainers.dit import Dit
+from fastdiff_bench.trainers.plain import Plain
+from fastdiff_bench.trainers.plain_torch import Noise, Samples, of_steps, untrained
+from fastdiff_bench.trainers.text_to_image import LAUNCHER, Online, TextToImage, not_in_script
 from tests.support.objectives import objective_of
 
 CPU = torch.device("cpu")

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bench import BenchError
-from bench.measure import roofline as limits
-from bench.measure import timing
-from bench.measure.timing import Effort, Stopwatch, Timing
-from bench.records.record import Measurement
+from fastdiff_bench import BenchError
+from fastdiff_bench.measure import roofline as limits
+from fastdiff_bench.measure import timing
+from fastdiff_bench.measure.timing import Effort, Stopwatch, Timing
+from fastdiff_bench.records.record import Measurement
 
 
 @pytest.fixture(autouse=True)

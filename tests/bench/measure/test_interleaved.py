@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 
-from bench.measure.interleaved import Effort, Program, Result, ran_out, ratios, run_interleaved
-from bench.measure.session import Steps
-from bench.records.fingerprint import ROOT
+from fastdiff_bench.measure.interleaved import Effort, Program, Result, ran_out, ratios, run_interleaved
+from fastdiff_bench.measure.session import Steps
+from fastdiff_bench.records.fingerprint import ROOT
 from tests.support.benches import programs
 
 
@@ -184,7 +184,7 @@ def test_the_first_steps_of_a_session_may_be_left_out(tmp_path: Path) -> None:
 def test_nothing_is_left_behind() -> None:
     """Not in the system's folder, and no semaphore that the system keeps and the tracker warns of in the end."""
     script = (
-        "from bench.measure.interleaved import Effort, Program, run_interleaved\n"
+        "from fastdiff_bench.measure.interleaved import Effort, Program, run_interleaved\n"
         "from tests.support.benches import programs\n"
         "if __name__ == '__main__':\n"
         "    found = run_interleaved([Program('a', programs.leaving)], Effort(2, 1, 1), device='cpu')\n"

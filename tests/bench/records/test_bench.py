@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.__main__ import main
-from bench.arguments import open_log
-from bench.records import fingerprint, record
-from bench.records.fingerprint import ROOT, Fingerprint
-from bench.records.record import Failure
-from bench.records.tables import table
+from fastdiff_bench.__main__ import main
+from fastdiff_bench.arguments import open_log
+from fastdiff_bench.records import fingerprint, record
+from fastdiff_bench.records.fingerprint import ROOT, Fingerprint
+from fastdiff_bench.records.record import Failure
+from fastdiff_bench.records.tables import table
 from fastdiff_kernels import launch
 from tests.support.injected.tiny_disk import fill, tiny_disk
 
@@ -47,9 +47,9 @@ def test_a_table_has_aligned_columns() -> None:
 
 
 def test_the_fingerprint_names_the_commit_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/somewhere/bench/__main__.py", "op", "--smoke"])
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bench/fastdiff_bench/__main__.py", "op", "--smoke"])
     found = Fingerprint.here()
-    assert found.command == "python -m bench op --smoke"
+    assert found.command == "fastdiff bench op --smoke"
     assert re.fullmatch(r"unknown|[0-9a-f]{12}(-dirty)?", found.git)
 
 
@@ -80,25 +80,8 @@ def test_a_record_on_a_full_disk_names_its_file(tmp_path: Path) -> None:
         log.__exit__(None, None, None)
 
 
-def test_the_command_without_the_benchmarks_says_where_they_are(tmp_path: Path) -> None:
-    """As from a wheel, which has ``fastdiff`` and not ``bench``."""
-    (tmp_path / "fastdiff").symlink_to(ROOT / "fastdiff")
-    code = """
-import pathlib, sys
-sys.path = [path for path in sys.path if not pathlib.Path(path, "bench").is_dir()]
-from fastdiff.cli.main import main
-sys.exit(main(["bench", "op"]))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert "the benchmarks come with the repository; clone it" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.returncode == 2
-
-
 def test_the_commit_is_given_where_there_is_no_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(fingerprint, "ROOT", tmp_path)
+    monkeypatch.setattr(fingerprint, "CLONE", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     monkeypatch.delenv("FASTDIFF_COMMIT", raising=False)
     assert Fingerprint.here().git == "unknown"
@@ -107,5 +90,5 @@ def test_the_commit_is_given_where_there_is_no_clone(monkeypatch: pytest.MonkeyP
 
 
 def test_kernels_are_measured_without_deepspeed() -> None:
-    code = "import sys, bench.commands.op, bench.commands.aot; sys.exit('deepspeed' in sys.modules)"
+    code = "import sys, fastdiff_bench.commands.op, fastdiff_bench.commands.aot; sys.exit('deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0

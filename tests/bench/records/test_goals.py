@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import cases
-from bench.measure.workload import Workload
-from bench.records.goals import GOALS, Goal, page
-from bench.records.record import Failure, Log, Measurement
+from fastdiff_bench import cases
+from fastdiff_bench.measure.workload import Workload
+from fastdiff_bench.records.goals import GOALS, Goal, page
+from fastdiff_bench.records.record import Failure, Log, Measurement
 from fastdiff_kernels.names import ATTENTION_BACKENDS
 from tests.bench.commands.test_bench_gpu_script import PARTS
 from tests.support.benches import bench_records
@@ -117,7 +117,7 @@ def test_the_page_says_what_is_met_missed_and_missing(tmp_path: Path) -> None:
 def test_plausible_records_fill_most_of_the_page(tmp_path: Path) -> None:
     bench_records.write(tmp_path, "step", "data")
     shown = subprocess.run(
-        [sys.executable, "-m", "bench.records.goals", str(tmp_path)],
+        [sys.executable, "-m", "fastdiff_bench.records.goals", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert cells(shown.stdout, "shards read, samples per second")[4] == "met"

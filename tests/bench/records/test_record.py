@@ -9,14 +9,14 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from bench import BenchError
-from bench.measure.timing import Timing
-from bench.records import record
-from bench.records.record import Failure, Log, Measurement
+from fastdiff_bench import BenchError
+from fastdiff_bench.measure.timing import Timing
+from fastdiff_bench.records import record
+from fastdiff_bench.records.record import Failure, Log, Measurement
 from tests.support.benches import bench_records
 
 ROOT = Path(__file__).parents[3]
-SCHEMA = ROOT / "bench" / "records" / "record.schema.json"
+SCHEMA = ROOT / "bench" / "fastdiff_bench" / "records" / "record.schema.json"
 ROW = Measurement(
     bench="op", case="adaln", provider="triton", quantity="time", unit="us", value=2.5, p20=2.0, p80=3.0, n=20,
     better="lower", facts={"bytes": 3, "dtype": "bf16", "share": 0.5, "default": True, "shape": None},
@@ -124,7 +124,7 @@ def test_a_timing_becomes_a_measurement_in_another_unit() -> None:
 
 
 def test_the_schema_is_that_of_the_types() -> None:
-    assert SCHEMA.read_text() == record.schema(), "python -m bench.records.record > bench/records/record.schema.json"
+    assert SCHEMA.read_text() == record.schema(), "python -m fastdiff_bench.records.record > ..."
     jsonschema.Draft202012Validator.check_schema(json.loads(SCHEMA.read_text()))
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.measure.workload import Workload
-from bench.scaling.line import fit
 from fastdiff.errors import ConfigError
 from fastdiff.planning.scaling.communication import Cluster, Compute, Link, Message, sent, step_seconds
 from fastdiff.planning.scaling.zero import Zero, parameters_of
+from fastdiff_bench.measure.workload import Workload
+from fastdiff_bench.scaling.line import fit
 
 CLUSTER = Cluster(8, Link(3e-6, 400e9), Link(10e-6, 40e9))
 STAGES = ("ddp", "zero1", "zero2", "zero3")

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from bench import BenchError
-from bench.tracing import budget, command, program
-from bench.tracing.breakdown import break_down
-from bench.tracing.classes import CLASSES, IDLE, of_kernel, of_operator
-from bench.tracing.events import parse, read
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.build import build
 from fastdiff.training.profiling.recording import trace_path
+from fastdiff_bench import BenchError
+from fastdiff_bench.tracing import budget, command, program
+from fastdiff_bench.tracing.breakdown import break_down
+from fastdiff_bench.tracing.classes import CLASSES, IDLE, of_kernel, of_operator
+from fastdiff_bench.tracing.events import parse, read
 from tests.support.runs import launch, tiny
 
 

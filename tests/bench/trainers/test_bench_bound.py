@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.trainers.plain_torch import Noise
-from bench.trainers.published import Published
 from fastdiff.config.objective import DdpmConfig
 from fastdiff.diffusion.variational import Variational
+from fastdiff_bench.trainers.plain_torch import Noise
+from fastdiff_bench.trainers.published import Published
 
 CONFIG = DdpmConfig(prediction="epsilon", variance="learned_range")
 TIMES = [0, 0, 0, 1, 2, 10, 500, 998, 999]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.cases.case import Case, Inputs, elements
+from fastdiff_bench.cases.case import Case, Inputs, elements
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.launch import jit, run, tl
 from fastdiff_kernels.names import Backend

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.records.record import Failure, Log, Measurement
+from fastdiff_bench.records.record import Failure, Log, Measurement
 
 
 def measurement(draw: random.Random, names: str, quantity: str, unit: str, value: float, **more: object) -> Measurement:

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from bench.measure.session import Enough, StepTimer
-from bench.measure.workload import Workload
+from fastdiff_bench.measure.session import Enough, StepTimer
+from fastdiff_bench.measure.workload import Workload
 
 BROKEN_BATCH = 24
 BALLAST = 2**28
@@ -124,7 +124,7 @@ def ours_watched(timer: StepTimer, workload: Workload, data: Path, phases: bool)
     timer._mark = time.process_time
     if workload.batch == BROKEN_BATCH:
         raise torch.OutOfMemoryError("CUDA out of memory")
-    from bench.trainers import ours
+    from fastdiff_bench.trainers import ours
 
     seen = [0]
     threading.Thread(target=_watch, args=(seen,), daemon=True).start()
@@ -138,7 +138,7 @@ def ours_watched(timer: StepTimer, workload: Workload, data: Path, phases: bool)
 
 def growing(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
     """Hold so much memory per sample of the batch in every step."""
-    from bench.measure.stepping import PHASES
+    from fastdiff_bench.measure.stepping import PHASES
 
     timer.ready(parameters=1, device="cpu", graph_breaks=0, compilations=0, last_compilation=0, launches=1, launched="")
     while True:

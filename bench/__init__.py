@@ -1,5 +1,0 @@
-"""Benchmarks: ``python -m bench``."""
-
-
-class BenchError(Exception):
-    """A benchmark cannot run here; the message gives the reason and the remedy."""

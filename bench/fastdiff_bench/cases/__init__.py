@@ -1,0 +1,55 @@
+"""Benchmark cases of the kernels: shapes of real models, one file per op."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+import torch
+
+from fastdiff_bench import BenchError
+from fastdiff_bench.cases.case import Case
+from fastdiff_kernels import names
+
+KERNELS = names.KERNELS
+"""Files with Triton kernels."""
+OPS = (*names.OPS, "attention")
+"""Ops with implementations to compare; those of ``attention`` include the kernels of ``short_attention``."""
+
+
+def cases(ops: tuple[str, ...] = OPS) -> list[Case]:
+    """Return the cases of the named ops, in the order of their files."""
+    return [case for op in ops for case in import_module(f"fastdiff_bench.cases.{op}").CASES]
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_choice(parser: argparse.ArgumentParser, known: tuple[str, ...]) -> None:
+    """Add the flags that select cases of the ``known`` ops."""
+    parser.add_argument("ops", nargs="*", metavar="OP", help=f"some of: {', '.join(known)}; default: all")
+    parser.add_argument("--dtype", nargs="+", choices=[*_DTYPES], default=[*_DTYPES])
+
+
+def chosen(arguments: argparse.Namespace, known: tuple[str, ...]) -> list[Case]:
+    """Return the cases selected by the flags.
+
+    Raises:
+        BenchError: there is no such op, or no case of these dtypes.
+    """
+    for op in arguments.ops:
+        if op not in known:
+            raise BenchError(f"op {op!r}: expected some of {', '.join(known)}")
+    found = [c for c in cases(tuple(arguments.ops) or known) if c.dtype in [_DTYPES[name] for name in arguments.dtype]]
+    if not found:
+        of, dtypes = ", ".join(arguments.ops) or "any op", " or ".join(arguments.dtype)
+        raise BenchError(f"no case of {of} has dtype {dtypes}")
+    return found
+
+
+def first_of_each(cases: list[Case]) -> list[Case]:
+    """Return the first case of every op."""
+    found: dict[str, Case] = {}
+    for case in cases:
+        found.setdefault(case.op, case)
+    return list(found.values())

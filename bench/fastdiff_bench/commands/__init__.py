@@ -1,0 +1,1 @@
+"""The subcommands of ``fastdiff bench``, one module each."""

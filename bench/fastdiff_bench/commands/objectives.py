@@ -1,0 +1,203 @@
+"""``bench objectives``: the digits trained with each objective, and the quality of the drawn digits.
+
+Each run is the preset ``digits`` with the flags of one objective (docs/objectives.md), trained and evaluated one after
+the other. A second start in the same folder skips finished runs and resumes killed ones; the trainer refuses a run that
+was started with other flags. A picture beside the record shows the first ten digits of each run, a row per objective in
+the order of the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import fastdiff
+from fastdiff.config.sampler import SamplerConfig
+from fastdiff.data.encoding.builtin import encode_digits
+from fastdiff.evaluation.digits import evaluate_run, evaluation_labels
+from fastdiff.parallel.world import free_port
+from fastdiff.sampling.image_grid import image_grid, save_picture
+from fastdiff.sampling.run import Run
+from fastdiff_bench import BenchError
+from fastdiff_bench.arguments import Commands, open_log
+from fastdiff_bench.records.fingerprint import ROOT
+from fastdiff_bench.records.number_format import number
+from fastdiff_bench.records.record import Better, Failure, Log, Measurement
+from fastdiff_bench.records.tables import table
+
+OBJECTIVES = {
+    "epsilon, Min-SNR": "--objective.prediction epsilon --objective.schedule scaled_linear --objective.min_snr_gamma 5",
+    "v": "--objective.prediction v",
+    "x0": "--objective.prediction x0",
+    "hybrid, learned range, importance": "--objective.prediction epsilon --objective.schedule scaled_linear "
+    "--objective.variance learned_range --objective.loss rescaled_mse --model.learn_sigma "
+    "--timesteps.density importance",
+    "flow": "--objective.process flow --objective.prediction flow",
+    "flow, logit-normal": "--objective.process flow --objective.prediction flow --timesteps.density logit_normal",
+    "EDM": "--objective.process edm --objective.prediction edm --objective.sigma_data 0.75 --timesteps.mean -0.4 "
+    "--timesteps.std 1.4",
+}
+"""Differences from the preset, as flags of the trainer."""
+
+_SMOKE = "--samples 256 --model.depth 1 --model.hidden 32 --model.heads 2 --optim.warmup_steps 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of a finished run."""
+
+    steps: int
+    seconds: float
+    """Duration of the training steps, without checkpoints and images."""
+    accuracy: float
+    distance: float
+    images: Tensor
+    """``[10, 1, 8, 8]``, a digit of each class."""
+
+
+def add(commands: Commands) -> None:
+    """Register the command."""
+    parser = commands.add_parser("objectives", description=__doc__)
+    parser.add_argument(
+        "--only", nargs="+", choices=OBJECTIVES, metavar="NAME", help=f"some of: {'; '.join(OBJECTIVES)}; default: all"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="folder of the data and the runs; default: runs/objectives, --smoke: runs/objectives-smoke",
+    )
+    parser.add_argument("--smoke", action="store_true", help="four steps of a smaller model: does everything run?")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="for the record; default: bench/results/<machine>/<date>_objectives"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(given: argparse.Namespace) -> int:
+    folder = (given.folder or ROOT / "runs" / ("objectives-smoke" if given.smoke else "objectives")).resolve()
+    data = folder / "data"
+    if not (data / "dataset.json").is_file():
+        encode_digits(data)
+    found: dict[str, Outcome | str] = {}
+    for name in given.only or OBJECTIVES:
+        flags = [*shlex.split(OBJECTIVES[name]), *shlex.split(_SMOKE if given.smoke else "")]
+        print(f"\n{len(found) + 1} of {len(given.only or OBJECTIVES)}: {name}", flush=True)
+        try:
+            found[name] = outcome(flags, data, folder / name.lower().replace(", ", "-").replace(" ", "-"))
+        except BenchError as error:
+            found[name] = str(error)
+            print(error)
+    with open_log(given, "objectives") as log:
+        return report(found, log)
+
+
+def outcome(flags: Sequence[str], data: Path, folder: Path) -> Outcome:
+    """Train to the end, resuming the run in ``folder`` if there is one, and measure.
+
+    Args:
+        flags: of the trainer, besides the preset and the folders.
+        data: the encoded digits.
+        folder: of the run.
+
+    Raises:
+        BenchError: the trainer failed; it has printed the error.
+    """
+    _train("--preset", "digits", *flags, "--data.path", str(data), "--output.folder", str(folder))
+    run = Run(folder)
+    assert run.step is not None
+    measured = evaluate_run(run)
+    # The first of the measured images: an image depends on its seed, its number and its class.
+    sampler = SamplerConfig(scheduler="dpmsolver++", steps=20, cfg=run.family.usual_guidance)
+    images = run.draw(evaluation_labels(1), sampler, progress=False)
+    return Outcome(
+        run.step, training_seconds(folder / "metrics.jsonl"), measured["accuracy"], measured["frechet_distance"], images
+    )
+
+
+def training_seconds(metrics: Path) -> float:
+    """Return the total time of the steps that a run logged."""
+    seconds, before = 0.0, 0
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        seconds += (row["step"] - before) * row["step_ms"] / 1e3
+        before = row["step"]
+    return seconds
+
+
+def report(found: dict[str, Outcome | str], log: Log) -> int:
+    """Write, print and draw the results; return the exit code, 1 if a run failed."""
+    done = {name: one for name, one in found.items() if isinstance(one, Outcome)}
+    for name, reason in found.items():
+        if isinstance(reason, str):
+            log.write(Failure(bench="objectives", case="digits", provider=name, reason=reason))
+    for name, one in done.items():
+        for measurement in _measurements(name, one):
+            log.write(measurement)
+    print()
+    head = ("objective", "accuracy", "frechet distance", "training time, s")
+    rows = [(name, f"{o.accuracy:.3f}", f"{o.distance:.2f}", number(o.seconds)) for name, o in done.items()]
+    print(table([head, *rows], "<>>>"))
+    print(f"\n{log.path}")
+    if done:
+        picture = log.path.with_suffix(".png")
+        save_picture(picture, image_grid(torch.cat([one.images for one in done.values()]), rows=len(done)))
+        print(picture)
+    return int(len(done) < len(found))
+
+
+def _measurements(name: str, one: Outcome) -> Iterator[Measurement]:
+    values: tuple[tuple[str, str, float, Better], ...] = (
+        ("accuracy", "1", one.accuracy, "higher"),
+        ("frechet distance", "1", one.distance, "lower"),
+        ("training time", "s", one.seconds, "lower"),
+    )
+    for quantity, unit, value, better in values:
+        yield Measurement(
+            bench="objectives",
+            case=f"digits, {one.steps} steps",
+            provider=name,
+            quantity=quantity,
+            unit=unit,
+            value=value,
+            better=better,
+            facts={"flags": OBJECTIVES[name], "steps": one.steps},
+        )
+
+
+def _train(*flags: str) -> None:
+    """Run the trainer on one rank, with its output visible."""
+    launcher = Path(sysconfig.get_path("scripts")) / "deepspeed"
+    command = [
+        str(launcher), "--num_accelerators", "1", "--master_port", str(free_port()),
+        str(Path(fastdiff.__file__).with_name("train.py")), "--deepspeed_config", "zero1", *flags,
+    ]  # fmt: skip
+    finish(command)
+
+
+def finish(command: Sequence[str]) -> None:
+    """Run a command to its end.
+
+    Raises:
+        BenchError: it failed; it has printed the error.
+    """
+    # In its own session: killing only the launcher would leave the rank running.
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if code:
+        raise BenchError(f"the trainer ended with exit code {code}")

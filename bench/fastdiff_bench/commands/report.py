@@ -1,0 +1,217 @@
+"""``bench report``: records as one HTML page, and as the tables in the documentation."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fastdiff.files import write_output
+from fastdiff_bench import BenchError
+from fastdiff_bench.arguments import Commands
+from fastdiff_bench.page import bench_charts, plots
+from fastdiff_bench.page.plots import Plot
+from fastdiff_bench.page.row_charts import RowChart
+from fastdiff_bench.page.tables import Table, tables
+from fastdiff_bench.page.todays_command import Command, translate
+from fastdiff_bench.records import doubts, races, readme, record
+from fastdiff_bench.records.fingerprint import CLONE
+from fastdiff_bench.records.races import Race
+from fastdiff_bench.records.record import Failure, Record
+
+_TITLES = {
+    "peer": "Training step against other trainers",
+    "scripts": "Training step beside published scripts",
+    "startup": "Time to the first step",
+    "data": "Reading data",
+    "op": "Ops: each by every implementation",
+    "step": "Training step",
+    "scale": "Many GPUs",
+    "plan": "Predicted and measured steps",
+    "checkpoint": "Cost of checkpoints",
+    "objectives": "The digits with each objective",
+    "emit": "Code of the compiled blocks",
+    "aot": "Registers of the compiled kernels",
+}
+"""Titles of the benches in the order of the page: first what compares, last what describes code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One bench of one record."""
+
+    name: str
+    file: str
+    title: str
+    is_smoke: bool
+    charts: tuple[RowChart, ...]
+    plots: tuple[Plot, ...]
+    tables: tuple[Table, ...]
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Records of one folder."""
+
+    anchor: str
+    title: str
+    folder: str
+    date: str
+    is_smoke: bool
+    doubts: tuple[str, ...]
+    """Reservations about the commit and the machine, as sentences."""
+    fingerprint: tuple[tuple[str, str], ...]
+    """Fingerprint fields of its files that say something, with all their values."""
+    files: tuple[tuple[str, str, Command], ...]
+    """Name, date and command line of each file."""
+    benches: tuple[Bench, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The races of one bench in a sentence."""
+
+    title: str
+    words: str
+    span: str
+
+
+def page(records: Sequence[Record]) -> str:
+    """Return the self-contained page.
+
+    Raises:
+        BenchError: a required library is not installed.
+    """
+    try:
+        import jinja2
+    except ImportError:
+        raise BenchError("a report needs Jinja2; pip install 'fastdiff[bench]'") from None
+    folders: dict[Path, list[Record]] = {}
+    for one in records:
+        folders.setdefault(one.path.parent, []).append(one)
+    sections = [_section(f"r{place}", path, folders[path]) for place, path in enumerate(sorted(folders))]
+    found = [race for one in records for race in races.races(one)]
+    loader = jinja2.PackageLoader("fastdiff_bench.page", "")
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.get_template("report.html.j2").render(
+        sections=sorted(sections, key=lambda section: _place(section.benches)),
+        verdict=races.words(found),
+        summaries=list(_summaries(found)),
+        races=list(bench_charts.of_races(found, _TITLES)),
+        machines=list(dict.fromkeys(_hardware(one) for one in records if races.races(one))),
+        smoke=doubts.SMOKE,
+    )
+
+
+def add(commands: Commands) -> None:
+    """Register the command."""
+    parser = commands.add_parser("report")
+    parser.add_argument("out", nargs="?", type=Path, metavar="OUT.html", help="the page to write")
+    parser.add_argument(
+        "records", nargs="*", type=Path, metavar="RECORDS", help="files and folders; default: all of bench/results"
+    )
+    parser.add_argument(
+        "--readme", action="store_true", help="rewrite the tables in docs/ and in README files from their records"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.out is None and not arguments.readme:
+        raise BenchError(
+            "report: expected OUT.html to write a page, --readme to write the tables of the documentation, or both"
+        )
+    if arguments.out is not None:
+        if arguments.out.suffix != ".html":
+            raise BenchError(f"report: {arguments.out}: expected a file to write that ends in .html, then the records")
+        text = page(record.read_all(arguments.records or record.kept()))
+        write_output(arguments.out, text.encode())
+        print(arguments.out)
+    if arguments.readme:
+        if CLONE is None:
+            raise BenchError("report --readme rewrites the documentation of the repository; run it in a clone")
+        for file in readme.FILES:
+            print(f"{file}: {'rewritten' if readme.rewrite(file) else 'up to date'}")
+    return 0
+
+
+def _place(benches: Sequence[Bench]) -> tuple[int, str]:
+    order = list(_TITLES)
+    places = [order.index(bench.name) if bench.name in order else len(order) for bench in benches]
+    return min(places, default=len(order)), benches[0].title if benches else ""
+
+
+def _summaries(found: Sequence[Race]) -> Iterator[Summary]:
+    for bench in sorted({race.bench for race in found}, key=list(_TITLES).index):
+        own = [race for race in found if race.bench == bench]
+        yield Summary(_TITLES[bench], races.counts(own), races.span(own))
+
+
+def _hardware(one: Record) -> str:
+    f = one.fingerprint
+    return f"{f.cpu}, {f.cores} cores, no GPU" if f.device == "cpu" else f.device
+
+
+def _section(anchor: str, folder: Path, records: Sequence[Record]) -> Section:
+    fields = [asdict(one.fingerprint) for one in records]
+    benches = [bench for place, one in enumerate(records) for bench in _benches(one, f"{anchor}-{place}")]
+    said = {
+        name.replace("_", " "): "; ".join(dict.fromkeys(str(of_one[name]) for of_one in fields)) for name in fields[0]
+    }
+    return Section(
+        anchor=anchor,
+        title=_title(folder.name, records),
+        folder=f"{folder.parent.name} / {folder.name}",
+        date=records[0].fingerprint.date[:10],
+        is_smoke=any(map(doubts.is_smoke, records)),
+        doubts=tuple(_doubts(records)),
+        fingerprint=tuple(
+            (name, value)
+            for name, value in said.items()
+            if name not in ("date", "command", "smoke") and value.lower() != "none"
+        ),
+        files=tuple((one.path.name, one.fingerprint.date, translate(one.fingerprint.command)) for one in records),
+        benches=tuple(sorted(benches, key=lambda bench: _place([bench]))),
+    )
+
+
+def _title(folder: str, records: Sequence[Record]) -> str:
+    """Return a title in words: the benches, and the one network that they measure or else the name of the folder."""
+    found = [m.bench for one in records for m in one.measurements]
+    names = dict.fromkeys([*found, *(f.bench for one in records for f in one.failures)])
+    cases = {m.case.split(",")[0] for one in records for m in one.measurements if m.case != "limits"}
+    what = cases.pop() if len(cases) == 1 else folder.partition("_")[2].replace("-", " ")
+    title = "; ".join(_TITLES.get(name, name) for name in sorted(names, key=[*_TITLES, *names].index))
+    return title if what in names or not what else f"{title}: {what}"
+
+
+def _doubts(records: Sequence[Record]) -> Iterator[str]:
+    commits = [one.fingerprint.git for one in records]
+    if any(commit.endswith("-dirty") for commit in commits):
+        yield "Measured on files that differ from that commit."
+    if "unknown" in commits:
+        yield "Measured on files of a commit that is not known."
+    for one in records:
+        if reason := doubts.busy(one.fingerprint):
+            yield f"Doubtful: {reason} ({one.path.name})."
+
+
+def _benches(one: Record, prefix: str) -> Iterator[Bench]:
+    """Yield the benches of a file; separate runs stay separate, since the machine may have changed in between."""
+    smoke = doubts.is_smoke(one)
+    for name in dict.fromkeys([*(m.bench for m in one.measurements), *(f.bench for f in one.failures)]):
+        measurements = [m for m in one.measurements if m.bench == name and not (smoke and doubts.is_ratio(m))]
+        yield Bench(
+            name=name,
+            file=one.path.name,
+            title=_TITLES.get(name, name),
+            is_smoke=smoke,
+            charts=tuple(bench_charts.of_bench(name, measurements)),
+            plots=tuple(plots.of_bench(name, measurements, f"{prefix}-{name}")),
+            tables=tuple(tables(measurements)),
+            failures=tuple(failure for failure in one.failures if failure.bench == name),
+        )

@@ -1,0 +1,166 @@
+"""``bench startup``: from a command to its first optimizer step, against diffusers' scripts.
+
+Every program is started anew in every round, in turns: fastdiff by ``fastdiff launch local``, by Python and by
+DeepSpeed's launcher, one rank each, and the script by Python and by ``accelerate launch``. Processor time is the sum
+over all processes. A tiny pipeline and small images leave the start alone. fastdiff's flags are those that ``fastdiff
+compat`` translates from the script's. The first round, which fills the caches of the file system, does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import fastdiff
+from fastdiff.cli.compat.run import train_flags
+from fastdiff.cli.compat.translation import LAUNCH
+from fastdiff.models.pretrained import tiny_pipeline
+from fastdiff_bench import BenchError
+from fastdiff_bench.arguments import Commands, add_cases, cases, open_log
+from fastdiff_bench.measure.first_step import Start, environment, start
+from fastdiff_bench.measure.timing import Timing
+from fastdiff_bench.records import doubts
+from fastdiff_bench.records.record import Fact, Failure, Measurement, measured
+from fastdiff_bench.records.tables import progress, table
+from fastdiff_bench.trainers import images
+from fastdiff_bench.trainers.scripts import diffusers
+
+BENCH = "startup"
+CASES = ("t2i", "t2i-lora")
+OURS = ("fastdiff, launch local", "fastdiff, python", "fastdiff, deepspeed")
+SCRIPT_MODULE = "fastdiff_bench.trainers.scripts.first_step"
+SCRIPT, SCRIPT_LAUNCHED = "script, python", "script, accelerate launch"
+_BATCH, _IMAGES = 2, 16
+_LIMIT_S = 300.0
+_FULL, _SMOKE = 10, 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    name: str
+    command: tuple[str, ...]
+    mark: Path
+    """File that appears after the first step."""
+
+
+def add(commands: Commands) -> None:
+    """Register the command."""
+    parser = commands.add_parser(BENCH, description=__doc__)
+    add_cases(parser, CASES)
+    parser.add_argument("--rounds", type=int, default=_FULL, metavar="N", help="measured starts; default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="OMP_NUM_THREADS; default: 1")
+    parser.add_argument("--smoke", action="store_true", help="two rounds: does everything run?")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the record")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    chosen, rounds = cases(arguments, CASES), _SMOKE if arguments.smoke else arguments.rounds
+    if rounds < 2:
+        raise BenchError(f"--rounds {rounds}: at least 2")
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as folder, open_log(arguments, BENCH) as log:
+        tiny_pipeline.build(Path(folder) / "pipeline")
+        images.write(Path(folder) / "images", _IMAGES, tiny_pipeline.IMAGE_SIZE, captions=images.METADATA)
+        for case in chosen:
+            starts, failures = _measure(case, Path(folder), rounds, environment(arguments.threads))
+            rows = list(_measurements(case, starts, arguments.threads))
+            for row in rows:
+                log.write(row)
+            for name, reason in failures.items():
+                log.write(Failure(bench=BENCH, case=case, provider=name, reason=reason.splitlines()[0]))
+                print(f"{name}: {reason}", file=sys.stderr)
+            failed |= bool(failures)
+            shown = [row for row in rows if not (arguments.smoke and doubts.is_ratio(row))]
+            print(table([[case, "", "median", "p20 to p80"], *map(_words, shown)], "<<><"))
+        print(f"record: {log.path}")
+    return int(failed)
+
+
+def _words(row: Measurement) -> list[str]:
+    unit = "" if row.unit == "1" else f" {row.unit}"
+    return [
+        row.provider,
+        row.quantity,
+        f"{row.value:.2f}{unit}",
+        f"{row.interval[0]:.2f} to {row.interval[1]:.2f}",
+    ]
+
+
+def _measure(
+    case: str, folder: Path, rounds: int, variables: dict[str, str]
+) -> tuple[dict[str, list[Start]], dict[str, str]]:
+    """Return the starts of every program, in turns, and the reasons of those that failed."""
+    starts: dict[str, list[Start]] = {}
+    failures: dict[str, str] = {}
+    for number in range(rounds + 1):
+        for program in _programs(case, folder, folder / f"{case}-{number}"):
+            if program.name in failures:
+                continue
+            progress(f"{case}, round {number} of {rounds}: {program.name}")
+            log = folder / "log"
+            try:
+                found = start(program.command, _appears(program.mark), log, variables, _LIMIT_S)
+            except BenchError as error:
+                failures[program.name] = str(error)
+                starts.pop(program.name, None)
+                continue
+            if number:
+                starts.setdefault(program.name, []).append(found)
+    progress("")
+    return starts, failures
+
+
+def _appears(mark: Path) -> Callable[[], bool]:
+    return lambda: mark.exists() and (mark.suffix != ".jsonl" or mark.stat().st_size > 0)
+
+
+def _programs(case: str, folder: Path, runs: Path) -> Iterator[_Program]:
+    """Yield the programs of a case, with fresh run folders."""
+    python, bin_ = sys.executable, Path(sys.executable).parent
+    train = str(Path(fastdiff.__file__).with_name("train.py"))
+    starts: dict[str, Sequence[str]] = {
+        OURS[0]: (python, "-c", "from fastdiff.cli.main import entry; entry()", *LAUNCH[1:], "--ranks", "1", "--"),
+        OURS[1]: (python, train),
+        OURS[2]: (python, str(bin_ / "deepspeed"), "--num_gpus", "1", train),
+    }
+    for number, (name, words) in enumerate(starts.items()):
+        run = runs / str(number)
+        # By the flag, because DeepSpeed's launcher shows its rank a hidden GPU.
+        cpu = ("--performance.device", "cpu")
+        flags = (*train_flags(case, _flags(case, folder, run)), "--output.log_every", "1", *cpu)
+        yield _Program(name, (*words, *flags), run / "metrics.jsonl")
+    for name, launcher in {
+        SCRIPT: (python, "-m"),
+        SCRIPT_LAUNCHED: (python, str(bin_ / "accelerate"), "launch", "--cpu", "--num_processes", "1", "-m"),
+    }.items():
+        run = runs / name.replace(", ", "-").replace(" ", "-")
+        mark = run.with_name(f"{run.name}.mark")
+        yield _Program(name, (*launcher, SCRIPT_MODULE, case, str(mark), *_flags(case, folder, run)), mark)
+
+
+def _flags(case: str, folder: Path, run: Path) -> list[str]:
+    flags = diffusers.flags(case, folder / "pipeline", folder / "images", tiny_pipeline.IMAGE_SIZE, _BATCH)
+    return [*flags, "--output_dir", str(run)]
+
+
+def _measurements(case: str, starts: dict[str, list[Start]], threads: int) -> Iterator[Measurement]:
+    """Yield the figures of each program, and those of fastdiff relative to both starts of the script."""
+    row = partial(Measurement, bench=BENCH, case=case, better="lower")
+    for name, found in starts.items():
+        facts: dict[str, Fact] = {"threads": threads, "batch": _BATCH, "processes": max(one.processes for one in found)}
+        cpu, wall = Timing.of([one.cpu_seconds for one in found]), Timing.of([one.seconds for one in found])
+        yield row(provider=name, quantity="processor time to the first step", unit="s", facts=facts, **measured(cpu))
+        yield row(provider=name, quantity="time to the first step", unit="s", facts=facts, **measured(wall))
+    for name in OURS:
+        for theirs in (SCRIPT, SCRIPT_LAUNCHED):
+            if name in starts and theirs in starts:
+                pairs = zip(starts[name], starts[theirs], strict=True)
+                ratio = Timing.of([mine.cpu_seconds / other.cpu_seconds for mine, other in pairs])
+                quantity = f"processor time to the first step / {theirs}"
+                yield row(provider=name, quantity=quantity, unit="1", **measured(ratio))

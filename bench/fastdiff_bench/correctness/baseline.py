@@ -1,0 +1,71 @@
+"""Comparison of counts, which have no spread, with an earlier record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastdiff_bench import BenchError
+from fastdiff_bench.records import record
+from fastdiff_bench.records.record import Measurement
+from fastdiff_bench.records.tables import table
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A record of counts, restricted to what is counted now."""
+
+    path: Path
+    git: str
+    """Commit of the record."""
+    measurements: tuple[Measurement, ...]
+
+    @classmethod
+    def read(cls, path: Path, bench: str, counted: Callable[[Measurement], bool]) -> Baseline:
+        """Read a record, or of a folder the newest one that has a case that is counted now.
+
+        Args:
+            path: record file or folder.
+            bench: command that wrote it.
+            counted: whether a measurement is of a case that is counted now.
+
+        Raises:
+            BenchError: there is no record, or it lacks these cases.
+        """
+        records = [r for r in record.read_all([path]) if any(m.bench == bench for m in r.measurements)]
+        if not records:
+            raise BenchError(f"--baseline {path}: no record of `fastdiff bench {bench}`; make one with --out")
+        of_these = [r for r in records if any(map(counted, r.measurements))]
+        if not of_these:
+            raise BenchError(f"--baseline {path}: has none of the cases that are counted now; choose others")
+        newest = max(of_these, key=lambda r: r.fingerprint.date)
+        return cls(newest.path, newest.fingerprint.git, tuple(m for m in newest.measurements if counted(m)))
+
+    def compare(self, now: Sequence[Measurement]) -> tuple[str, bool]:
+        """Describe the changes and return whether anything got worse; new and removed kernels never count as worse."""
+        before, after = ({m.name: m for m in rows} for rows in (self.measurements, now))
+        changed = [(before[name], m) for name, m in after.items() if name in before and before[name].value != m.value]
+        lines = [f"against {self.path} ({self.git})"]
+        if changed:
+            heading = ("kernel", "case", "quantity", "before", "now", "")
+            lines.append(table([heading, *(_cells(old, new) for old, new in changed)], "<<<>><"))
+        for word, rows, others in (("new", after, before), ("gone", before, after)):
+            kernels = {_kernel(m) for m in rows.values()} - {_kernel(m) for m in others.values()}
+            lines += [f"{word}: {provider} ({case})" for provider, case in sorted(kernels)]
+        worse = sum(_is_worse(old, new) for old, new in changed)
+        lines.append(f"{worse} worse, {len(changed) - worse} better, {len(after.keys() & before.keys())} compared")
+        return "\n".join(lines), worse > 0
+
+
+def _kernel(measurement: Measurement) -> tuple[str, str]:
+    return measurement.provider, measurement.case
+
+
+def _is_worse(old: Measurement, new: Measurement) -> bool:
+    return (new.value > old.value) == (new.better == "lower")
+
+
+def _cells(old: Measurement, new: Measurement) -> tuple[str, ...]:
+    verdict = "worse" if _is_worse(old, new) else "better"
+    return new.provider, new.case, new.quantity, f"{old.value:g}", f"{new.value:g}", verdict

@@ -1,0 +1,101 @@
+"""``bench emit``: the code that Inductor writes for the compiled blocks on a GPU that is not present, counted.
+
+Dynamo, AOTAutograd and Inductor are the real ones, on the preset's network without memory for its weights; the code is
+scheduled and written, and not compiled. Bytes are those of the operands of each kernel, each counted once, without the
+libraries' products. Counts, so the result does not depend on the machine; it depends on the version of torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fastdiff_bench.arguments import Commands, open_log
+from fastdiff_bench.correctness.baseline import Baseline
+from fastdiff_bench.emission import budget, report
+from fastdiff_bench.emission.subject import Subject
+from fastdiff_bench.emission.worker import emitted
+from fastdiff_bench.records import record
+from fastdiff_bench.records.record import Measurement
+from fastdiff_bench.records.tables import progress
+
+PRESETS = ("dit-xl-2-256", "sd2-512", "iddpm-imagenet64-cond")
+"""Presets of the committed record."""
+BATCH = 64
+BUDGET_BATCHES = {"dit-xl-2-256": 256}
+"""Samples per optimizer step in the budget by network, if not the micro-batch, at which the blocks are counted."""
+
+
+def add(commands: Commands) -> None:
+    """Register the command."""
+    parser = commands.add_parser("emit")
+    parser.add_argument("--preset", nargs="+", default=list(PRESETS), metavar="NAME", help="default: %(default)s")
+    parser.add_argument("--arch", type=int, default=90, choices=[80, 90, 100], help="compute capability: 90 is sm_90")
+    parser.add_argument("--batch", type=int, default=BATCH, help="samples per micro-batch; default: %(default)s")
+    parser.add_argument("--depth", type=int, help="blocks of a transformer; default: the preset's")
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="other fields of the network, as hidden=2048 heads=32",
+    )
+    parser.add_argument(
+        "--fp8", action="store_true", help="count the wide linear layers in FP8, as with --performance.fp8"
+    )
+    parser.add_argument("--budget", action="store_true", help="predict the images per second of a step from the counts")
+    parser.add_argument("--code", type=Path, metavar="FOLDER", help="write the code of each block there, to be read")
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="RECORD",
+        help="record file, or folder with the newest record: fail if anything is worse",
+    )
+    parser.add_argument("--smoke", action="store_true", help="one transformer of two blocks: does everything run?")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="for the record; default: bench/results/emission/<date>_blocks"
+    )
+    parser.set_defaults(run=_run_command)
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
+    if arguments.smoke:
+        arguments.preset, arguments.batch, arguments.depth = ["dit-s-2-256"], 4, 2
+    if arguments.out is None:  # the result does not depend on the machine
+        name = record.folder(None, "blocks-smoke" if arguments.smoke else "blocks").name
+        arguments.out = record.RESULTS / "emission" / name
+    found: list[Measurement] = []
+    with open_log(arguments, report.BENCH) as log:
+        for preset in arguments.preset:
+            subject = Subject(preset, arguments.depth, tuple(arguments.model), arguments.fp8)
+            progress(f"emitting {subject.name}")
+            found += _emit(subject, arguments, log)
+    worse = False
+    if arguments.baseline is not None:
+        measured = {row.case for row in found}
+        text, worse = Baseline.read(arguments.baseline, report.BENCH, lambda row: row.case in measured).compare(found)
+        print(text)
+    print(f"written to {log.path}")
+    return 1 if worse else 0
+
+
+def _emit(subject: Subject, arguments: argparse.Namespace, log: record.Log) -> list[Measurement]:
+    """Emit, print and record the blocks of a network."""
+    emission = emitted(subject, arguments.batch, arguments.arch)
+    name, blocks = subject.name, emission.blocks
+    progress("")
+    print(f"{name}, batch {arguments.batch}, sm_{arguments.arch}\n{report.tabulate(blocks)}\n")
+    batch = BUDGET_BATCHES.get(name, arguments.batch)
+    if arguments.budget:
+        print(f"predicted on one H200, batch {batch}, counted at {arguments.batch} samples")
+        print(f"{budget.tabulate(emission, batch)}\n")
+    facts: dict[str, record.Fact] = {"batch": arguments.batch, "arch": arguments.arch, "depth": arguments.depth}
+    rows = list(report.rows(name, blocks, facts))
+    predicted = list(budget.rows(name, emission, batch)) if arguments.budget else []
+    for row in [*rows, *predicted]:
+        log.write(row)
+    for block in blocks if arguments.code else ():
+        arguments.code.mkdir(parents=True, exist_ok=True)
+        for way, one in block.passes:
+            (arguments.code / f"{name.replace(' ', '-')}-{block.names[0]}-{way}.py").write_text(one.code)
+    return rows

@@ -1,0 +1,206 @@
+"""A preset's network on the device ``meta``, with blocks compiled by the emitter, run forward and backward once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastdiff.config.networks.pretrained import CAPTION_TOKENS
+from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.models import float8
+from fastdiff.models.build import Model, build_model
+from fastdiff.models.cost.flops import training_flops
+from fastdiff.training.engines.buffers import places_of
+from fastdiff_bench.emission.blocks import Emission
+from fastdiff_bench.emission.lowering import META, Emitter
+from fastdiff_bench.emission.opaque import Seen
+from fastdiff_kernels import attention, dispatch, launch, packed_attention
+from fastdiff_kernels.attention import Machine
+from fastdiff_kernels.names import OPS, Backend
+
+CUDNN = 91501
+"""Version of cuDNN that attention believes in: the first that takes any length."""
+
+_TRITON: Backend = "triton"
+
+
+def emit(
+    config: ModelConfig, batch: int, arch: int, dtype: torch.dtype = torch.bfloat16, *, fp8: bool = False
+) -> Emission:
+    """Return the counts of a network; ``fake_gpu.install`` must have been called.
+
+    Args:
+        config: shape of the network.
+        batch: samples per micro-batch.
+        arch: compute capability of the GPU: 90 is sm_90.
+        dtype: of weights and activations.
+        fp8: the wide linear layers of the blocks multiply in FP8, as with ``--performance.fp8``.
+    """
+    emitter = Emitter()
+    with torch.device(META):
+        model = build_model(config).to(dtype)
+    _lay_out(model, dtype)
+    if fp8:
+        float8.convert(model, META)
+    _name_running_block(model, emitter)
+    with ExitStack() as stack:
+        stack.enter_context(launch.recording())
+        stack.enter_context(_kernels_run())
+        stack.enter_context(dispatch.forced(**dict.fromkeys(OPS, _TRITON)))
+        stack.enter_context(_attention_on(Machine("cuda", divmod(arch, 10), CUDNN)))
+        stack.enter_context(_counted_tangents(emitter))
+        stack.enter_context(_convolutions_keep_channels_last())
+        model.compile_blocks(backend=emitter.compile)
+        with torch.device(META):
+            given = inputs(model, batch)
+        _step(model, given)
+        emitter.counting = False
+        with Seen() as outside:
+            _step(model, given)
+    blocks = list(emitter.blocks.values())
+    moved = outside.bytes - sum(block.restrided_bytes for block in blocks)
+    parameters = list(model.parameters())
+    return Emission(
+        blocks=blocks,
+        batch=batch,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        tensors=len(parameters),
+        flops=training_flops(config),
+        outside_bytes=moved / batch,
+        outside_kernels=outside.kernels,
+    )
+
+
+def _lay_out(model: Model, dtype: torch.dtype) -> None:
+    """Let the weights lie as in the flat engine with AdamW."""
+    places = places_of(model, channels_last=model.channels_last)
+    buffer = torch.empty(places[-1].end, dtype=dtype, device=META)
+    for place in places:
+        place.parameter.data = place.of(buffer)
+
+
+def _step(model: Model, given: list[Tensor]) -> None:
+    model.zero_grad(set_to_none=True)
+    out = model(*given)
+    out.backward(torch.empty_like(out))
+
+
+def inputs(model: Model, batch: int) -> list[Tensor]:
+    """Return blank inputs of a network: noisy latents, times and the conditions that it takes."""
+    config: Any = model.config
+    channels = config.channels
+    size = config.size
+    shapes: dict[str, tuple[int, ...]] = {
+        "context": (batch, CAPTION_TOKENS, getattr(config, "cross_attention_dim", 0)),
+        "pooled": (batch, getattr(config, "pooled_dim", 0)),
+        "time_ids": (batch, 6 if getattr(config, "pooled_dim", 0) else 0),
+        "low_res": (batch, channels, getattr(config, "low_res_size", 0), getattr(config, "low_res_size", 0)),
+    }
+    whole = {"label": torch.int64, "position": torch.int64}
+    dtype = next(model.parameters()).dtype
+    found: list[Any] = [torch.empty(batch, channels, size, size, dtype=dtype), torch.empty(batch, dtype=torch.int64)]
+    for name in model.inputs:
+        if name in whole:
+            found.append(torch.empty(batch, dtype=whole[name]))
+        else:
+            found.append(torch.empty(shapes[name], dtype=dtype) if shapes[name][-1] else None)
+    return found
+
+
+def _name_running_block(model: Model, emitter: Emitter) -> None:
+    """Tell the emitter which block's forward begins."""
+
+    def entered(kind: str, name: str) -> Any:
+        def hook(module: torch.nn.Module, arguments: Any) -> None:
+            emitter.running = (kind, name)
+
+        return hook
+
+    for name, module in model.named_modules():
+        if isinstance(module, model.block_classes):
+            module.register_forward_pre_hook(entered(type(module).__name__, name))
+
+
+@contextmanager
+def _kernels_run() -> Iterator[None]:
+    """Let Triton kernels be chosen for tensors on ``meta``, of which Dynamo cannot tell whether they are on CUDA."""
+    module: Any = launch
+    before = module.runs_on
+    module.runs_on = lambda tensor: True
+    try:
+        yield
+    finally:
+        module.runs_on = before
+
+
+@contextmanager
+def _attention_on(here: Machine) -> Iterator[None]:
+    """Let attention choose its kernel as on ``here``, whatever this one has."""
+    module: Any = attention
+    packed: Any = packed_attention  # it has imported the name
+    before = module.machine, module.F
+
+    def machine(device: torch.device, asked: str = "auto") -> Machine:
+        return here
+
+    def chosen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        case = (query.dtype, query.shape[-1], query.shape[-2], key.shape[-2], module.machine(query.device))
+        first = attention._order("auto", case)[0]
+        if first == torch.nn.attention.SDPBackend.CUDNN_ATTENTION:
+            out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)[0]
+        else:
+            out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+        return out
+
+    # Dynamo guards the result of a constant function by the function's name.
+    machine._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    module.machine, module.F = machine, SimpleNamespace(scaled_dot_product_attention=chosen)
+    packed.machine = machine
+    try:
+        yield
+    finally:
+        module.machine, module.F = before
+        packed.machine = module.machine
+
+
+@contextmanager
+def _counted_tangents(emitter: Emitter) -> Iterator[None]:
+    """Count the gradients that AOTAutograd copies into the strides that a backward graph was traced with."""
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    module: Any = runtime_wrappers
+    before = module.coerce_to_expected_memory_format
+
+    def counted(gradient: Tensor, expected: Any) -> Tensor:
+        result: Tensor = before(gradient, expected)
+        emitter.arrived(gradient, copied=result is not gradient)
+        return result
+
+    module.coerce_to_expected_memory_format = counted
+    try:
+        yield
+    finally:
+        module.coerce_to_expected_memory_format = before
+
+
+@contextmanager
+def _convolutions_keep_channels_last() -> Iterator[None]:
+    """Let convolutions on ``meta`` return the layout of cuDNN: channels_last for channels_last inputs."""
+    from torch._meta_registrations import meta_conv
+    from torch._prims_common import suggest_memory_format
+
+    def convolution(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
+        out: Tensor = meta_conv(x, weight, *arguments)
+        return out.to(memory_format=suggest_memory_format(x))
+
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl("convolution", convolution, "Meta", allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()

@@ -1,0 +1,101 @@
+"""Rows of a record and the table on the terminal, from the counts of compiled blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fastdiff_bench.emission.blocks import Block, Layout, Pass, Way
+from fastdiff_bench.records.record import Fact, Measurement
+from fastdiff_bench.records.tables import table
+
+BENCH = "emit"
+
+
+def case(preset: str, block: Block) -> str:
+    """Name of a block in records: preset, class, output shape of a sample and first block with this code."""
+    shape = "x".join(map(str, block.output.shape[1:]))
+    return f"{preset}, {block.kind} {shape}, {block.names[0]}"
+
+
+def rows(preset: str, blocks: Sequence[Block], facts: dict[str, Fact]) -> Iterator[Measurement]:
+    """Yield the lines of the record: each block forward and backward, and the sum over all blocks."""
+    for block in blocks:
+        for way, one in block.passes:
+            about = {**facts, "blocks": len(block.names), **_layouts(block, way, one)}
+            for quantity, unit, value in _quantities(block, way, one):
+                yield _row(case(preset, block), way, quantity, unit, value, about)
+    total = {**facts, "blocks": sum(len(block.names) for block in blocks)}
+    for quantity, unit, value in totals(blocks):
+        yield _row(f"{preset}, all blocks", "step", quantity, unit, value, total)
+
+
+def totals(blocks: Sequence[Block]) -> list[tuple[str, str, float]]:
+    """Return quantity, unit and value of one step of all blocks of a network."""
+    calls = [(block, len(block.names), one) for block in blocks for _, one in block.passes]
+    samples = blocks[0].output.shape[0]
+    moved = sum(count * one.streamed for _, count, one in calls) + sum(block.restrided_bytes for block in blocks)
+    copies = sum(count * one.copies for _, count, one in calls) + sum(block.restrided for block in blocks)
+    saved = sum(len(block.names) * block.saved for block in blocks)
+    return [
+        ("launches", "1", sum(count * one.launches for _, count, one in calls)),
+        ("copies", "1", copies),
+        ("bytes", "MB/sample", moved / samples / 1e6),
+        ("saved", "MB/sample", saved / samples / 1e6),
+    ]
+
+
+def _quantities(block: Block, way: Way, one: Pass) -> Iterator[tuple[str, str, float]]:
+    calls = len(block.names)
+    tangents = (block.restrided / calls, block.restrided_bytes / calls) if way == "backward" else (0.0, 0.0)
+    yield "kernels", "1", one.kernels
+    yield "launches", "1", one.launches
+    yield "bytes", "B/element", (one.streamed + tangents[1]) / block.elements
+    yield "copies", "1", one.copies + tangents[0]
+    if way == "forward":
+        yield "saved", "B/sample", block.saved / block.output.shape[0]
+
+
+def _row(case: str, way: str, quantity: str, unit: str, value: float, facts: dict[str, Fact]) -> Measurement:
+    return Measurement(
+        bench=BENCH, case=case, provider=way, quantity=quantity, unit=unit, value=round(value, 4), better="lower",
+        facts=facts,
+    )  # fmt: skip
+
+
+def _layouts(block: Block, way: Way, one: Pass) -> dict[str, Fact]:
+    """Return the strides at the borders of a graph, and the shapes of copies inside ops."""
+    copies = "; ".join(f"{op.name}: {list(shape)}" for op in one.opaque for shape in op.copies)
+    if way == "forward":
+        inputs = [layout for layout in one.inputs if len(layout.shape) > 1]
+        return {"inputs": _strides(inputs), "outputs": _strides(one.outputs), "copied": copies}
+    tangents = [layout for layout in one.inputs if layout.name.startswith("tangents")]
+    return {"tangents": _strides(tangents), "gradients": _strides(_streams(block, one)), "copied": copies}
+
+
+def _streams(block: Block, one: Pass) -> list[Layout]:
+    """Return the gradients of the block's inputs, without those of its parameters."""
+    samples = block.output.shape[0]
+    return [layout for layout in one.outputs if len(layout.shape) > 1 and layout.shape[0] == samples]
+
+
+def _strides(layouts: Sequence[Layout]) -> str:
+    return " ".join(f"{list(one.shape)}:{list(one.strides)}" for one in layouts)
+
+
+def tabulate(blocks: Sequence[Block]) -> str:
+    """Format the counts for the terminal, one line per block, forward and backward."""
+    cells: list[tuple[str, ...]] = [
+        ("block", "", "x", "kernels", "launches", "B/element", "copies", "saved, MB/sample", "first block")
+    ]
+    for block in blocks:
+        shape = "x".join(map(str, block.output.shape[1:]))
+        for way, one in block.passes:
+            found = {quantity: value for quantity, _, value in _quantities(block, way, one)}
+            saved = f"{found['saved'] / 1e6:.2f}" if "saved" in found else ""
+            cells.append(
+                (
+                    f"{block.kind} {shape}", way, str(len(block.names)), f"{found['kernels']:g}",
+                    f"{found['launches']:g}", f"{found['bytes']:.2f}", f"{found['copies']:g}", saved, block.names[0],
+                )
+            )  # fmt: skip
+    return table(cells, "<<>>>>>><")

@@ -1,0 +1,64 @@
+"""Network of an emission: that of a preset, with changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import yaml
+
+from fastdiff.config import config_file
+from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.config.presets import preset
+from fastdiff.errors import ConfigError
+from fastdiff.models import float8
+from fastdiff.models.build import build_model
+from fastdiff_bench import BenchError
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Network whose code is counted."""
+
+    preset: str
+    depth: int | None = None
+    """Number of blocks of a transformer; None: the preset's."""
+    model: tuple[str, ...] = ()
+    """Other fields of the network, each as ``hidden=2048``."""
+    fp8: bool = False
+    """Whether the wide linear layers of its blocks multiply in FP8."""
+
+    @property
+    def name(self) -> str:
+        """Name in a record, without the depth: ``dit-xl-2-256 hidden=2048 heads=32 fp8``."""
+        return " ".join((self.preset, *self.model, *(["fp8"] if self.fp8 else [])))
+
+    def config(self) -> ModelConfig:
+        """Return the shape of the network.
+
+        Raises:
+            BenchError: there is no such preset or field, a wrong value, or no layer that gains from FP8.
+        """
+        try:
+            base = preset(self.preset)
+            if self.depth and not hasattr(base.model, "depth"):
+                raise BenchError(
+                    f"--depth {self.depth}: the network of {self.preset} has levels instead of a depth; "
+                    "leave the flag out"
+                )
+            fields = dict(map(_field, self.model)) | ({"depth": self.depth} if self.depth else {})
+            found = config_file.lay_over(base, {"model": fields}, "--model").model
+            if self.fp8:
+                with torch.device("meta"):
+                    float8.wide_layers(build_model(found))
+        except ConfigError as error:
+            raise BenchError(str(error)) from None
+        return found
+
+
+def _field(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise BenchError(f"--model {text}: expected NAME=VALUE, for example hidden=2048")
+    return name, yaml.safe_load(value)

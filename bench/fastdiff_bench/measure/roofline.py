@@ -1,0 +1,96 @@
+"""Roofline limits of the machine: bandwidth of a large copy, and rate of large matrix products.
+
+They are measured in the same run as the compared ops, so clocks, power cap and other load are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fastdiff_bench.measure.timing import Effort, Stopwatch, Timing
+from fastdiff_bench.records.record import Measurement, measured
+
+CASE = "limits"
+PROVIDER = "torch"
+
+_COPIED_BYTES = {"cuda": 2**31, "cpu": 2**26}
+_SIDE = {"cuda": 8192, "cpu": 1024}
+"""Side of the square matrices."""
+_DTYPES = {
+    "cuda": {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16},
+    # Without fp16 arithmetic a processor takes seconds for one product.
+    "cpu": {"fp32": torch.float32, "bf16": torch.bfloat16},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one machine."""
+
+    copy: Timing
+    """Bytes per second read plus written by a copy within the device's memory."""
+    matmul: dict[str, Timing]
+    """Floating-point operations per second by precision (fp32, tf32, bf16, fp16); a multiply-add counts as two.
+
+    Only precisions with hardware support.
+    """
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """Median rate of the copy."""
+        return self.copy.median
+
+    @property
+    def matmul_flops_per_s(self) -> dict[str, float]:
+        """Median rates of the products."""
+        return {precision: rate.median for precision, rate in self.matmul.items()}
+
+    def measurements(self, bench: str) -> list[Measurement]:
+        """Return the limits for the record of the command ``bench``; they do not rate the code."""
+        rates = {f"matmul rate {precision}": ("TFLOP/s", rate, 1e-12) for precision, rate in self.matmul.items()}
+        return [
+            Measurement(
+                bench=bench, case=CASE, provider=PROVIDER, quantity=quantity, unit=unit, better="neither",
+                **measured(rate, scale),
+            )
+            for quantity, (unit, rate, scale) in ({"copy bandwidth": ("GB/s", self.copy, 1e-9)} | rates).items()
+        ]  # fmt: skip
+
+
+def measure(device: str, effort: Effort) -> Limits:
+    """Measure the limits of ``cuda`` or ``cpu``; the memory is released at the end."""
+    stopwatch = Stopwatch(device, effort)
+    copy = stopwatch.measure({"copy": _copy(device)})["copy"].per_second(2 * _COPIED_BYTES[device])
+    products = {precision: _product(precision, dtype, device) for precision, dtype in _DTYPES[device].items()}
+    operations = 2 * _SIDE[device] ** 3
+    matmul = {name: timing.per_second(operations) for name, timing in stopwatch.measure(products).items()}
+    del stopwatch, products
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return Limits(copy, matmul)
+
+
+def _copy(device: str) -> Callable[[], Tensor]:
+    source = torch.zeros(_COPIED_BYTES[device], dtype=torch.uint8, device=device)
+    return partial(torch.empty_like(source).copy_, source)
+
+
+def _product(precision: str, dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
+    """Return a product of random matrices: on zeros a GPU draws less power and runs faster."""
+    a, b = (torch.randn(_SIDE[device], _SIDE[device], device=device).to(dtype) for _ in range(2))
+    call = partial(torch.mm, a, b, out=torch.empty_like(a))
+    return (lambda: _in_tf32(call, precision == "tf32")) if device == "cuda" else call
+
+
+def _in_tf32(call: Callable[[], Tensor], allowed: bool) -> Tensor:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        return call()
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

@@ -1,0 +1,191 @@
+"""Measurement of one workload in fastdiff's own loop.
+
+Times, memory and throughput come from a process without marks. A second process, with marks between the phases of a
+step, gives the share of each phase, and finally counts the launches of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from fastdiff.config.run import RunConfig
+from fastdiff.models.cost.flops import peak_flops, training_flops
+from fastdiff_bench import BenchError
+from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_interleaved
+from fastdiff_bench.measure.largest_batch import DoesNotFit
+from fastdiff_bench.measure.roofline import Limits
+from fastdiff_bench.measure.session import StepTimer
+from fastdiff_bench.measure.timing import Timing
+from fastdiff_bench.measure.workload import Workload
+from fastdiff_bench.records.record import Better, Fact, Failure, Measurement, measured
+
+BENCH = "step"
+PHASES = ("data", "objective", "forward", "backward", "optimizer", "ema", "other")
+"""Phases of a step; "other" is the remainder."""
+
+
+@dataclass(slots=True)
+class Stepped:
+    """Result of one workload."""
+
+    workload: Workload
+    measurements: list[Measurement] = field(default_factory=list)
+    failure: Failure | None = None
+    out_of_memory: bool = False
+    problems: list[str] = field(default_factory=list)
+    """Known causes of worse figures than necessary."""
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Values by quantity."""
+        return {row.quantity: row.value for row in self.measurements}
+
+
+def step(
+    workload: Workload,
+    data: Path,
+    effort: Effort,
+    device: str,
+    limits: Limits,
+    write: Callable[[Sequence[Measurement]], None],
+) -> Stepped:
+    """Measure one workload.
+
+    Args:
+        workload: the workload.
+        data: folder of shards for its model.
+        effort: of the measurement without marks; the marked one has two rounds.
+        device: ``cuda`` or ``cpu``.
+        limits: of this machine, measured now.
+        write: gets the measurements as soon as they exist: first the unmarked steps, later the marked ones.
+    """
+    found = Stepped(workload)
+    result = _run(workload, data, effort, device, phases=False)
+    if result.failure is None:
+        found.workload = workload = workload.decided(result.facts)
+        found.measurements = [*_clean(workload, result, limits)]
+        found.problems = problems(result, effort.warm_up)
+        write(found.measurements)
+        result = _run(workload, data, replace(effort, rounds=2), device, phases=True)
+    if result.failure is not None:
+        found.out_of_memory = result.out_of_memory
+        found.failure = Failure(bench=BENCH, case=workload.case, provider=workload.provider, reason=result.failure)
+        return found
+    marked = [*_marked(workload, result)]
+    write(marked)
+    found.measurements += marked
+    return found
+
+
+def problems(result: Result, warm_up: int) -> list[str]:
+    """List the problems of figures from ``fastdiff_bench.trainers.ours`` after ``warm_up`` steps."""
+    found, last, breaks = [], result.facts["last_compilation"], result.facts["graph_breaks"]
+    if isinstance(last, int) and last > warm_up:
+        found.append(f"torch.compile recompiled in step {last}, after the {warm_up} steps of warm-up")
+    if breaks:
+        found.append(f"{breaks} graph breaks: the blocks are not compiled as a whole")
+    if result.allocation_retries:
+        found.append(
+            f"torch's allocator returned memory to the GPU and retried {result.allocation_retries} times, which "
+            "costs time: the batch is close to the largest that fits"
+        )
+    return found
+
+
+def peak(workload: Workload, data: Path, device: str, limit_seconds: float, batch: int) -> int:
+    """Return the peak memory in bytes of a few steps with this batch: resident, or reserved by torch on the GPU.
+
+    Raises:
+        DoesNotFit: it ran out of memory.
+        BenchError: it failed in another way.
+    """
+    effort = Effort(rounds=2, steps=1, warm_up=2, limit_seconds=limit_seconds)
+    result = _run(replace(workload, batch=batch), data, effort, device, phases=False)
+    if result.out_of_memory:
+        raise DoesNotFit(result.failure)
+    if result.failure is not None or result.memory is None:
+        raise BenchError(f"batch {batch}: {result.failure}")
+    return result.memory.resident if result.memory.reserved is None else result.memory.reserved
+
+
+def run_fastdiff(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
+    """Run ``trainers.ours.run``, imported in its own process, so that this process does not load DeepSpeed."""
+    from fastdiff_bench.trainers import ours
+
+    ours.run(timer, workload, data, phases, launched=phases)
+
+
+def _run(workload: Workload, data: Path, effort: Effort, device: str, *, phases: bool) -> Result:
+    name = f"{workload.case}; {workload.provider}{', phases' if phases else ''}"
+    return run_interleaved([Program(name, run_fastdiff, (workload, data, phases))], effort, device=device)[name]
+
+
+def _clean(workload: Workload, result: Result, limits: Limits) -> Iterator[Measurement]:
+    config = workload.config(Path(), Path())
+    flops = flops_per_sample(config)
+    facts = workload.facts | {"parameters": result.facts["parameters"], "flops_per_sample": flops}
+    row = partial(_row, workload, facts)
+    timing, precision = result.timing, config.performance.precision
+    yield row("step time", "ms", "lower", timing, 1e3)
+    yield row("throughput", "samples/s", "higher", timing.per_second(workload.samples))
+    device_peak = peak_flops(str(result.facts["device"])) if precision in ("bf16", "fp16") else None
+    for quantity, rate in (("mfu", device_peak), ("of matmul", limits.matmul_flops_per_s.get(precision))):
+        if rate is not None:
+            yield row(quantity, "1", "higher", timing.per_second(workload.samples * flops / rate))
+    assert result.memory is not None
+    memory = {"peak allocated": result.memory.allocated, "peak reserved": result.memory.reserved}
+    if result.memory.allocated is None:
+        memory = {"peak resident": result.memory.resident}
+    for quantity, size in memory.items():
+        yield row(quantity, "GiB", "lower", (size or 0) / 2**30)
+    # Counted when the code is compiled; they occur in every step that runs it.
+    yield row("graph breaks in code", "1", "lower", float(result.facts["graph_breaks"] or 0))
+    yield row("compilations", "1", "neither", float(result.facts["compilations"] or 0))
+
+
+def phases_of(result: Result) -> dict[str, list[float]]:
+    """Return the seconds of every step by phase, with the remainder as "other"."""
+    # A step that is skipped under fp16 updates no EMA.
+    seconds = {
+        name: [
+            second for session in result.sessions for second in session.phases.get(name, [0.0] * len(session.seconds))
+        ]
+        for name in PHASES[:-1]
+    }
+    marked = [sum(parts) for parts in zip(*seconds.values(), strict=True)]
+    return seconds | {"other": [whole - parts for whole, parts in zip(result.seconds, marked, strict=True)]}
+
+
+def _marked(workload: Workload, result: Result) -> Iterator[Measurement]:
+    facts = workload.facts | {"marked_step_ms": 1e3 * result.timing.median}
+    yield _row(workload, facts, "marked step time", "ms", "neither", result.timing, 1e3)
+    for name, seconds in phases_of(result).items():
+        yield _row(workload, facts, f"phase {name}", "ms", "lower", Timing.of(seconds), 1e3)
+    launches = result.facts["launches"]
+    if launches:  # the profiler sees none without access to the GPU's counters
+        facts = workload.facts | {"launched": result.facts["launched"]}
+        yield _row(workload, facts, "launches", "1", "lower", float(launches))
+
+
+def flops_per_sample(config: RunConfig) -> float:
+    """Return the operations of a training step on one sample, without recomputation."""
+    return training_flops(config.model, dream=config.objective.takes_two_passes)
+
+
+def _row(
+    workload: Workload,
+    facts: dict[str, Fact],
+    quantity: str,
+    unit: str,
+    better: Better,
+    value: Timing | float,
+    scale: float = 1.0,
+) -> Measurement:
+    row = partial(
+        Measurement, bench=BENCH, case=workload.case, provider=workload.provider, quantity=quantity, unit=unit,
+        better=better, facts=facts,
+    )  # fmt: skip
+    return row(**measured(value, scale)) if isinstance(value, Timing) else row(value=value)

@@ -1,0 +1,123 @@
+"""Workloads of one command line: every combination of the swept values."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import itertools
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.errors import ConfigError
+from fastdiff_bench import BenchError
+from fastdiff_bench.measure.workload import Workload
+
+FIELDS = tuple(field.name for field in fields(Workload))
+_TYPES = get_type_hints(Workload)
+_BATCH_ON_CPU = 8
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of a workload, and ``--sweep``."""
+    parser.add_argument("--preset", help="preset to train; default: dit-s-2-256, with --smoke digits")
+    parser.add_argument("--batch", type=int, help="samples per step; default: the preset's, on a CPU 8")
+    parser.add_argument("--micro", type=int, help="samples per forward pass; default: the whole batch, or the preset's")
+    parser.add_argument(
+        "--deepspeed-config", dest="deepspeed", default="zero1", metavar="NAME|FILE",
+        help="as --deepspeed_config of a run; default: zero1",
+    )  # fmt: skip
+    parser.add_argument("--precision", help="fp32, bf16 or fp16")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile of each block")
+    parser.add_argument("--kernels", help="backend of fastdiff's own ops, as --performance.kernels")
+    parser.add_argument("--attention", help="backend of attention, as --performance.attention")
+    parser.add_argument("--optimizer", help="as --optim.name")
+    parser.add_argument(
+        "--recompute", action=argparse.BooleanOptionalAction, help="recompute each block in the backward pass"
+    )
+    parser.add_argument(
+        "--deterministic", action=argparse.BooleanOptionalAction, help="add in a fixed order everywhere; its price: "
+        "--sweep deterministic=false,true",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cuda-graph", action=argparse.BooleanOptionalAction, help="as --performance.cuda_graph; the phases, launches "
+        "and traces of a step are those without it",
+    )  # fmt: skip
+    parser.add_argument("--loader", help="as --data.loader")
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="NAME=V1,V2,...",
+        help=f"sweep these values, in every combination with other --sweep flags; NAME: {', '.join(FIELDS)}",
+    )  # fmt: skip
+
+
+def workloads(arguments: argparse.Namespace, device: str) -> list[Workload]:
+    """Return the workloads requested by the flags of ``add_workload``, validated.
+
+    Args:
+        arguments: of a command that also has ``--smoke`` and ``--find-batch``.
+        device: ``cuda`` or ``cpu``.
+
+    Raises:
+        BenchError: a name or a value does not exist, a combination is invalid, or two have the same name in the
+            record.
+    """
+    given = {name: getattr(arguments, name) for name in FIELDS}
+    given["preset"] = given["preset"] or ("digits" if arguments.smoke else "dit-s-2-256")
+    swept = [_parsed(text) for text in arguments.sweep]
+    names = [name for name, _ in swept]
+    if len(set(names)) < len(names):
+        raise BenchError(f"--sweep {', '.join(names)}: each name once")
+    if arguments.find_batch and (given["batch"] or given["micro"] or {"batch", "micro"} & set(names)):
+        raise BenchError("--find-batch finds the batch of a step without accumulation; leave out batch and micro")
+    if given["batch"] is None and device == "cpu":
+        given["batch"] = _BATCH_ON_CPU
+    base = Workload(**given)
+    found = [
+        replace(base, **dict(zip(names, values, strict=True)))
+        for values in itertools.product(*(values for _, values in swept))
+    ]
+    named: dict[tuple[str, str], Workload] = {}
+    for workload in found:
+        check(workload)
+        other = named.setdefault((workload.case, workload.provider), workload)
+        if other is not workload:
+            raise BenchError(
+                f"--sweep: two configurations have the name {workload.case}; {workload.provider} in the record "
+                f"(--deepspeed-config {other.deepspeed} and {workload.deepspeed}); give each value once, and files "
+                "different names"
+            )
+    return found
+
+
+def check(workload: Workload) -> None:
+    """Refuse a workload that no machine can run.
+
+    Raises:
+        BenchError: with the reason.
+    """
+    config = workload.config(Path(), Path())
+    try:
+        deepspeed_config.resolve(workload.deepspeed_json(), config, ranks=1)
+    except ConfigError as error:
+        raise BenchError(str(error)) from None
+
+
+def _parsed(text: str) -> tuple[str, Sequence[Any]]:
+    """Parse ``batch=8,16`` into a name and its values."""
+    name, _, values = text.partition("=")
+    if name not in FIELDS:
+        near = difflib.get_close_matches(name, FIELDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(FIELDS)}"
+        raise BenchError(f"--sweep {text}: there is no {name!r}; {hint}")
+    adapter = TypeAdapter(_TYPES[name])
+    try:
+        return name, [adapter.validate_strings(value.strip()) for value in values.split(",")]
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise BenchError(
+            f"--sweep {text}: {problem['msg']}, given {problem['input']!r}; write for example --sweep batch=8,16"
+        ) from None

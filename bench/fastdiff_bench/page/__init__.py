@@ -1,0 +1,1 @@
+"""The page that ``bench report`` writes: its tables, charts and style."""

@@ -1,0 +1,85 @@
+"""Row charts of the report: the races of all records, and those of one bench in the order of its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from fastdiff_bench.page import row_charts
+from fastdiff_bench.page.row_charts import Axis, ChartRow, Kind, RowChart
+from fastdiff_bench.page.tables import ordered, parts
+from fastdiff_bench.records.number_format import label, number
+from fastdiff_bench.records.races import Race, is_ours
+from fastdiff_bench.records.record import Measurement, by_provider
+
+_KINDS: dict[str, Kind] = {"faster": "ours", "slower": "rival"}
+_LEGEND = (
+    ("ours", "fastdiff is faster"),
+    ("rival", "the other is faster"),
+    ("unclear", "no clear difference, or doubtful"),
+)
+
+
+def of_races(found: Sequence[Race], titles: Mapping[str, str]) -> Iterator[RowChart]:
+    """Yield a chart of the races of each bench, all on one scale.
+
+    Args:
+        found: the races.
+        titles: of the benches, in the order of the page.
+    """
+    if not found:
+        return
+    on = row_charts.axis((end for race in found for end in (race.low, race.high)), "times as fast", reference=1.0)
+    present = {_KINDS.get(race.verdict, "unclear") for race in found}
+    legend = tuple(one for one in _LEGEND if one[0] in present)
+    for bench in sorted({race.bench for race in found}, key=list(titles).index):
+        groups: dict[str, list[ChartRow]] = {}
+        for race in sorted((race for race in found if race.bench == bench), key=lambda race: -race.times):
+            groups.setdefault(f"{race.case}: {race.what}", []).append(_row(race, on))
+        cases = tuple((case, tuple(groups[case])) for case in sorted(groups))
+        yield RowChart(titles[bench], "", on, cases, legend)
+
+
+def _row(race: Race, on: Axis) -> ChartRow:
+    point = row_charts.point(on, race.times, race.low, race.high, _KINDS.get(race.verdict, "unclear"))
+    note = f"{race.verdict}: {race.doubt}" if race.doubt else race.verdict
+    return ChartRow(f"{race.ours} over {race.rival}", point, (), number(race.times), race.interval, note)
+
+
+def of_bench(bench: str, measurements: Sequence[Measurement]) -> Iterator[RowChart]:
+    """Yield the row charts of one bench."""
+    if bench in ("step", "peer"):
+        caption = "Time of the phases of a step; each bar is as long as its step, and other is what no phase covers."
+        if (bars := row_charts.stacks("Where the time of a step goes", caption, by_provider(measurements))) is not None:
+            yield bars
+    if bench == "data":
+        yield from _of_quantity("throughput", measurements, "Throughput of each reader, median with p20 to p80.")
+    if bench == "op":
+        limits = {m.quantity: m.value for m in measurements if m.case == "limits"}
+        for op in dict.fromkeys(m.case.split()[0] for m in measurements if m.case != "limits"):
+            own = [m for m in measurements if m.case.split()[0] == op]
+            caption = f"Bandwidth of {op} by implementation, median with p20 to p80"
+            yield from _of_quantity("bandwidth", own, caption, limits.get("copy bandwidth"))
+
+
+def _of_quantity(
+    quantity: str, measurements: Sequence[Measurement], caption: str, reference: float | None = None
+) -> Iterator[RowChart]:
+    """Yield a chart of one quantity, in the order of its table."""
+    for title, group in parts(measurements):
+        shown = {
+            case: [(name, of_one[quantity]) for name, of_one in providers if quantity in of_one]
+            for case, providers in ordered(title, group).items()
+        }
+        shown = {case: rows for case, rows in shown.items() if rows}
+        if not shown:
+            continue
+        every = [m for rows in shown.values() for _, m in rows]
+        bound = sum(m.facts.get("launch bound") is True for m in every)
+        text = caption.removesuffix(".") + (f"; the line is a copy, {number(reference)} GB/s." if reference else ".")
+        text += f" {bound} of {len(every)} points are launch bound." if bound else ""
+        kinds: dict[str, Kind] = {
+            name: "ours" if is_ours(name) or m.facts.get("default") == name else "rival"
+            for rows in shown.values()
+            for name, m in rows
+        }
+        yield row_charts.points(quantity.capitalize(), text, shown, label(quantity, every[0].unit), kinds, reference)

@@ -1,0 +1,1 @@
+"""Readers compared by ``fastdiff bench data``, and their samples."""

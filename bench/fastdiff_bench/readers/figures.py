@@ -1,0 +1,134 @@
+"""Results of the readers, as measurements and as a table."""
+
+from __future__ import annotations
+
+import statistics
+import timeit
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from isal.isal_zlib import crc32
+
+from fastdiff_bench.measure import interleaved
+from fastdiff_bench.measure.session import Steps
+from fastdiff_bench.measure.timing import Timing
+from fastdiff_bench.readers.samples import Samples
+from fastdiff_bench.records import doubts
+from fastdiff_bench.records.number_format import number
+from fastdiff_bench.records.record import Fact, Failure, Log, Measurement, measured
+from fastdiff_bench.records.tables import table
+
+READER = "fastdiff reader"
+"""Baseline of the comparison."""
+
+Heat = Literal["warm", "cold"]
+"""State of the page cache before a session: warm has all files, cold has none."""
+
+_QUANTITIES = {
+    "throughput": "samples/s",
+    "bandwidth": "MB/s",
+    "cpu time": "us",
+    "peak resident": "GiB",
+    "speed-up": "1",
+}
+
+
+_RESIDENT = "high-water mark of the process, and what its workers alone hold in the end"
+"""Definition of peak resident memory: a sum over processes, whose peaks differ in time and share pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A case: the same samples for all readers, with a warm or a cold cache."""
+
+    samples: Samples
+    workers: int
+    """Worker processes of the readers that use them."""
+    heat: Heat
+    device: str
+
+    @property
+    def name(self) -> str:
+        """Name of the case in records."""
+        return f"{self.samples.kilobytes} KB samples, batch {self.samples.batch}, {self.heat}"
+
+    def report(self, results: Mapping[str, interleaved.Result], cached: float, log: Log) -> None:
+        """Write the measurements, and print them as a table.
+
+        Args:
+            results: by reader.
+            cached: share of the files in the page cache, in the worst session.
+            log: target of the measurements.
+        """
+        heading = ["reader", "samples/s", "[p20,", "p80]", "MB/s", "CPU us/sample", "peak GiB", f"{READER} over it"]
+        rows = [heading]
+        settled = {name: self._settled(result) for name, result in results.items() if result.failure is None}
+        for name, result in results.items():
+            if result.failure is not None:
+                log.write(Failure(bench="data", case=self.name, provider=name, reason=result.failure))
+                rows.append([name, "", "", "", "", "", "", result.failure])
+                continue
+            found = list(self._measurements(name, settled, cached))
+            for measurement in found:
+                log.write(measurement)
+            first, last = found[0].interval
+            shown = [one.value for one in found[1:] if not (log.fingerprint.smoke and doubts.is_ratio(one))]
+            cells = [number(value) for value in (found[0].value, first, last, *shown)]
+            rows.append([name, *cells, *[""] * (len(heading) - 1 - len(cells))])
+        print(f"\n{self.name}\n{table(rows, '<>>>>>>>')}\npeak GiB: {_RESIDENT}")
+
+    def _settled(self, result: interleaved.Result) -> interleaved.Result:
+        """Reduce each session to its mean step, because processes deliver in bursts.
+
+        The first steps of a session are dropped if their batches were read ahead during other readers' sessions.
+        """
+        sessions = []
+        for session in result.sessions:
+            ahead = min(int(result.facts["read ahead"] or 0), len(session.seconds) // 2)
+            sessions.append(
+                Steps([statistics.fmean(session.seconds[ahead:])], {}, session.cpu_seconds / len(session.seconds))
+            )
+        return interleaved.Result(sessions, result.facts, result.memory)
+
+    def _measurements(
+        self, name: str, settled: Mapping[str, interleaved.Result], cached: float
+    ) -> Iterator[Measurement]:
+        result, batch, size = settled[name], self.samples.batch, self.samples.sample_bytes
+        facts = self._facts(checked=name.startswith("fastdiff"))
+        facts |= {"read ahead": result.facts["read ahead"], "cached": cached}
+
+        def one(quantity: str, timing: Timing, scale: float = 1.0, provider: str = name) -> Measurement:
+            return Measurement(
+                bench="data", case=self.name, provider=provider, quantity=quantity, unit=_QUANTITIES[quantity],
+                better="lower" if quantity == "cpu time" else "higher", facts=facts, **measured(timing, scale),
+            )  # fmt: skip
+
+        rates = Timing.of([batch / seconds for seconds in result.seconds])
+        yield one("throughput", rates)
+        yield one("bandwidth", rates, size * 1e-6)
+        yield one("cpu time", Timing.of([session.cpu_seconds / batch for session in result.sessions]), 1e6)
+        assert result.memory is not None
+        resident = result.memory.resident + int(result.facts["workers' memory"] or 0)
+        yield Measurement(
+            bench="data", case=self.name, provider=name, quantity="peak resident", unit=_QUANTITIES["peak resident"],
+            value=resident / 2**30, better="lower",
+            facts=facts | {"resident": _RESIDENT},
+        )  # fmt: skip
+        if name != READER and READER in settled:
+            yield one("speed-up", interleaved.ratios(settled[READER], result), provider=f"{READER} over {name}")
+
+    def _facts(self, *, checked: bool) -> dict[str, Fact]:
+        samples = self.samples
+        facts: dict[str, Fact] = {
+            "samples": samples.count, "batch": samples.batch, "sample_bytes": samples.sample_bytes,
+            "mixed": samples.mixed, "workers": self.workers, "heat": self.heat, "device": self.device,
+            "crc32 checked": checked,
+        }  # fmt: skip
+        return facts | ({"crc32 us per sample": _crc32_seconds(samples.sample_bytes) * 1e6} if checked else {})
+
+
+def _crc32_seconds(size: int) -> float:
+    """Measure the time that the crc32 check takes per sample."""
+    content = bytes(size)
+    return min(timeit.repeat(lambda: crc32(content), number=10, repeat=10)) / 10

@@ -1,0 +1,329 @@
+"""``bench scale``: the cost of several ranks, measured on this machine, and predicted for many GPUs.
+
+Measured, for one ZeRO stage after the other: steps of one rank, of W independent runs (which share the machine but do
+not communicate), and of W ranks together, interleaved, with the same samples per rank (weak scaling), and the bytes
+sent. Fitted: the time of each collective by size. Checked: from these and the steps without communication, the model in
+``bench/fastdiff_bench/scaling/communication.py`` predicts the steps of the ranks together. Predicted: see
+``bench/fastdiff_bench/scaling/projection.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fastdiff.planning.scaling.communication import Compute, Message, sent, step_seconds
+from fastdiff.planning.scaling.zero import Zero, parameters_of, width_of
+from fastdiff_bench import BenchError
+from fastdiff_bench.arguments import Commands, add_measuring, device, open_log
+from fastdiff_bench.measure import synthetic
+from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_interleaved
+from fastdiff_bench.measure.session import Fact
+from fastdiff_bench.measure.timing import Timing
+from fastdiff_bench.measure.workload import Workload
+from fastdiff_bench.records.record import Failure, Log, Measurement, measured
+from fastdiff_bench.records.tables import table
+from fastdiff_bench.scaling import host, projection
+from fastdiff_bench.scaling.line import Line, fit
+from fastdiff_bench.trainers import collectives
+
+_KINDS = ("all-reduce", "reduce-scatter", "all-gather")
+_STAGES = ("ddp", "zero1", "zero2", "zero3")
+FULL, SMOKE = Effort(rounds=8, steps=5, warm_up=10), Effort(rounds=2, steps=2, warm_up=4)
+_SAMPLES = 256
+
+CONSENSUS = Message("all-reduce", 6 * 8)
+"""Per-step consensus of the ranks (``fastdiff.parallel.consensus``), for any model and stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Plan of the measurement."""
+
+    workload: Workload
+    """Workload of one rank."""
+    stages: tuple[str, ...]
+    ranks: tuple[int, ...]
+    device: str
+    effort: Effort
+    sizes: tuple[int, ...]
+    """Message sizes of the sweep, in bytes per rank."""
+
+    def name(self, stage: str, ranks: int, apart: bool = False) -> str:
+        """Return the provider in the records."""
+        return f"{provider(stage)}, {ranks} rank{'s' if ranks > 1 else ''}{' apart' if apart else ''}"
+
+    def zero(self, stage: str) -> Zero:
+        """Return the communication settings of a stage's DeepSpeed JSON."""
+        return Zero.of(replace(self.workload, deepspeed=stage).deepspeed_json())
+
+    def messages(self, stage: str, ranks: int) -> list[Message]:
+        """Return the modelled messages of a step."""
+        config = self.workload.config(Path(), Path())
+        performance = config.performance
+        widths = width_of(performance.precision), ranks, width_of(performance.sums)
+        return [*self.zero(stage).messages(parameters_of(config.model), *widths), CONSENSUS]
+
+
+def add(commands: Commands) -> None:
+    """Register the command."""
+    parser = commands.add_parser("scale", description=__doc__)
+    add_measuring(parser)
+    parser.add_argument("--preset", help="preset to train (default: digits)")
+    parser.add_argument("--batch", type=int, metavar="N", help="samples per rank and step (default: 8)")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"])
+    parser.add_argument(
+        "--stages", nargs="+", default=_STAGES, metavar="NAME|FILE", help="as --deepspeed_config; default: all stages"
+    )
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, metavar="W", help="numbers of ranks; default: 1 2 (on a single GPU: 1)"
+    )
+    parser.add_argument(
+        "--host", action="store_true", help="measure the processor time of a step by stage, which predictions use"
+    )
+    projection.add_flags(parser)
+    parser.set_defaults(run=_run)
+
+
+def provider(stage: str) -> str:
+    """Return the name of a DeepSpeed JSON in the records: ``zero0`` for ``ddp``."""
+    return {"ddp": "zero0"}.get(Path(stage).stem, Path(stage).stem)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if projection.wanted(arguments):
+        return projection.run(arguments, provider)
+    projection.refuse(arguments, projection.FLAGS, "without --from or --step-ms, because steps are measured")
+    if arguments.host:
+        return _measure_host(arguments)
+    plan = _plan(arguments)
+    with tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as folder, open_log(arguments, "scale") as log:
+        data = Path(folder) / "data"
+        synthetic.write(data, plan.workload.config(data, data).model, _SAMPLES)
+        results: dict[str, Result] = {}
+        for stage in plan.stages:  # one stage at a time: each trainer keeps its processes and their memory
+            results |= run_interleaved(_programs(plan, data, stage), plan.effort, device=plan.device)
+        failed = [name for name, result in results.items() if result.failure is not None]
+        for name in failed:
+            log.write(Failure(bench="scale", case=plan.workload.case, provider=name, reason=str(results[name].failure)))
+        _report_measured(plan, results, log)
+        fitted = True
+        for ranks in plan.ranks:
+            if ranks > 1:
+                lines = fit_links(plan, ranks, log)
+                fitted = fitted and lines is not None
+                if lines is not None:
+                    _report_checked(plan, ranks, results, lines, log)
+        print(f"record: {log.path}")
+    return int(bool(failed) or not fitted)
+
+
+def _measure_host(arguments: argparse.Namespace) -> int:
+    projection.refuse(arguments, ["preset", "batch", "ranks"], "with --host, which has its own networks")
+    effort = SMOKE if arguments.smoke else replace(FULL, steps=20)
+    with (
+        tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as name,
+        open_log(arguments, "scale", "scale-host") as log,
+    ):
+        folder = Path(name)
+        base = Workload(preset="digits", precision=arguments.precision or "bf16")
+        stages = {provider(stage): replace(base, deepspeed=stage) for stage in arguments.stages}
+        stages = {
+            name: host.without_persistence(one, folder) if "zero3" in name else one for name, one in stages.items()
+        }
+        synthetic.write(folder / "data", base.config(folder, folder).model, _SAMPLES)
+        rows = [*host.measure(stages, folder / "data", effort, device(arguments))]
+        for row in rows:
+            log.write(row)
+        print(f"record: {log.path}")
+    return int(any(isinstance(row, Failure) for row in rows))
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    on, smoke = device(arguments), arguments.smoke
+    gpus = torch.cuda.device_count() if on == "cuda" else None
+    ranks = tuple(dict.fromkeys(arguments.ranks or ([1] if gpus == 1 else [1, 2])))
+    bad = [rank for rank in ranks if rank < 1 or (gpus is not None and rank > gpus)]
+    if bad:
+        most = "" if gpus is None else f" and at most the number of GPUs, {gpus}"
+        raise BenchError(f"--ranks {bad[0]}: expected at least 1{most}")
+    batch = 8 if arguments.batch is None else arguments.batch
+    if batch < 1:
+        raise BenchError(f"--batch {batch}: expected at least one sample per rank")
+    workload = Workload(preset=arguments.preset or "digits", batch=batch, precision=arguments.precision)
+    stages = tuple(arguments.stages[-1:] if smoke else arguments.stages)
+    plan = Plan(
+        workload,
+        stages,
+        ranks,
+        on,
+        SMOKE if smoke else FULL,
+        sizes=tuple(2**power for power in range(10, 19 if smoke else (29 if on == "cuda" else 25), 2)),
+    )
+    for stage in stages:
+        plan.messages(stage, 1)
+    return plan
+
+
+def _programs(plan: Plan, data: Path, stage: str) -> list[Program]:
+    # One thread per rank for any number of ranks, so that the compute resources of a rank are constant.
+    threads = {} if plan.device == "cuda" else {"OMP_NUM_THREADS": "1"}
+    warm_up = plan.effort.warm_up
+    alone, found = replace(plan.workload, deepspeed=stage), []
+    for ranks in plan.ranks:
+        if ranks > 1:
+            name = plan.name(stage, ranks, apart=True)
+            found.append(Program(name, collectives.run_apart, (alone, data), ranks, threads))
+        together = replace(alone, batch=ranks * (alone.batch or 1))
+        given = (together, data, (warm_up // 2, warm_up))
+        found.append(Program(plan.name(stage, ranks), collectives.run, given, ranks, threads))
+    return found
+
+
+def _report_measured(plan: Plan, results: dict[str, Result], log: Log) -> None:
+    rows = [["measured", "step ms", "p20", "p80", "collectives", "sent MiB", "by the model", "communication ms"]]
+    for stage in plan.stages:
+        for ranks in plan.ranks:
+            for apart in (True, False) if ranks > 1 else (False,):
+                name = plan.name(stage, ranks, apart)
+                result = results[name]
+                if result.failure is not None:
+                    continue
+                timing = result.timing
+                times = [f"{1e3 * value:.1f}" for value in (timing.median, timing.p20, timing.p80)]
+                facts: dict[str, Fact] = {"stage": plan.zero(stage).stage, "ranks": ranks, "apart": apart}
+                facts["parameters"] = result.facts["parameters"]
+                log.write(_measurement(plan, name, "step time", "ms", timing, "lower", facts))
+                counts = ["", "", "", ""] if apart else _report_counted(plan, stage, ranks, result, facts, log)
+                rows.append([name, *times, *counts])
+    print(table(rows, "<>>>>>>>"))
+
+
+def _report_counted(plan: Plan, stage: str, ranks: int, result: Result, facts: dict[str, Fact], log: Log) -> list[str]:
+    steps: list[list[collectives.Call]] = json.loads(str(result.facts["calls"]))
+    name = plan.name(stage, ranks)
+    by_kind: dict[str, float] = {}
+    for kind, size, _ in steps[-1]:
+        by_kind[kind] = by_kind.get(kind, 0.0) + sent(kind, size, ranks) / 2**20
+    model = sum(sent(message.kind, message.bytes, ranks) for message in plan.messages(stage, ranks)) / 2**20
+    counts = Timing.of([float(len(calls)) for calls in steps])
+    log.write(_measurement(plan, name, "collectives", "1", counts, "neither", facts))
+    log.write(
+        Measurement(
+            bench="scale",
+            case=plan.workload.case,
+            provider=name,
+            quantity="bytes sent",
+            unit="MiB",
+            value=sum(by_kind.values()),
+            better="neither",
+            facts={**facts, **by_kind, "by the model": model, "bytes": "the least that any algorithm sends"},
+        )
+    )
+    seconds = Timing.of([sum(seconds for *_, seconds in calls) for calls in steps])
+    log.write(_measurement(plan, name, "communication time", "ms", seconds, "lower", facts))
+    return [f"{counts.median:.0f}", f"{sum(by_kind.values()):.3f}", f"{model:.3f}", f"{1e3 * seconds.median:.2f}"]
+
+
+def _measurement(
+    plan: Plan, name: str, quantity: str, unit: str, timing: Timing, better: str, facts: dict[str, Fact]
+) -> Measurement:
+    return Measurement(
+        bench="scale",
+        case=plan.workload.case,
+        provider=name,
+        quantity=quantity,
+        unit=unit,
+        better=better,  # type: ignore[arg-type]
+        facts=facts,
+        **measured(timing, 1e3 if unit == "ms" else 1.0),  # type: ignore[arg-type]
+    )
+
+
+def fit_links(plan: Plan, ranks: int, log: Log) -> dict[str, Line] | None:
+    """Measure and record the time of each collective by size; None: it failed."""
+    name = f"{'nccl' if plan.device == 'cuda' else 'gloo'}, {ranks} ranks"
+    arguments = (_KINDS, tuple(ranks * size for size in plan.sizes))
+    program = Program(name, collectives.sweep, arguments, ranks, {"OMP_NUM_THREADS": "1"})
+    result = run_interleaved([program], replace(plan.effort, warm_up=1), device=plan.device)[name]
+    if result.failure is not None:
+        log.write(Failure(bench="scale", case="links", provider=name, reason=result.failure))
+        print(f"\n{name}: the sweep of message sizes failed: {result.failure}")
+        return None
+    calls: list[collectives.Call] = json.loads(str(result.facts["calls"]))
+    lines, rows = {}, [["fitted", "alpha us", "1/beta GB/s", "residual"]]
+    for kind in _KINDS:
+        # The first of each size is the warm-up.
+        seconds = {size: [call[2] for call in calls if (call[0], call[1]) == (kind, size)][1:] for size in arguments[1]}
+        lines[kind] = line = fit([(size, statistics.median(values)) for size, values in seconds.items()])
+        rate = 1 / line.per_byte / 1e9 if line.per_byte else 0.0
+        rows.append([f"{kind}, {name}", f"{1e6 * line.latency:.1f}", f"{rate:.3f}", f"{line.residual:.2f}"])
+        facts: dict[str, Fact] = {
+            "kind": kind,
+            "ranks": ranks,
+            "smallest": arguments[1][0],
+            "largest": arguments[1][-1],
+        }
+        for quantity, unit, value, better in (
+            (f"{kind} latency", "us", 1e6 * line.latency, "lower"),
+            (f"{kind} bandwidth", "GB/s", rate, "higher"),
+            (f"{kind} residual", "1", line.residual, "lower"),
+        ):
+            log.write(
+                Measurement(
+                    bench="scale", case="links", provider=name, quantity=quantity, unit=unit, value=value,
+                    better=better, facts=facts,  # type: ignore[arg-type]
+                )
+            )  # fmt: skip
+    print(f"\n{table(rows, '<>>>')}")
+    return lines
+
+
+def _report_checked(plan: Plan, ranks: int, results: dict[str, Result], lines: dict[str, Line], log: Log) -> None:
+    """Predict the steps of ranks together from steps without communication."""
+    rows = [["checked", "from", "predicted ms", "measured ms", "error"]]
+    overlap = plan.device == "cuda"
+    for stage in plan.stages:
+        name, zero = plan.name(stage, ranks), plan.zero(stage)
+        for source in ([plan.name(stage, 1)] if 1 in plan.ranks else []) + [plan.name(stage, ranks, apart=True)]:
+            if results[name].failure is not None or results[source].failure is not None:
+                continue
+            predicted = step_seconds(
+                _compute(results[source], zero.shards),
+                plan.messages(stage, ranks),
+                lambda message: lines[message.kind].seconds(message.bytes),
+                ranks,
+                overlap=overlap,
+            )
+            seen = results[name].timing.median
+            error = predicted / seen - 1
+            rows.append([name, source, f"{1e3 * predicted:.1f}", f"{1e3 * seen:.1f}", f"{100 * error:+.0f} %"])
+            start = source.partition(", ")[2]
+            facts: dict[str, Fact] = {"from": start, "measured": 1e3 * seen, "stage": zero.stage, "ranks": ranks}
+            for quantity, unit, value in (
+                (f"predicted step time from {start}", "ms", 1e3 * predicted),
+                (f"prediction error from {start}", "1", error),
+            ):
+                log.write(
+                    Measurement(
+                        bench="scale", case=plan.workload.case, provider=name, quantity=quantity, unit=unit,
+                        value=value, better="neither", facts=facts,
+                    )
+                )  # fmt: skip
+    print(f"\n{table(rows, '<<>>>')}")
+    print(
+        "Not modelled: ranks of one machine share its memory bandwidth and caches, as the independent runs do;\n"
+        "DeepSpeed's own work for sending (flattening, copying, partitioning); and ranks that wait for one another."
+    )
+
+
+def _compute(result: Result, shards: Sequence[str]) -> Compute:
+    phases = {name: result.phase(name).median for name in result.sessions[0].phases}
+    return Compute.of(result.timing.median, phases, shards)

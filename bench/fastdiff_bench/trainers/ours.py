@@ -1,0 +1,177 @@
+"""fastdiff itself: the unmodified loop of ``fastdiff/train.py``, with a callback that measures time."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from fastdiff.batch import Batch
+from fastdiff.config.launch_options import Launch
+from fastdiff.console import quieten
+from fastdiff.diffusion.levels import Corruption
+from fastdiff.parallel.world import start_world
+from fastdiff.train import take_steps
+from fastdiff.training.build import build
+from fastdiff.training.callbacks.base import Callback, Callbacks
+from fastdiff.training.passes.eager import Passes
+from fastdiff.training.state import TrainState
+from fastdiff_bench.measure import launches
+from fastdiff_bench.measure.session import Enough, StepTimer
+from fastdiff_bench.measure.workload import Workload
+from fastdiff_bench.tracing import program
+
+
+def run(
+    timer: StepTimer,
+    workload: Workload,
+    data: Path,
+    phases: bool = False,
+    launched: bool = False,
+    traced: tuple[Path, int] | None = None,
+) -> None:
+    """Step until ``Enough``.
+
+    Facts: ``parameters``, ``device`` (its name), ``micro`` (samples of a micro-batch), ``graph_breaks`` and
+    ``compilations`` of torch.compile so far, ``last_compilation`` (the last step that compiled, counted from 1; 0:
+    none); with ``launched`` also the number ``launches`` of a step and their kind ``launched``; with
+    ``traced`` those of ``fastdiff_bench.tracing.program``.
+
+    Args:
+        timer: of this process.
+        workload: what to train.
+        data: folder of shards that fit its model.
+        phases: also measure the phases of a step.
+        launched: count the launches of one additional step at the end.
+        traced: trace this number of additional steps at the end, into this folder.
+    """
+    quieten()
+    world = start_world()
+    with ExitStack() as stack:
+        folder = world.on_first(lambda: Path(tempfile.mkdtemp(prefix="run-", dir=timer.folder)))
+        if world.is_first:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        config = workload.config(data, folder)
+        launch = Launch(deepspeed=workload.deepspeed_json(), resume="never")
+        built = build(config, launch, world, stack)
+        state, batches, callbacks = built.state, built.batches, built.callbacks
+        timer.ready(
+            parameters=sum(math.prod(shape) for shape in state.engine.shapes.values()),
+            device=torch.cuda.get_device_name() if timer.device.type == "cuda" else "cpu",
+            micro=state.config.batch.per_rank(world.size),
+        )
+        stream: Iterator[Batch] = _timed_batches(timer, batches) if phases else batches
+        if phases:
+            state.engine = cast(Any, _TimedEngine(timer, state.engine))
+            state.objective = cast(Any, _TimedObjective(timer, state.objective))
+            state.ema = cast(Any, _TimedEma(timer, state.ema))
+        if phases or traced is not None:  # a graph shows no parts
+            state.passes = Passes(state.engine, state.objective, state.meters, state.guard)
+        try:
+            take_steps(state, stream, Observed(callbacks, AfterStep(timer)))
+        except Enough:
+            if launched:
+                found = launches.count(lambda: _one_step(state, stream), timer.device)
+                timer.facts["launches"], timer.facts["launched"] = found
+            if traced is not None:
+                timer.facts |= program.trace(state, lambda: _one_step(state, stream), *traced)
+            raise
+
+
+class AfterStep(Callback):
+    """Reports every step, and the activity of torch.compile so far, to the step timer."""
+
+    def __init__(self, timer: StepTimer) -> None:
+        self._timer, self._steps = timer, 0
+        timer.facts["compilations"] = timer.facts["last_compilation"] = timer.facts["graph_breaks"] = 0
+
+    def on_step(self, state: TrainState) -> None:
+        """Record the facts, then end the step."""
+        facts, self._steps = self._timer.facts, self._steps + 1
+        compilations = counters["stats"]["unique_graphs"]
+        if compilations != facts["compilations"]:
+            facts["compilations"], facts["last_compilation"] = compilations, self._steps
+        facts["graph_breaks"] = counters["graph_break"].total()
+        self._timer.after_step()
+
+
+class Observed(Callbacks):
+    """The callbacks of a run, followed by one more."""
+
+    def __init__(self, own: Callbacks, last: Callback) -> None:
+        super().__init__([last])
+        self._own = own
+
+    def on_step(self, state: TrainState) -> None:
+        """Call all of them."""
+        self._own.on_step(state)
+        super().on_step(state)
+
+
+class _Stop(Callback):
+    def on_step(self, state: TrainState) -> None:
+        raise Enough
+
+
+def _one_step(state: TrainState, batches: Iterator[Batch]) -> None:
+    with suppress(Enough):
+        take_steps(state, batches, Callbacks([_Stop()]))
+
+
+def _timed_batches(timer: StepTimer, batches: Iterator[Batch]) -> Iterator[Batch]:
+    while True:
+        with timer.phase("data"):
+            batch = next(batches)
+        yield batch
+
+
+class _Timed:
+    """Wrapper of a part of the run; untimed attributes are those of the part."""
+
+    def __init__(self, timer: StepTimer, part: Any) -> None:
+        self._timer, self._part = timer, part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+class _TimedEngine(_Timed):
+    def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
+        with self._timer.phase("forward"):
+            return cast(Tensor, self._part(*inputs, **condition))
+
+    def backward(self, loss: Tensor, *, discard: bool = False) -> None:
+        with self._timer.phase("backward"):
+            self._part.backward(loss, discard=discard)
+
+    def skips(self) -> Tensor | None:
+        with self._timer.phase("optimizer"):
+            return cast("Tensor | None", self._part.skips())
+
+    def update(self) -> None:
+        with self._timer.phase("optimizer"):
+            self._part.update()
+
+
+class _TimedObjective(_Timed):
+    def corrupt(self, batch: Batch, model: Any) -> Corruption:
+        with self._timer.phase("objective"):
+            return cast(Corruption, self._part.corrupt(batch, model))
+
+    def loss(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
+        with self._timer.phase("objective"):
+            return cast(Tensor, self._part.loss(prediction, batch, corruption))
+
+
+class _TimedEma(_Timed):
+    def update(self, applied: int) -> None:
+        with self._timer.phase("ema"):
+            self._part.update(applied)

@@ -1,0 +1,132 @@
+"""Networks of the baselines without fastdiff's ops: a DiT in plain torch, and diffusers' UNet.
+
+Unlike fastdiff's networks they run under ``torch.autocast``: their norms take shift and scale in another dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastdiff.batch import Condition
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.models.dit.network import AdaLNModulation, Attention, DiT, FinalLayer, Mlp
+from fastdiff.models.kernel_choice import compiles
+from fastdiff.models.load import build_network
+from fastdiff_bench import BenchError
+
+_NORM_EPS = 1e-6
+
+
+def network(config: RunConfig, device: torch.device, *, best: bool) -> Any:
+    """Return the network of the run in fp32, with fastdiff's initial weights and parameter names.
+
+    Args:
+        config: the run.
+        device: where it computes.
+        best: a UNet in channels_last.
+    """
+    weights = build_network(config).state_dict()
+    recompute = config.performance.recompute
+    if isinstance(config.model, DiTConfig):
+        with torch.device("meta"):
+            model: Any = PlainDiT(config.model, recompute=recompute)
+        model.load_state_dict(weights, assign=True)
+    elif isinstance(config.model, UNetConfig):
+        from diffusers import UNet2DConditionModel
+
+        model = UNet2DConditionModel(**config.model.to_diffusers())
+        model.load_state_dict(weights)
+        if recompute:
+            model.enable_gradient_checkpointing()
+        if best:
+            model.to(memory_format=torch.channels_last)
+    else:
+        raise BenchError(
+            f"{config.model.title} has no plain network as a baseline; choose another preset, or no --peer"
+        )
+    return model.to(device).train()
+
+
+def compiled(model: nn.Module, config: RunConfig, device: torch.device) -> bool:
+    """Compile the network in place if fastdiff compiles its own here; return whether it does.
+
+    A DiT is compiled per block, so that equal blocks share a graph; a UNet is compiled as a whole.
+    """
+    if not compiles(config, device):
+        return False
+    if isinstance(model, PlainDiT):
+        model.compile_blocks()
+    else:
+        model.compile()
+    return True
+
+
+def predict(model: nn.Module, noisy: Tensor, time: Tensor, condition: Condition) -> Tensor:
+    """Map ``noisy [B, C, H, W], time [B] -> [B, C, H, W]``, or to twice the channels with a variance."""
+    if isinstance(model, PlainDiT):
+        return cast(Tensor, model(noisy, time, condition["label"]))
+    added = {theirs: condition[ours] for ours, theirs in _ADDED.items() if ours in condition}
+    return cast(Tensor, model(noisy, time, condition["context"], added_cond_kwargs=added, return_dict=False)[0])
+
+
+_ADDED = {"pooled": "text_embeds", "time_ids": "time_ids"}
+"""Additional conditions of an SDXL UNet: our names and diffusers' names."""
+
+
+class PlainDiT(DiT):
+    """The same network with torch's norms, modulations and attention."""
+
+    def __init__(self, config: DiTConfig, *, recompute: bool = False) -> None:
+        super().__init__(config, recompute=recompute)
+        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.depth))
+        self.final_layer = _FinalLayer(config)
+
+
+class _Block(nn.Module):
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.attn = _Attention(config.hidden, config.heads, (config.size // config.patch) ** 2)
+        self.mlp = _Mlp(config.hidden, int(config.hidden * config.mlp_ratio))
+        self.adaLN_modulation = AdaLNModulation(config.hidden, 6)
+
+    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
+        """See ``DiTBlock``."""
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(condition).chunk(6, dim=1)
+        tokens = tokens + gate_a.unsqueeze(1) * self.attn(_modulated(tokens, shift_a, scale_a))
+        return cast(Tensor, tokens + gate_m.unsqueeze(1) * self.mlp(_modulated(tokens, shift_m, scale_m)))
+
+
+class _Attention(Attention):
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        """Map ``[B, T, D] -> [B, T, D]``."""
+        query, key, value = self.qkv(tokens).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value)  # [B, H, T, D / H]
+        return cast(Tensor, self.proj(attended.transpose(1, 2).flatten(2)))
+
+
+class _Mlp(Mlp):
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        """Map ``[B, T, D] -> [B, T, D]``."""
+        return cast(Tensor, self.fc2(F.gelu(self.fc1(tokens), approximate="tanh")))
+
+
+class _FinalLayer(FinalLayer):
+    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
+        """See ``FinalLayer``."""
+        shift, scale = self.adaLN_modulation(condition).chunk(2, dim=1)
+        return cast(Tensor, self.linear(_modulated(tokens, shift, scale)))
+
+
+PlainDiT.block_classes = (_Block,)  # type: ignore[assignment]
+
+
+def _modulated(tokens: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Normalize and modulate ``tokens [B, T, D]`` by ``shift`` and ``scale [B, D]``; fp32 under autocast."""
+    normed = F.layer_norm(tokens, tokens.shape[-1:], eps=_NORM_EPS)
+    return normed * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)

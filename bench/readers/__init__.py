@@ -1,1 +1,0 @@
-"""Readers compared by ``python -m bench data``, and their samples."""

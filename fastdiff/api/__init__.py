@@ -1,0 +1,1 @@
+"""The Python interface: ``fastdiff.train``, ``fastdiff.Run``, ``fastdiff.preset`` and ``fastdiff.Config``."""

@@ -1,0 +1,95 @@
+"""HTML of a run for notebooks: facts, the curve of the loss, the newest picture. Everything is escaped and inline."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from fastdiff.json_lines import Record, read_records
+
+_WIDTH, _HEIGHT = 360, 120
+_POINTS = 400
+"""Largest number of points of a curve."""
+_LARGEST_PICTURE = 4 << 20
+"""Bytes of the largest picture that is shown."""
+_FRAME = "display:flex;gap:24px;align-items:flex-start;flex-wrap:wrap;font-family:sans-serif;font-size:13px"
+
+
+def pictures(run: Path) -> list[Path]:
+    """Return the sample grids of a run, the oldest first."""
+    return sorted((run / "samples").glob("step-*.png"))
+
+
+def card(title: str, facts: Mapping[str, object], run: Path) -> str:
+    """Return a table of facts, the curve of the loss and the newest picture of a run."""
+    rows = "".join(
+        f"<tr><td style='text-align:left;opacity:.65'>{escape(name)}</td>"
+        f"<td style='text-align:left'>{escape(str(value))}</td></tr>"
+        for name, value in facts.items()
+    )
+    table = f"<div><b>{escape(title)}</b><table>{rows}</table></div>"
+    return f"<div style='{_FRAME}'>{table}{_curve(_losses(run))}{_newest_picture(run)}</div>"
+
+
+def live(run: Path, name: str, percent: int, text: str, steps: int) -> str:
+    """Return the view of a run that is training.
+
+    Args:
+        run: its folder.
+        name: of the work, from the bar of the rank.
+        percent: of that work.
+        text: numbers of the bar.
+        steps: of the whole run.
+    """
+    bar = (
+        "<div style='width:360px;height:10px;border:1px solid currentColor;border-radius:5px;overflow:hidden;"
+        f"opacity:.8'><div style='width:{min(percent, 100)}%;height:100%;background:#2a78b8'></div></div>"
+    )
+    head = f"<div><b>{escape(name)}</b> {percent} % of {steps:,} steps<br>{bar}<code>{escape(text)}</code></div>"
+    return f"<div style='{_FRAME}'>{head}{_curve(_losses(run))}{_newest_picture(run)}</div>"
+
+
+def _losses(run: Path) -> list[tuple[float, float]]:
+    try:
+        records: Sequence[Record] = read_records(run / "metrics.jsonl")
+    except OSError:
+        return []
+    found = [(float(r["step"]), r.get("loss")) for r in records]
+    return [(step, loss) for step, loss in found if isinstance(loss, int | float) and loss > 0]
+
+
+def _curve(points: Sequence[tuple[float, float]]) -> str:
+    """Draw positive losses over steps, with a logarithmic axis."""
+    if len(points) < 2:
+        return ""
+    thinned = [*points[:: max(1, len(points) // _POINTS)], points[-1]]
+    logs = [math.log(loss) for _, loss in thinned]
+    low, high, last = min(logs), max(logs), thinned[-1][0]
+    first = thinned[0][0]
+
+    def place(step: float, log: float) -> str:
+        x = (step - first) / max(last - first, 1e-12) * _WIDTH
+        y = (high - log) / max(high - low, 1e-12) * _HEIGHT
+        return f"{x:.1f},{y:.1f}"
+
+    line = " ".join(place(step, log) for (step, _), log in zip(thinned, logs, strict=True))
+    return (
+        f"<div><svg width='{_WIDTH}' height='{_HEIGHT}' style='overflow:visible'>"
+        f"<polyline points='{line}' fill='none' stroke='#2a78b8' stroke-width='1.5'/></svg>"
+        f"<div style='opacity:.65'>loss {math.exp(high):.3g} to {math.exp(low):.3g} (logarithmic), step {first:,.0f} "
+        f"to {last:,.0f}, now {thinned[-1][1]:.4f}</div></div>"
+    )
+
+
+def _newest_picture(run: Path) -> str:
+    found = pictures(run)
+    if not found or found[-1].stat().st_size > _LARGEST_PICTURE:
+        return ""
+    content = base64.b64encode(found[-1].read_bytes()).decode()
+    return (
+        f"<div><img src='data:image/png;base64,{content}' style='max-width:360px;image-rendering:pixelated'>"
+        f"<div style='opacity:.65'>{escape(found[-1].stem)}</div></div>"
+    )

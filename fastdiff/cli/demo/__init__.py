@@ -1,0 +1,1 @@
+"""``fastdiff demo``: five minutes in which a run is killed, resumes, and equals one that was left alone."""

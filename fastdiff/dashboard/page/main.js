@@ -1,0 +1,141 @@
+// The cards of the page, what redraws them, and its begin: live from a server, or from the facts within a report.
+"use strict";
+
+const has = (name) => shownRuns().some((run) => hasColumn(run, name));
+const CARDS = [
+  { id: "loss", title: "Loss", draw: drawLoss, wide: true },
+  { id: "validation", title: "Validation", draw: drawValidation, wide: true },
+  { id: "noise", title: "Loss by noise level", draw: drawNoise, wide: true, options: noiseOptions },
+  { id: "samples", title: "Samples", draw: drawFilmStrip, wide: true },
+  { id: "prompts", title: "Prompts side by side", draw: (host) => drawPrompts(host, chosenImage()), wide: true, options: imageOptions, if: () => withPictures().some((run) => promptsOf(run).length) },
+  { id: "norm", title: "Gradient norm", draw: drawNorm },
+  { id: "rate", title: "Learning rate", draw: drawRate },
+  { id: "throughput", title: "Throughput", draw: drawThroughput },
+  { id: "wait", title: "Waiting for data", draw: drawWait },
+  { id: "memory", title: "Peak memory of rank 0", draw: drawMemory },
+  { id: "mfu", title: "Model FLOPs utilisation", draw: drawUtilisation, if: () => has("mfu") },
+  { id: "scale", title: "Loss scale of fp16", draw: drawScale, if: () => has("loss_scale") },
+  { id: "parts", title: "Parts of the loss", draw: drawParts, if: () => shownRuns().some((run) => partsOf(run).length) },
+  { id: "time", title: "Where the time went", draw: drawTime, wide: true },
+  { id: "events", title: "Restarts, spikes and skipped steps", draw: drawEvents, wide: true },
+  { id: "configuration", title: "Configuration", draw: drawConfiguration, wide: true },
+];
+
+function noiseOptions() {
+  const choice = (value, text, checked) => el("label", {}, el("input", { type: "radio", name: "noise", value, checked, onchange: draw }), ` ${text}`);
+  return el("span", { class: "options" }, choice("loss", "loss", true), choice("change", "change within each row", false));
+}
+
+function imageOptions() {
+  return el("select", { id: "image", "aria-label": "which image of each prompt", onchange: draw });
+}
+
+function makeCards() {
+  const cards = CARDS.map((card) => el("section", { class: card.wide ? "card wide" : "card", "aria-label": card.title },
+    el("h2", {}, card.title, card.options ? card.options() : null), el("div", { class: "body", id: card.id })));
+  document.getElementById("cards").replaceChildren(...cards);
+  document.body.append(tip);
+}
+
+let isDue = false;
+
+/** Draw the page anew, at most once per frame; not before the end of a drag, whose plot would be replaced. */
+function draw() {
+  if (isDue) return;
+  isDue = true;
+  requestAnimationFrame(() => {
+    isDue = false;
+    if (Drag.isOn) Drag.isDue = true;
+    else drawNow();
+  });
+}
+
+function drawNow() {
+  drawRuns(document.getElementById("runs"));
+  document.getElementById("unzoom").hidden = Store.zoom === null;
+  document.getElementById("smoothed").textContent = reach() > 0 ? `over ${count(reach())} ${Store.axis === "step" ? "steps" : "samples"}` : "none";
+  drawReading(document.getElementById("reading"));
+  document.getElementById("cards").hidden = !shownRuns().length;
+  document.getElementById("controls").hidden = !shownRuns().length;
+  if (!shownRuns().length) return;
+  const hosts = new Map(CARDS.map((card) => [card, document.getElementById(card.id)]));
+  for (const [card, host] of hosts) host.parentElement.hidden = card.if ? !card.if() : false; // before a plot asks for its width
+  for (const [card, host] of hosts) if (!host.parentElement.hidden) drawCard(card, host);
+}
+
+/** Draw a card; one that fails says so, and the others go on. */
+function drawCard(card, host) {
+  try {
+    card.draw(host);
+  } catch (error) {
+    console.error(error);
+    empty(host, `${card.title} cannot be drawn: ${error.message}`);
+  }
+}
+
+/** What is there instead of the cards. */
+function drawReading(host) {
+  const wanted = Store.runs.filter((run) => run.shown);
+  host.hidden = !Store.runs.length || shownRuns().length > 0;
+  host.textContent = wanted.length ? wanted.map(readingOf).join(" ") : "No run is chosen: tick one above.";
+}
+
+function readingOf(run) {
+  if (run.unreadable) return `${run.name} ${run.unreadable}.`;
+  const { offset, size } = run.reading ?? {};
+  return `Reading ${run.name} …${size ? ` ${count(offset / 1e6)} of ${count(size / 1e6)} MB` : ""}`;
+}
+
+function listen() {
+  for (const input of document.querySelectorAll("input[name=axis]")) {
+    input.addEventListener("change", () => {
+      Store.axis = input.value;
+      setZoom(null);
+    });
+  }
+  document.getElementById("smoothing").addEventListener("input", (event) => {
+    Store.smoothing = +event.target.value;
+    draw();
+  });
+  document.getElementById("log").addEventListener("change", (event) => {
+    Store.log = event.target.checked;
+    draw();
+  });
+  document.getElementById("unzoom").addEventListener("click", () => setZoom(null));
+  document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
+  let width = innerWidth;
+  addEventListener("resize", () => {
+    if (innerWidth !== width) draw();
+    width = innerWidth;
+  });
+  // Details are open on paper, where nobody can open them.
+  let closed = [];
+  addEventListener("beforeprint", () => {
+    closed = [...document.querySelectorAll("details:not([open])")];
+    for (const one of closed) one.open = true;
+  });
+  addEventListener("afterprint", () => {
+    for (const one of closed) one.open = false;
+  });
+}
+
+function begin() {
+  makeCards();
+  listen();
+  const embedded = document.getElementById("facts");
+  if (!embedded) {
+    Live.say("", "Connecting …");
+    draw();
+    Live.start();
+    return;
+  }
+  const facts = JSON.parse(embedded.textContent);
+  Store.reading = false;
+  takeList(facts.runs.map(({ sections, ...run }) => run), true);
+  for (const { key, sections } of facts.runs) takeSections(Store.runs.find((run) => run.key === key), sections);
+  document.getElementById("where").textContent = "report";
+  Live.say("report", `as of ${facts.written}, fastdiff ${facts.version}`);
+  drawNow();
+}
+
+begin();

@@ -1,0 +1,63 @@
+"""The page of runs as one file that needs no server, no network and no other file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+import fastdiff
+from fastdiff.config.run_record import require_run
+from fastdiff.dashboard.facts import RunFacts, glance
+from fastdiff.dashboard.folders import key_of, names_of
+from fastdiff.dashboard.page_files import inlined
+from fastdiff.dashboard.pictures import embedded
+from fastdiff.files import write_output
+
+_PARTS = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
+
+
+def write_report(runs: Sequence[Path], out: Path) -> int:
+    """Write the page of ``runs`` as they are now; return its size in bytes.
+
+    Raises:
+        ConfigError: a folder has no run.
+        OSError: the file cannot be written.
+    """
+    for run in runs:
+        require_run(run)
+    page = _with_policy(inlined())
+    content = page.replace("<!-- facts -->", _embedded_facts(runs)).encode()
+    write_output(out, content)
+    return len(content)
+
+
+def _embedded_facts(runs: Sequence[Path]) -> str:
+    folders = {key_of(run): run for run in runs}
+    found = []
+    for run in names_of(folders):
+        folder = folders[run["key"]]
+        facts = RunFacts(folder)
+        sections = facts.sections({})
+        sections["pictures"] = embedded(facts.pictures)
+        found.append(run | {"state": glance(folder), "sections": sections})
+    written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    text = json.dumps({"runs": found, "written": written, "version": fastdiff.__version__}, allow_nan=False)
+    # Nothing in it ends the element: no text of a run is ever markup.
+    return f'<script type="application/json" id="facts">{text.replace("<", chr(92) + "u003c")}</script>'
+
+
+def _with_policy(page: str) -> str:
+    """Add a policy under which the page runs its own scripts alone and asks for nothing."""
+    digests: dict[str, list[str]] = {"style": [], "script": []}
+    for kind, text in _PARTS.findall(page):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        digests[kind].append(f"'sha256-{digest}'")
+    policy = "; ".join(
+        ["default-src 'none'", "img-src data:", *(f"{kind}-src {' '.join(found)}" for kind, found in digests.items())]
+    )
+    return page.replace("<head>", f'<head><meta http-equiv="Content-Security-Policy" content="{policy}">', 1)

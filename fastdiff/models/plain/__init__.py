@@ -1,0 +1,1 @@
+"""Plain ``torch.nn.Module`` classes of users, as networks of fastdiff."""

@@ -1,0 +1,182 @@
+"""Code of the user: an object named as ``PATH.py:NAME``, whose file is executed, or by an entry point.
+
+A file is executed only if the user names it on the command line, in a ``--config`` file or in Python; what a run folder
+or a data set names is never executed. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from fastdiff.errors import ConfigError, FastdiffError
+from fastdiff.files import read_bounded
+
+Group = Literal[
+    "fastdiff.networks",
+    "fastdiff.sources",
+    "fastdiff.objectives",
+    "fastdiff.callbacks",
+    "fastdiff.metrics",
+    "fastdiff.features",
+]
+"""Groups of the entry points by which packages provide plug-ins."""
+_LARGEST = 1 << 20
+"""Maximum size of a file, in bytes."""
+_MODULE = "fastdiff_plugin_"
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """An object of the user, with its identity."""
+
+    text: str
+    """As it was named: ``PATH.py:NAME``, or the name of an entry point."""
+    found: Any
+    """The object."""
+    identity: str
+    """``NAME sha256 DIGEST`` of the file, or ``NAME of PACKAGE VERSION``: equal for equal code."""
+    path: Path | None = None
+    """The file; None: an installed package."""
+
+    @contextmanager
+    def blamed(self, what: str, error_type: type[FastdiffError] = ConfigError) -> Iterator[None]:
+        """Turn an exception of the user's code into one message with its line.
+
+        Args:
+            what: the flag, or the call in words.
+            error_type: of the message; an error after the first step is none of the flags.
+
+        Raises:
+            FastdiffError: ``error_type``: the code inside raised an exception that is not of fastdiff.
+        """
+        try:
+            yield
+        except FastdiffError:
+            raise
+        except Exception as error:
+            raise error_type(f"{what}: {self._place(error)}: {type(error).__name__}: {error}") from error
+
+    def _place(self, error: Exception) -> str:
+        if self.path is None:
+            return self.text
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename) == self.path.absolute()]
+        if isinstance(error, SyntaxError) and not lines:
+            lines = [error.lineno]
+        return f"{self.path}:{lines[-1]}" if lines else str(self.path)
+
+
+def names_file(text: str) -> bool:
+    """Return whether ``text`` is ``PATH.py:NAME``."""
+    path, _, name = text.rpartition(":")
+    return path.endswith(".py") and name.isidentifier()
+
+
+def load(text: str, group: Group, flag: str) -> Plugin:
+    """Execute the file, or import the package, that ``text`` names, and return its object.
+
+    Args:
+        text: ``PATH.py:NAME``, or the name of an entry point.
+        group: group of the entry points.
+        flag: origin of ``text``, for messages.
+
+    Raises:
+        ConfigError: there is no such file, object or entry point, or its code raises an exception.
+    """
+    return _of_file(text, flag) if names_file(text) else _of_package(text, group, flag)
+
+
+def identity_of(text: str, group: Group, flag: str) -> str:
+    """Return the ``Plugin.identity`` of what ``text`` names; nothing is executed.
+
+    Raises:
+        ConfigError: there is no such file or entry point.
+    """
+    if names_file(text):
+        return _identity_of_file(text, _source(text, flag))
+    return _identity_of_point(_point(text, group, flag))
+
+
+def installed(group: Group) -> dict[str, EntryPoint]:
+    """Return the entry points of a group by name."""
+    return {point.name: point for point in entry_points(group=group)}
+
+
+def _of_file(text: str, flag: str) -> Plugin:
+    path, name = _split(text)
+    source = _source(text, flag)
+    identity = _identity_of_file(text, source)
+    # One module per path and content, of the same name on all ranks: a file that is named twice is executed once.
+    module_name = _MODULE + hashlib.sha256(bytes(path.absolute()) + b"\0" + source).hexdigest()[:16]
+    module = sys.modules.get(module_name) or _execute(Plugin(text, None, identity, path), source, module_name, flag)
+    if not hasattr(module, name):
+        raise ConfigError(f"{flag} {text}: {path} has no {name}")
+    return Plugin(text, getattr(module, name), identity, path)
+
+
+def _execute(plugin: Plugin, source: bytes, name: str, flag: str) -> ModuleType:
+    """Execute the bytes that the identity digests; the file may have changed since, and its cache may be older."""
+    assert plugin.path is not None
+    spec = importlib.util.spec_from_file_location(name, plugin.path.absolute())
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where classes of the file look up their module
+    try:
+        with plugin.blamed(flag):
+            exec(compile(source, plugin.path.absolute(), "exec", dont_inherit=True), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _of_package(text: str, group: Group, flag: str) -> Plugin:
+    point = _point(text, group, flag)
+    try:
+        found = point.load()
+    except Exception as error:
+        package = point.dist.name if point.dist else "a package"
+        raise ConfigError(
+            f"{flag} {text}: {package} cannot be imported ({error}); repair or uninstall that package"
+        ) from None
+    return Plugin(text, found, _identity_of_point(point))
+
+
+def _point(text: str, group: Group, flag: str) -> EntryPoint:
+    known = installed(group)
+    if text not in known:
+        there = f"installed: {', '.join(sorted(known))}" if known else f"no package with entry points {group}"
+        raise ConfigError(f"{flag} {text}: expected PATH.py:NAME, or the name of an installed plug-in ({there})")
+    return known[text]
+
+
+def _source(text: str, flag: str) -> bytes:
+    path, _ = _split(text)
+    try:
+        return read_bounded(path, _LARGEST)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{flag} {text}: {path} cannot be read ({error}); expected PATH.py:NAME") from error
+
+
+def _split(text: str) -> tuple[Path, str]:
+    path, _, name = text.rpartition(":")
+    return Path(path), name
+
+
+def _identity_of_file(text: str, source: bytes) -> str:
+    return f"{_split(text)[1]} sha256 {hashlib.sha256(source).hexdigest()}"
+
+
+def _identity_of_point(point: EntryPoint) -> str:
+    package = f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown package"
+    return f"{point.name} of {package}"

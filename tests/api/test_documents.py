@@ -1,0 +1,36 @@
+"""The examples of docs/api.md are run in the order of the page."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT
+
+BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE | re.DOTALL)
+LONGEST = 25
+"""Lines of an example."""
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_examples_run(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(digits, tmp_path / "data" / "digits")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels")]))
+    assert len(BLOCKS) >= 12
+    names: dict[str, object] = {}
+    for block in BLOCKS:
+        assert len(block.splitlines()) <= LONGEST
+        if (file := re.match(r"# (\w+\.py)\n", block)) is not None:
+            (tmp_path / file[1]).write_text(block)
+        else:
+            exec(compile(block, "docs/api.md", "exec"), names)
+    assert (tmp_path / "three.png").is_file()
+    assert (tmp_path / "digits-dit" / "dit.pt").is_file()
+    assert (tmp_path / "runs" / "huber" / "callbacks.jsonl").read_text().count("weight_norm") == 2
+    assert (tmp_path / "runs" / "huber" / "note.txt").read_text() == "1280 samples\n"
+    assert (tmp_path / "data" / "squares" / "dataset.json").is_file()

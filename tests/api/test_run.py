@@ -1,0 +1,43 @@
+"""A run folder as an object: what it names is not executed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fastdiff
+
+EVIL = """
+from pathlib import Path
+Path(__file__).with_suffix(".ran").touch()
+def loss(*arguments): ...
+class Watch:
+    def on_end(self, run): ...
+"""
+
+
+def record(folder: Path, **changes: Any) -> Path:
+    """Write a run folder that is a record alone."""
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"config": fastdiff.preset("digits", **changes).to_dict()}))
+    return folder
+
+
+@pytest.mark.parametrize("section", ["objective", "output"])
+def test_code_that_a_run_names_is_not_executed(tmp_path: Path, section: str) -> None:
+    """Neither by its configuration nor by a training with it; the user names it first."""
+    evil = tmp_path / "evil.py"
+    evil.write_text(EVIL)
+    text = f"{evil}:loss" if section == "objective" else f"{evil}:Watch"
+    changes = {"objective": {"plugin": text}, "output": {"callbacks": (text,)}}
+    folder = record(tmp_path / "run", **{section: changes[section]})
+    with pytest.raises(fastdiff.ConfigError, match="names code"):
+        fastdiff.train(fastdiff.Run(folder).config)
+    with pytest.raises(fastdiff.ConfigError, match="names code"):
+        fastdiff.Config.from_file(folder / "run.json")
+    assert not evil.with_suffix(".ran").exists()
+    expected = fastdiff.Run(folder, plugins=[text]).config.to_dict()
+    assert fastdiff.Config.from_file(folder / "run.json", plugins=[text]).to_dict() == expected

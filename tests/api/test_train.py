@@ -1,0 +1,158 @@
+"""``fastdiff.train`` and ``fastdiff.Run`` in the way of users: whole runs, errors as exceptions, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import fastdiff
+import fastdiff.train as trainer
+from fastdiff.api.config import Config
+from fastdiff.sampling.npz import read_npz
+from tests.support.processes import ROOT, run
+from tests.support.runs import hexes, losses, tiny
+from tests.support.scripts import COMMAND, TRAIN, run_script
+from tests.support.waiting import steps_logged, wait_until
+
+
+@pytest.fixture(scope="module")
+def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> fastdiff.Run:
+    folder = tmp_path_factory.mktemp("api") / "run"
+    before, grouped = set(psutil.Process().children(recursive=True)), torch.distributed.is_initialized()
+    run = fastdiff.train(Config.of(tiny(digits, folder, output__sample_every=3, output__sample_steps=2)))
+    assert set(psutil.Process().children(recursive=True)) <= before, "it leaves no process"
+    assert torch.distributed.is_initialized() == grouped, "the group of the ranks is theirs"
+    return run
+
+
+def test_the_call_trains_as_the_command_does(trained: fastdiff.Run, tmp_path: Path) -> None:
+    assert callable(trainer), "the function, though its module hides it"
+    (tmp_path / "run.yaml").write_text(trained.config.changed(output={"folder": str(tmp_path / "run")}).to_yaml())
+    assert run_script(TRAIN, "--config", tmp_path / "run.yaml").code == 0
+    assert hexes([record["loss"] for record in trained.metrics()]) == hexes(losses(tmp_path / "run"))
+
+
+def test_a_run_tells_what_it_has(trained: fastdiff.Run) -> None:
+    assert trained.checkpoints == [6]
+    assert [record["step"] for record in trained.metrics()] == [1, 2, 3, 4, 5, 6]
+    assert [path.name for path in trained.grids] == ["step-00000003.png", "step-00000006.png"]
+    assert trained.validation() == []
+    assert trained.ledger(price=2.0)["steps_kept"] == 6
+    assert trained.config.steps == 6
+    assert "steps 6 of 6" in repr(trained)
+    shown = trained._repr_html_()
+    assert "data:image/png;base64," in shown
+    assert "<polyline" in shown
+    with pytest.raises(fastdiff.ConfigError, match="no run"):
+        fastdiff.Run(trained.path.parent)
+
+
+def test_drawn_images_are_those_of_the_command(trained: fastdiff.Run, tmp_path: Path) -> None:
+    npz = tmp_path / "drawn.npz"
+    done = run_script(COMMAND, "sample", trained.path, "--npz", npz, "--num", "5", "--steps", "3", "--batch", "2")
+    assert done.code == 0, done.output
+    expected, _ = read_npz(npz)
+    drawn = trained.pixels(5, steps=3, batch=2, progress=False)
+    assert torch.equal(drawn.permute(0, 2, 3, 1), torch.from_numpy(expected))
+    pictures = trained.sample(5, steps=3, batch=2, progress=False)
+    assert np.array_equal(np.stack([np.asarray(picture) for picture in pictures]), expected[..., 0])
+    with pytest.raises(fastdiff.ConfigError, match="unknown arguments stepps"):
+        trained.pixels(1, stepps=3)
+
+
+def test_it_is_measured_and_exported(trained: fastdiff.Run, tmp_path: Path) -> None:
+    reference = tmp_path / "real.npz"
+    np.savez(reference, trained.pixels(8, steps=2, progress=False).permute(0, 2, 3, 1).numpy())
+    (tmp_path / "own.py").write_text("def gap(a, b):\n    return {'mean': float(abs(a.mean() - b.mean()))}\n")
+    own = f"{tmp_path / 'own.py'}:gap"
+    found = trained.evaluate(reference, num=8, features="pixels", metrics=[own], steps=2, progress=False)
+    assert found["fid"] == pytest.approx(0.0, abs=1e-6)
+    assert found["gap.mean"] == 0.0
+    assert "sha256" in found["metrics"]["gap"]
+    assert trained.likelihood(samples=2, progress=False)["samples"] == 2
+    out = trained.export(tmp_path / "weights", format="safetensors", raw=True)
+    assert (out / "model.safetensors").is_file()
+
+
+def test_errors_are_exceptions_with_their_message(trained: fastdiff.Run, tmp_path: Path) -> None:
+    config = trained.config
+    with pytest.raises(fastdiff.DataError, match=r"no data set.*fastdiff encode"):
+        fastdiff.train(config.changed(data={"path": str(tmp_path / "nowhere")}))
+    with pytest.raises(fastdiff.ConfigError, match=r"3 ranks|divisible|--batch.samples 16"):
+        fastdiff.train(config, ranks=3)
+    with pytest.raises(fastdiff.ConfigError, match=r"another configuration:\n  --seed: 0 -> 9\n"):
+        fastdiff.train(config.changed(seed=9))
+    (tmp_path / "own.py").write_text("class Ends:\n    def on_step(self, run):\n        raise KeyError('here')\n")
+    own = [f"{tmp_path / 'own.py'}:Ends"]
+    with pytest.raises(fastdiff.RunError, match=r"own.py:3: KeyError: 'here'"):
+        fastdiff.train(config.changed(steps=12, output={"callbacks": own, "folder": str(tmp_path / "run")}))
+
+
+def test_ctrl_c_saves_and_the_same_call_resumes(digits: Path, tmp_path: Path) -> None:
+    config = Config.of(tiny(digits, tmp_path / "run", steps=1_000_000))
+    watch = threading.Thread(target=_interrupt_after, args=(tmp_path / "run", 3))
+    watch.start()
+    with pytest.raises(fastdiff.Preempted, match=r"saved step \d+; the same call resumes"):
+        fastdiff.train(config)
+    watch.join()
+    (step,) = fastdiff.Run(tmp_path / "run").checkpoints
+    resumed = fastdiff.train(config.changed(steps=step + 2))
+    assert resumed.checkpoints[-1] == step + 2
+
+
+def _interrupt_after(folder: Path, steps: int) -> None:
+    wait_until(lambda: steps_logged(folder) >= steps, "the first steps")
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_saves_when_its_caller_is_killed(digits: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(Config.of(tiny(digits, tmp_path / "run", steps=1_000_000)).to_yaml())
+    code = f"import fastdiff; fastdiff.train(fastdiff.Config.from_file({str(tmp_path / 'run.yaml')!r}))"
+    caller = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: steps_logged(tmp_path / "run") >= 3, "the first steps")
+    finally:
+        caller.kill()
+        caller.wait()
+    wait_until(lambda: bool(fastdiff.Run(tmp_path / "run").checkpoints), "the checkpoint of the run")
+
+
+def test_a_notebook_shows_a_live_view(digits: Path, tmp_path: Path) -> None:
+    """A real kernel: the view is updated, the lines of the run stand below it, and a run shows itself as HTML."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    (tmp_path / "run.yaml").write_text(Config.of(tiny(digits, tmp_path / "run")).to_yaml())
+    cells = [
+        f"import fastdiff\nrun = fastdiff.train(fastdiff.Config.from_file({str(tmp_path / 'run.yaml')!r}))",
+        "run",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])  # type: ignore[no-untyped-call]
+    NotebookClient(
+        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    outputs = notebook.cells[0].outputs
+    (view,) = [output for output in outputs if output.output_type == "display_data"]
+    assert "100 % of 6 steps" in view.data["text/html"]
+    assert "<polyline" in view.data["text/html"]
+    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert "done, 6 steps" in printed
+    assert "%|" not in printed, "bars are in the view"
+    assert "6 of 6" in notebook.cells[1].outputs[0].data["text/html"]
+
+
+def test_the_command_of_another_program_is_not_needed() -> None:
+    """The ranks import this package even where only the caller's path has it."""
+    from fastdiff.api.training import _environment
+
+    done = run([sys.executable, "-c", "import fastdiff, fastdiff_kernels"], cwd=Path("/"), **_environment())
+    assert done.code == 0, done.output

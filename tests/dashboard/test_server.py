@@ -1,0 +1,192 @@
+"""The server: what it answers, whom it refuses, how it ends."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from tests.dashboard.folders import lines, picture, record, run_folder
+from tests.support.browser import watch, watched
+from tests.support.ports import reserved_port
+from tests.support.processes import ROOT, fastdiff, stop
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs, and a file beside them that is nobody's business."""
+    folder = tmp_path_factory.mktemp("served")
+    picture(run_folder(folder / "runs" / "a"), 50)
+    (folder / "runs/a/spikes.jsonl").write_text(lines([{"step": 9, "keys": ["caf\udce9"]}]))
+    run_folder(folder / "runs" / "b")
+    (folder / "secret.png").write_bytes((folder / "runs/a/samples/step-00000050.png").read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(runs: Path) -> Iterator[str]:
+    with watched(cwd=runs) as found:
+        yield found
+
+
+def get(address: str, path: str, **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
+    """Ask for exactly this path: nothing is normalised."""
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    connection.putrequest("GET", path, skip_host="Host" in headers)
+    for name, value in headers.items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    return answer, answer.read()
+
+
+def keys(address: str) -> dict[str, str]:
+    return {run["name"]: run["key"] for run in json.loads(get(address, "/runs")[1])["runs"]}
+
+
+def test_it_serves_the_page_the_runs_and_their_pictures(address: str, runs: Path) -> None:
+    page = get(address, "/")[1].decode()
+    linked = re.findall(r'(?:src|href)="(page/[^"]+)"', page)
+    assert len(linked) > 8
+    for path in linked:
+        answer, content = get(address, f"/{path}")
+        assert answer.status == 200
+        assert content
+    key = keys(address)["a"]
+    found = json.loads(get(address, f"/runs/{key}")[1])
+    assert found["metrics"]["data"]["columns"]["step"]["mean"] == list(range(10, 110, 10))
+    whole, small = (get(address, f"/runs/{key}/pictures/50{query}") for query in ("", "?width=100"))
+    assert whole[1] == (runs / "runs/a/samples/step-00000050.png").read_bytes()
+    assert small[0].headers["Content-Type"] == "image/webp"
+    assert len(small[1]) < len(whole[1])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/page/../server.py", "/page/%2e%2e/server.py", "/page/..%2fserver.py", "/page//etc/passwd", "/page/facts.py",
+        "/runs/../secret.png", "/runs/{a}/pictures/../../run.json", "/runs/{a}/pictures/..%2f..%2frun.json",
+        "/runs/{a}/pictures/51", "/runs/{a}/pictures/-1", "/runs/{a}/pictures/" + "9" * 400, "/runs/{a}/run.json",
+        "/runs/" + quote("../secret", safe=""), "/runs/0123456789ab", "/runs/0123456789ab/pictures/50",
+    ],
+)  # fmt: skip
+def test_nothing_else_on_the_disk_can_be_asked_for(address: str, path: str) -> None:
+    answer, content = get(address, path.replace("{a}", keys(address)["a"]))
+    assert answer.status == 404, content[:100]
+
+
+@pytest.mark.parametrize("query", ["have=[", "have=[1]", "have=%7B%22metrics%22%3A1%7D", "have=" + "[" * 5000])
+def test_a_strange_question_gets_everything(address: str, query: str) -> None:
+    answer, content = get(address, f"/runs/{keys(address)['a']}?{query}")
+    assert answer.status == 200
+    assert json.loads(content)["metrics"]["data"]["first"] == 0
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:7007", "127.0.0.1.evil.example", "10.0.0.1", ""])
+@pytest.mark.parametrize("path", ["/", "/runs", "/changes"])
+def test_another_name_of_this_machine_is_refused(address: str, host: str, path: str) -> None:
+    """A page of somebody else can let its own name lead to 127.0.0.1 (DNS rebinding)."""
+    answer, content = get(address, path, Host=host)
+    assert answer.status == 400
+    assert b"fastdiff" not in content
+
+
+def test_half_a_surrogate_pair_in_a_record_is_answered(address: str) -> None:
+    """As Python writes the name of a file that is no UTF-8."""
+    key = keys(address)["a"]
+    answer, content = get(address, f"/runs/{key}")
+    assert answer.status == 200
+    assert json.loads(content)["events"]["data"]["spikes"]["last"][0]["keys"] == ["caf\udce9"]
+
+
+def test_the_page_may_ask_nobody_else(address: str) -> None:
+    answer, _ = get(address, "/", Host="localhost:1234")  # as through an ssh tunnel
+    assert answer.status == 200
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    assert "Access-Control-Allow-Origin" not in answer.headers
+
+
+def test_it_tells_of_changes_as_they_come(runs: Path, address: str) -> None:
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    connection.request("GET", "/changes")
+    stream = connection.getresponse()
+    assert stream.headers["Content-Type"].startswith("text/event-stream")
+
+    def told() -> dict[str, str]:
+        while not (line := stream.readline()).startswith(b'data: {"'):
+            assert line, "the stream has ended"
+        return json.loads(line.removeprefix(b"data: "))  # type: ignore[no-any-return]
+
+    key, before = keys(address)["b"], told()
+    with (runs / "runs/b/metrics.jsonl").open("a") as file:
+        file.write(lines([record(110)]))
+    after = told()
+    assert {run for run in after if after[run] != before[run]} == {key}
+    run_folder(runs / "runs/late")
+    assert len(told()) == len(before) + 1
+    shutil.rmtree(runs / "runs/late")
+    assert set(told()) == set(before)
+    connection.close()
+
+
+def test_ctrl_c_ends_it_with_one_line(runs: Path) -> None:
+    """Also while a page is open, whose stream of changes has no end."""
+    process, address = watch("runs/a", "--port", str(reserved_port()), cwd=runs)
+    try:
+        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+        connection.request("GET", "/changes")
+        connection.getresponse().readline()
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        stop(process)
+    assert process.returncode == 0
+    assert output.split("\n") == ["", "no longer served; the runs go on", ""]
+
+
+def test_a_port_that_is_taken_is_an_error_with_the_remedy(runs: Path, address: str) -> None:
+    port = address.rpartition(":")[2]
+    done = fastdiff("watch", "--port", port, cwd=runs)
+    assert done.code == 2
+    assert f"--port {port}: cannot be listened on (Address already in use); choose another --port" in done.output
+    process, other = watch(cwd=runs)
+    stop(process)
+    assert other != address, "without --port the next free one is taken"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["watch", "runs/c"], "runs/c: no folder of a run; runs there: a, b"),
+        (["report", "runs/c", "out.html"], "runs/c: no run (no run.json); runs there: a, b"),
+        (["report", "runs/a", "runs/b"], "runs/b: expected the name of a file to write, with .html, as the last"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(runs: Path, arguments: list[str], message: str) -> None:
+    done = fastdiff(*arguments, cwd=runs)
+    assert done.code == 2
+    assert done.output.startswith(f"fastdiff: error: {message}")
+    assert done.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["watch", "--help"], ["report", "runs/a", "out.html"]])
+def test_neither_command_imports_torch(runs: Path, arguments: list[str]) -> None:
+    code = (
+        "import sys\nimport fastdiff.dashboard.server\nfrom fastdiff.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "print(sorted({'torch', 'deepspeed', 'diffusers', 'matplotlib', 'scipy'} & set(sys.modules)))\n"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PATH": "/usr/bin"}
+    done = subprocess.run(command, cwd=runs, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr

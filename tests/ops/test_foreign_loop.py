@@ -1,0 +1,52 @@
+"""The training loops of kernels/README.md: they run as they stand, and by the kernels as by the references."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastdiff_kernels import dispatch
+from fastdiff_kernels.names import KERNELS, OPS
+
+README = Path(__file__).parents[2] / "kernels" / "README.md"
+LOOP, FLAT = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def trained(steps: int, batch: int) -> dict[str, Any]:
+    """Run both blocks, the first with this number of steps, and return their names."""
+    names: dict[str, Any] = {}
+    sized = LOOP.replace("range(100)", f"range({steps})").replace("WIDTH, T = 0, 8", f"WIDTH, T = 0, {batch}")
+    exec(sized, names)
+    assert (names["step"] + 1, names["BATCH"]) == (steps, batch)
+    exec(FLAT, names)
+    return names
+
+
+def test_every_op_is_shown() -> None:
+    imported = {
+        node.module.split(".")[1]
+        for node in ast.walk(ast.parse(LOOP + FLAT))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("fastdiff_kernels.")
+    }
+    attention = {"packed_attention"}  # chooses short_attention where it is fastest
+    assert imported == ({*KERNELS} - {"short_attention"}) | attention
+
+
+def test_the_loop_trains() -> None:
+    names = trained(100, 8)
+    first, last = (sum(names["losses"][part]) for part in (slice(0, 10), slice(-10, None)))
+    assert last < 0.9 * first
+    assert not torch.equal(names["average"], names["flat"])
+
+
+def test_the_kernels_train_as_the_references() -> None:
+    """With fp32 sums in another order; 8-bit codes turn that into a step between neighbouring values at most."""
+    expected = trained(2, 2)
+    with dispatch.forced(**dict.fromkeys(OPS, "triton")):
+        found = trained(2, 2)
+    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found["flat"], expected["flat"], rtol=0, atol=2e-3)

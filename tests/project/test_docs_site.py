@@ -1,0 +1,126 @@
+"""The site of the documentation: it builds, and its generated parts are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TypeGuard
+
+import pytest
+import yaml
+
+from fastdiff import errors
+from fastdiff.cluster.supervisor.nodes import NodeError
+from tests.support.processes import ROOT
+
+PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
+QUICK = {"dit-small-images", "dit-b-4-256", "sd15-lora"}
+"""Presets whose plans are compared in every run of the tests; all are at night."""
+
+
+def script(name: str) -> ModuleType:
+    """A module of docs/scripts, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    """With every link and anchor, and every name of the reference."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    reference = (tmp_path / "site" / "reference" / "kernels.html").read_text()
+    assert 'id="fastdiff_kernels.noising.corrupt"' in reference
+    assert (tmp_path / "site" / "deepspeed_configs" / "index.html").is_file()
+    assert not (tmp_path / "site" / "scripts").exists()
+    page = (tmp_path / "site" / "architecture.html").read_text()
+    assert not re.findall(r'href="[^"]*\.py"', page), "links to code are plain text"
+
+
+def plans() -> list[tuple[str, str, str]]:
+    return [(page.name, spec, table) for page in PAGES for spec, table in script("plans").blocks(page.read_text())]
+
+
+def test_every_recipe_has_a_plan() -> None:
+    without = {"index.md", "own-network.md"}
+    assert {page for page, *_ in plans()} == {page.name for page in PAGES} - without
+
+
+def expected_of(spec: str, table: str) -> None:
+    assert script("plans").table(spec) == table, "python docs/scripts/plans.py"
+
+
+@pytest.mark.parametrize(("spec", "table"), [pytest.param(s, t, id=s) for _, s, t in plans() if s.split()[0] in QUICK])
+def test_the_tables_of_plans_are_those_of_the_command(spec: str, table: str) -> None:
+    expected_of(spec, table)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("spec", "table"), [pytest.param(s, t, id=s) for _, s, t in plans() if s.split()[0] not in QUICK]
+)
+def test_the_tables_of_large_plans_are_those_of_the_command(spec: str, table: str) -> None:
+    expected_of(spec, table)
+
+
+def test_the_page_of_messages_is_that_of_the_code() -> None:
+    module = script("troubleshooting")
+    assert module.PAGE.read_text() == module.page(), "python docs/scripts/troubleshooting.py"
+    assert len(module.messages()) > 300
+
+
+def is_final(kind: object) -> TypeGuard[type[errors.FastdiffError]]:
+    """Whether it is an error of the module; other modules make subclasses, for example ``RunError`` of the API."""
+    if not isinstance(kind, type) or kind is errors.FastdiffError:
+        return False
+    return issubclass(kind, errors.FastdiffError) and kind.__module__ == errors.__name__
+
+
+def test_the_exit_codes_of_the_page_are_those_of_the_classes() -> None:
+    module = script("troubleshooting")
+    classes = {kind.__name__: kind.exit_code for kind in vars(errors).values() if is_final(kind)}
+    assert classes | {"NodeError": NodeError.exit_code} == module.CODES
+    assert set(module.MEANINGS) == set(module.CODES.values())
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("f'--model.{name} {value(self.size)}: at least 1'", "--model.NAME SIZE: at least 1"),
+        ("f'{run.folder} has {\", \".join(sorted(names))}; ' 'go'", "FOLDER has NAMES; go"),
+        ("f'a {x if y else z} b' + last_", "a ... bLAST"),
+        ("name.replace('_', '-')", "NAME"),
+    ],
+)
+def test_a_template_names_what_is_filled_in(code: str, text: str) -> None:
+    assert script("troubleshooting").template(ast.parse(code, mode="eval").body) == text
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    found = re.findall(r"[\w./-]+\.md", navigation)
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages | set(script("outside_pages").OUTSIDE) == set(found)
+    assert len(found) == len(set(found))
+
+
+def test_a_first_use_types_what_the_readme_shows() -> None:
+    """The same commands and flags; only numbers and names differ."""
+    page, readme = (ROOT / "docs" / "first-use.md").read_text(), (ROOT / "README.md").read_text()
+    typed = re.findall(r"^\$ (.+)$", page, re.MULTILINE)
+    assert len(typed) >= 6
+    for command in typed:
+        assert " ".join(command.split()[:2]) in readme, command
+        for flag in re.findall(r"--[\w.-]+", command):
+            assert f"{flag} " in readme, command
