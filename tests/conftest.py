@@ -149,13 +149,10 @@ def world() -> World:
     return start_world()
 
 
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forget the networks that a test registers."""
-    from fastdiff.config.networks import of_user
-    from fastdiff.config.networks import registry as found
+@pytest.fixture(autouse=True)
+def _networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the networks that a test registers, also by reading a document or a plug-in."""
+    from fastdiff.config.networks import of_user, registry
 
-    monkeypatch.setattr(found, "_registered", dict(found.networks()))
+    monkeypatch.setattr(registry, "_registered", dict(registry.networks()))
     monkeypatch.setattr(of_user, "_known", dict(of_user._known))
-    yield
-    found._installed.cache_clear()

@@ -16,7 +16,6 @@ LONGEST = 25
 """Lines of an example."""
 
 
-@pytest.mark.usefixtures("registry")
 def test_the_examples_run(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(digits, tmp_path / "data" / "digits")
     monkeypatch.chdir(tmp_path)

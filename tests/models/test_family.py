@@ -128,7 +128,6 @@ class Registered(ModelConfig):
     title: ClassVar[str] = "a registered network"
 
 
-@pytest.mark.usefixtures("registry")
 def test_a_process_registers_a_network() -> None:
     assert register(Registered) is Registered
     assert register(Registered) is Registered, "once more is no other one"
@@ -138,7 +137,6 @@ def test_a_process_registers_a_network() -> None:
         family_of(Registered())
 
 
-@pytest.mark.usefixtures("registry")
 def test_two_networks_of_one_kind_are_refused() -> None:
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Other(Registered):
@@ -148,7 +146,6 @@ def test_two_networks_of_one_kind_are_refused() -> None:
         register(Other)
 
 
-@pytest.mark.usefixtures("registry")
 def test_a_configuration_without_a_kind_is_refused() -> None:
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Nameless(ModelConfig):
@@ -171,7 +168,6 @@ def installed(site: Path, entry: str) -> Path:
     return site
 
 
-@pytest.mark.usefixtures("registry")
 def test_an_installed_network_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(installed(tmp_path, "toy_network.nowhere:ToyConfig"))
     network_registry._installed.cache_clear()

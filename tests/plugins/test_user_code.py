@@ -92,7 +92,6 @@ def test_an_installed_package_provides_plug_ins(tmp_path: Path, monkeypatch: pyt
     assert list(user_code.installed("fastdiff.metrics")) == ["gap"]
 
 
-@pytest.mark.usefixtures("registry")
 def test_a_plain_module_is_a_network(file: Callable[[str], str]) -> None:
     path = file(NET)
     assert add_network(f"{path}:Net", "--model.kind") == "net"
@@ -109,7 +108,6 @@ def test_a_plain_module_is_a_network(file: Callable[[str], str]) -> None:
     assert networks()["net"]().width == 6  # type: ignore[attr-defined]
 
 
-@pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize(
     ("content", "message"),
     [

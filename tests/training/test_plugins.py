@@ -89,7 +89,6 @@ def test_a_callback_of_a_user_changes_nothing(world: World, digits: Path, own: P
     assert (tmp_path / "b" / "end-0-of-1").read_text() == str(STEPS)
 
 
-@pytest.mark.usefixtures("registry")
 def test_a_users_network_is_the_same_run_on_two_ranks_and_another_file_does_not_resume(
     digits: Path, own: Path, tmp_path: Path
 ) -> None:
@@ -141,7 +140,6 @@ def test_a_users_network_is_the_same_run_on_two_ranks_and_another_file_does_not_
     assert "| Network of the user | `" in card.read_text()
 
 
-@pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -164,7 +162,6 @@ def test_a_network_that_breaks_a_promise_is_refused(
     assert message in str(caught.value)
 
 
-@pytest.mark.usefixtures("registry")
 def test_16_bits_are_tried_before_the_first_step(digits: Path, tmp_path: Path, own: Path) -> None:
     own.write_text(OWN.replace(".to(noisy.dtype)", ".float()"))
     check_network(network_of(own, digits, tmp_path / "run"), CPU)
@@ -208,7 +205,6 @@ def test_what_is_no_callback_is_refused(world: World, digits: Path, tmp_path: Pa
     assert message in str(caught.value)
 
 
-@pytest.mark.usefixtures("registry")
 def test_the_null_class_is_tried(digits: Path, tmp_path: Path, own: Path) -> None:
     own.write_text(OWN.replace("Embedding(classes + 1", "Embedding(classes"))
     with pytest.raises(ConfigError, match=r"own.py:\d+: IndexError"):
