@@ -78,7 +78,7 @@ def train(
     Args:
         config: of the run; its ``output.folder`` is the run folder.
         ranks: processes, one per GPU; None: one per visible GPU, or one on the CPU.
-        deepspeed: DeepSpeed JSON; None: ZeRO-1, or ZeRO-0 on one rank.
+        deepspeed: DeepSpeed JSON, a file or the name of one of the package (``zero3``); None: ZeRO-1, or ZeRO-0 on one rank.
         resume: auto: continue the run in the folder, if any; must: fail if there is none; never: fail if there is one.
         allow_change: fields that may differ from those of the run that is continued.
         preflight: check the data and the disk first.
@@ -123,7 +123,7 @@ def _supervised(arguments: Sequence[str], run: Path, steps: int) -> tuple[int, s
         start_new_session=True,  # a terminal would send Ctrl-C to the ranks as well
     )
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    display, kept, interrupts = open_display(run, steps), "", 0
+    display, kept = open_display(run, steps), ""
     try:
         while True:
             try:
@@ -132,7 +132,6 @@ def _supervised(arguments: Sequence[str], run: Path, steps: int) -> tuple[int, s
                     kept = (kept + text)[-_LONGEST:]
                 break
             except KeyboardInterrupt:
-                interrupts += 1
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(signal.SIGINT)
         return process.wait(), kept

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from safetensors import deserialize
 
 from fastdiff.checkpoint.manifest import committed
 from fastdiff.errors import StorageError
-
-_HEADER = 8
-"""Bytes of the length of the header of a safetensors file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +52,8 @@ def compare(first: Path, second: Path) -> Difference:
 
 def _tensors(file: Path) -> dict[str, bytes]:
     """Return the bytes of every tensor of a safetensors file by name, dtype and shape."""
-    import json
-
-    content = file.read_bytes()
-    begin = _HEADER + int.from_bytes(content[:_HEADER], "little")
-    header = json.loads(content[_HEADER:begin])
-    header.pop("__metadata__", None)
-    return {
-        f"{name} {about['dtype']} {about['shape']}": content[
-            begin + about["data_offsets"][0] : begin + about["data_offsets"][1]
-        ]
-        for name, about in header.items()
-    }
+    found = deserialize(file.read_bytes())
+    return {f"{name} {tensor['dtype']} {tensor['shape']}": tensor["data"] for name, tensor in found}
 
 
 def _differing(a: bytes, b: bytes) -> int:

@@ -23,6 +23,8 @@ _COLUMNS = 240
 _CELL = 14
 """Height of a row in pixels."""
 _LABELS = 110
+_GROWTH = 1.1
+"""Smallest ratio of the steps of a picture and the one before: all of them together read the log a few times."""
 _STOPS = np.array([[13, 8, 135], [126, 3, 168], [204, 71, 120], [248, 149, 64], [240, 249, 33]], dtype=np.float64)
 """Colours from the smallest to the largest loss."""
 
@@ -46,8 +48,9 @@ class LossMap(Callback):
         self._drawn = -1
 
     def on_step(self, state: TrainState) -> None:
-        """Draw with every grid and every validation."""
-        if any(every.due(state.progress) for every in self._due):
+        """Draw with a grid or a validation, if the last picture lacks a tenth of the steps."""
+        grown = state.progress.steps >= _GROWTH * self._drawn
+        if grown and any(every.due(state.progress) for every in self._due):
             self._draw(state)
 
     def on_end(self, state: TrainState) -> None:
