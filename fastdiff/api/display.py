@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from fastdiff.api.html import live
+from fastdiff.api.html import Losses, live
 
 _BAR = re.compile(r"^(?P<name>[^\n]{0,200}?): +(?P<percent>\d+)%\|.*\| (?P<rest>.*)$")
 """A progress bar of tqdm, as a rank writes it into a pipe."""
@@ -63,7 +63,7 @@ class Notebook:
         from IPython.display import HTML, display
 
         self._html: Any = HTML
-        self._run, self._steps = run, steps
+        self._run, self._losses, self._steps = run, Losses(run), steps
         self._rest, self._percent, self._name, self._text = "", 0, "starting", ""
         self._drawn_s = 0.0
         self._view: Any = display(HTML(""), display_id=True)
@@ -94,4 +94,4 @@ class Notebook:
             self._view.update(self._html(self._drawn()))
 
     def _drawn(self) -> str:
-        return live(self._run, self._name, self._percent, self._text, self._steps)
+        return live(self._run, self._losses, self._name, self._percent, self._text, self._steps)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from fastdiff.json_lines import Record, read_records
+from fastdiff.dashboard.tail import Tail
+from fastdiff.json_lines import Record
 
 _WIDTH, _HEIGHT = 360, 120
 _POINTS = 400
@@ -16,6 +17,29 @@ _POINTS = 400
 _LARGEST_PICTURE = 4 << 20
 """Bytes of the largest picture that is shown."""
 _FRAME = "display:flex;gap:24px;align-items:flex-start;flex-wrap:wrap;font-family:sans-serif;font-size:13px"
+
+
+class Losses:
+    """The positive losses of a run by step."""
+
+    def __init__(self, run: Path) -> None:
+        self._points: list[tuple[float, float]] = []
+        self._tail = Tail(run / "metrics.jsonl", self)
+
+    def clear(self) -> None:
+        """Forget all records."""
+        self._points.clear()
+
+    def add(self, record: Record) -> None:
+        """Take the next record."""
+        loss = record.get("loss")
+        if isinstance(loss, int | float) and loss > 0:
+            self._points.append((float(record["step"]), loss))
+
+    def read(self) -> Sequence[tuple[float, float]]:
+        """Read what the log has gained; return all steps and their losses."""
+        self._tail.read()
+        return self._points
 
 
 def pictures(run: Path) -> list[Path]:
@@ -31,14 +55,15 @@ def card(title: str, facts: Mapping[str, object], run: Path) -> str:
         for name, value in facts.items()
     )
     table = f"<div><b>{escape(title)}</b><table>{rows}</table></div>"
-    return f"<div style='{_FRAME}'>{table}{_curve(_losses(run))}{_newest_picture(run)}</div>"
+    return f"<div style='{_FRAME}'>{table}{_curve(Losses(run).read())}{_newest_picture(run)}</div>"
 
 
-def live(run: Path, name: str, percent: int, text: str, steps: int) -> str:
+def live(run: Path, losses: Losses, name: str, percent: int, text: str, steps: int) -> str:
     """Return the view of a run that is training.
 
     Args:
         run: its folder.
+        losses: of the run, kept from one view to the next.
         name: of the work, from the bar of the rank.
         percent: of that work.
         text: numbers of the bar.
@@ -49,16 +74,7 @@ def live(run: Path, name: str, percent: int, text: str, steps: int) -> str:
         f"opacity:.8'><div style='width:{min(percent, 100)}%;height:100%;background:#2a78b8'></div></div>"
     )
     head = f"<div><b>{escape(name)}</b> {percent} % of {steps:,} steps<br>{bar}<code>{escape(text)}</code></div>"
-    return f"<div style='{_FRAME}'>{head}{_curve(_losses(run))}{_newest_picture(run)}</div>"
-
-
-def _losses(run: Path) -> list[tuple[float, float]]:
-    try:
-        records: Sequence[Record] = read_records(run / "metrics.jsonl")
-    except OSError:
-        return []
-    found = [(float(r["step"]), r.get("loss")) for r in records]
-    return [(step, loss) for step, loss in found if isinstance(loss, int | float) and loss > 0]
+    return f"<div style='{_FRAME}'>{head}{_curve(losses.read())}{_newest_picture(run)}</div>"
 
 
 def _curve(points: Sequence[tuple[float, float]]) -> str:

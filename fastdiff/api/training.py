@@ -78,7 +78,7 @@ def train(
     Args:
         config: of the run; its ``output.folder`` is the run folder.
         ranks: processes, one per GPU; None: one per visible GPU, or one on the CPU.
-        deepspeed: DeepSpeed JSON, a file or the name of one of the package (``zero3``); None: ZeRO-1, or ZeRO-0 on one rank.
+        deepspeed: DeepSpeed JSON, a file or a name such as ``zero3``; None: ZeRO-1, or ZeRO-0 on one rank.
         resume: auto: continue the run in the folder, if any; must: fail if there is none; never: fail if there is one.
         allow_change: fields that may differ from those of the run that is continued.
         preflight: check the data and the disk first.

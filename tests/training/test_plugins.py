@@ -103,6 +103,7 @@ def test_a_users_network_is_the_same_run_on_two_ranks_and_another_file_does_not_
     for name, ranks, more in (("one", 1, []), ("two", 2, zero3)):
         done = run_job(TRAIN, *words, *more, "--steps", "3", "--output.folder", tmp_path / name, ranks=ranks)
         assert done.code == 0, done.output
+        assert f"--format safetensors --plugin {own}:Mlp" in done.output, "the next commands name the code"
     assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert (folder / "end-1-of-2").exists()
     versions = json.loads((folder / "run.json").read_text())["versions"]

@@ -88,7 +88,7 @@ class Demo:
             self._measure()
             self._report()
             minutes = (time.monotonic() - self._began) / 60
-            print(f"\nDone in {minutes:.1f} minutes. Your turn: fastdiff train --preset digits, or a recipe of docs/recipes/")
+            print(f"\nDone in {minutes:.1f} minutes. Your turn: a recipe of docs/recipes/")
 
     def _examine(self) -> None:
         _title("This machine")

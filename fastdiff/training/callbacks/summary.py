@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 import torch
 
 from fastdiff.config.launch_options import Launch
+from fastdiff.config.networks.of_user import file_of
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import run_json
 from fastdiff.console import log
@@ -80,9 +81,11 @@ def closing(state: TrainState, loss: float | None) -> str:
     if model.low_res_size:
         picture = ["--npz", f"{folder.name}.npz", "--low-res", "SMALL.npz"]
     form = "lora" if state.config.lora.rank else "safetensors"
+    own = file_of(model.kind)
+    code = ["--plugin", own.text] if own is not None else []
     lines += [
-        f"  {shlex.join(['fastdiff', 'sample', str(folder), *condition, *picture])}",
-        f"  {shlex.join(['fastdiff', 'export', str(folder), f'{folder.name}-{form}', '--format', form])}",
+        f"  {shlex.join(['fastdiff', 'sample', str(folder), *code, *condition, *picture])}",
+        f"  {shlex.join(['fastdiff', 'export', str(folder), f'{folder.name}-{form}', '--format', form, *code])}",
     ]
     return "\n  ".join(lines)
 
