@@ -37,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "export": {"", "config", "parallel", "diffusion", "checkpoint", "models", "sampling", "training"},
     "dashboard": {"", "ledger", "config", "diffusion", "evaluation"},
     "api": {
-        "", "plugins", "ledger", "config", "checkpoint", "evaluation", "sampling", "cluster", "export",
+        "", "plugins", "ledger", "config", "checkpoint", "evaluation", "sampling", "cluster", "export", "dashboard",
     },
     "cli": {
         "", "plugins", "ledger", "config", "parallel", "checkpoint", "models", "planning", "data", "sampling",
