@@ -62,8 +62,8 @@ class Folder:
 
     def _inputs(self, command: str) -> Iterator[str]:
         """Make what a command reads and nothing has made yet."""
-        for word in re.split(r"[ =]", command):
-            file = self.path / word.strip("'\"")
+        for word in (quoted.strip("'\"") for quoted in re.split(r"[ =]", command)):
+            file = self.path / word
             if not word or word.startswith("-") or file.exists() or _writes(command, word):
                 continue
             if word in standins.FILES:
