@@ -105,8 +105,8 @@ def quieten() -> None:
     deepspeed.propagate = True
     # bitsandbytes warns about 4-bit inference kernels for CPUs, which are not used here.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    # torchao warns about kernels for formats that are not used here, and about how it registers its types.
-    for name in ("torchao", "torch.utils._pytree"):
+    # torchao, and diffusers of it, warn about kernels and formats that are not used here.
+    for name in ("torchao", "torch.utils._pytree", "diffusers.quantizers"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # torch.distributed warns about names that DeepSpeed still calls, once per step.
     warnings.filterwarnings("ignore", message=".*is deprecated.*", category=FutureWarning)

@@ -67,6 +67,14 @@ def test_a_value_that_contradicts_the_data_names_theirs(tmp_path: Path) -> None:
         check_data_set(config, None)
 
 
+def test_a_preset_that_mirrors_names_the_flag_of_data_that_cannot_be(tmp_path: Path) -> None:
+    encode_synthetic(tmp_path / "data", shape=(4, 8, 8), samples=8, classes=10)
+    words = ["--preset", "dit-s-8-256", "--data.path", str(tmp_path / "data")]
+    with pytest.raises(ConfigError, match=r"holds no flipped latents; .* or train with --data.no-random-flip"):
+        check_data_set(run_of(*words), None)
+    check_data_set(run_of(*words, "--data.no-random-flip"), None)
+
+
 def test_an_unconditional_network_stays_so_and_missing_classes_are_told(tmp_path: Path) -> None:
     with_classes = described(tmp_path / "with", (3, 32, 32), classes=10)
     assert shape_of(run_of("--preset", "iddpm-cifar10", "--data.path", with_classes)) == (3, 32, 0)

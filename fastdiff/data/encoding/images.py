@@ -72,6 +72,7 @@ class _ImageEncode:
         self._in_pixels = options.autoencoder == "identity"
         self._embeds_captions = self._source.captioned and not self._in_pixels
         pretrained = Pretrained(options.pretrained, options.revision, options.variant, "--pretrained")
+        self._embeds_nothing = not (self._in_pixels or self._source.captioned or pretrained.is_autoencoder)
         self._encoder: LatentEncoder | PixelEncoder = (
             PixelEncoder()
             if self._in_pixels
@@ -92,7 +93,8 @@ class _ImageEncode:
     def run(self) -> None:
         """Encode all missing units of this rank, publish and report."""
         if self._folder.published:
-            self._say(f"{self._options.out} is already complete")
+            if self._rank.number == 0:
+                self._say(f"{self._options.out} is already complete")
             return
         if self._rank.number == 0:
             self._warn_of_captions()
@@ -113,9 +115,9 @@ class _ImageEncode:
             self._say(
                 f"warning: the captions of {self._source.name} are ignored: a data set in pixel space has no embeddings"
             )
-        elif not self._in_pixels and not self._source.captioned:
+        elif self._embeds_nothing:
             self._say(
-                f"warning: {self._source.name} has no captions, so the data set has no text embeddings, which a UNet "
+                f"warning: no captions in {self._source.name}, so the data set has no text embeddings, which a UNet "
                 "needs; a DiT trains on classes"
             )
 

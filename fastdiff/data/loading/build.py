@@ -13,6 +13,7 @@ from fastdiff.config.data import DataConfig
 from fastdiff.console import log
 from fastdiff.data.dali_trial import dali_problem
 from fastdiff.data.loading.bucket_order import BucketOrder
+from fastdiff.data.loading.fit import require_flips
 from fastdiff.data.loading.order import Order, RankPositions, SampleOrder
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
@@ -106,10 +107,7 @@ def build_batches(
         from fastdiff.data.loading.online import OnlineBatches
 
         return OnlineBatches(source, order, own, **options)
-    if config.random_flip and not (source.info.flipped or source.info.in_pixels):
-        raise ConfigError(
-            f"--data.random_flip: {source.folder} holds no flipped latents; encode with --flip, or omit this flag"
-        )
+    require_flips(config, source.info)
     if choose_loader(config, device)[0] == "prefetch":
         from fastdiff.data.loading.batches import PrefetchBatches
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fastdiff.config.data import DataConfig
 from fastdiff.config.presets import encode_command
 from fastdiff.config.run import RunConfig
 from fastdiff.data.shards.format import INFO_FILE, DatasetInfo
@@ -44,6 +45,16 @@ def check_data_set(config: RunConfig, preset: str | None) -> None:
     info = DatasetInfo.read(path)
     if not config.pretrained.weights or config.pretrained.is_file:
         require_fit(config, info)
+    require_flips(config.data, info)
+
+
+def require_flips(config: DataConfig, info: DatasetInfo) -> None:
+    """Raise ConfigError if samples are to be mirrored, and a data set has neither mirrored latents nor pixels."""
+    if config.random_flip and not (info.flipped or info.in_pixels):
+        raise ConfigError(
+            f"--data.random-flip, also of a preset: {address(config.path)} holds no flipped latents; encode with "
+            "--flip, or train with --data.no-random-flip"
+        )
 
 
 def require_fit(config: RunConfig, info: DatasetInfo) -> None:

@@ -168,6 +168,8 @@ def test_classes_need_no_text(tmp_path: Path, sd: Path) -> None:
     assert "no captions" in said[0]
     info = DatasetInfo.read(tmp_path / "out")
     assert (info.null, info.provenance.text_encoder, info.provenance.text_encoder_digest) == ({}, None, None)
+    said = encode(tmp_path / "images", tmp_path / "by autoencoder", sd / "vae")
+    assert not any("captions" in line for line in said), "an autoencoder alone embeds none"
 
 
 def test_a_tar_is_a_shard(tmp_path: Path, sd: Path) -> None:

@@ -126,7 +126,9 @@ def test_the_choices_do_not_depend_on_what_computes_the_ops_of_the_run(latents):
 
 @pytest.mark.parametrize("loader", LOADERS)
 def test_flips_that_the_data_do_not_have_are_refused(digits, loader):
-    with pytest.raises(ConfigError, match=r"--data.random_flip: .*digits holds no flipped latents; encode with --flip"):
+    with pytest.raises(
+        ConfigError, match=r"--data.random-flip, also of a preset: .* holds no flipped latents; encode with --flip"
+    ):
         take(digits, loader)
     assert take(digits, loader, 1, flip=False)[0].condition.keys() == {"label"}
 

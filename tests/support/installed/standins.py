@@ -191,7 +191,7 @@ MADE: dict[str, tuple[str, ...]] = {
     ),
     "runs/sd2-512": ("fastdiff train --preset sd2-512 --data.path data/t2i-512",),
     "data/imagenet256": (
-        f"fastdiff encode imagenet/train data/imagenet256 --pretrained {_AUTOENCODER} --resolution 256",
+        f"fastdiff encode imagenet/train data/imagenet256 --pretrained {_AUTOENCODER} --resolution 256 --flip",
     ),
     "runs/dit-xl-2-256": ("fastdiff train --preset dit-xl-2-256 --data.path data/imagenet256",),
     "DiT-XL-2-256x256.pt": (
