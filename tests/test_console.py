@@ -50,10 +50,13 @@ theirs = logging.getLogger("DeepSpeed")  # as DeepSpeed sets it up
 theirs.propagate = False
 theirs.addHandler(logging.StreamHandler())
 quieten()
+def _do_optimizer_sanity_check():  # the name of their function that doubts the optimizer
+    theirs.warning("an untested optimizer")
 for _ in range(2):
     warnings.warn("of a library", UserWarning)
     theirs.warning("of DeepSpeed")
     theirs.info("a setting")
+    _do_optimizer_sanity_check()
     warnings.warn("x is deprecated", FutureWarning)
 """
     said = []

@@ -29,6 +29,7 @@ def add(commands: Subcommands) -> None:
 
 def _verify(arguments: argparse.Namespace) -> None:
     from fastdiff.checkpoint.verify import is_run, verify_run
+    from fastdiff.data.shards.format import INFO_FILE
     from fastdiff.data.shards.verify import verify
 
     if is_run(arguments.folder):
@@ -37,6 +38,11 @@ def _verify(arguments: argparse.Namespace) -> None:
             raise StorageError(str(run))
         print(run)
         return
+    if not (arguments.folder / INFO_FILE).exists():
+        raise DataError(
+            f"{arguments.folder}: neither a run with a checkpoint nor a complete data set (no {INFO_FILE}); an encode "
+            "that was interrupted goes on with the same command"
+        )
     found = verify(arguments.folder)
     if not found.ok:
         raise DataError(str(found))

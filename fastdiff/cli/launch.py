@@ -273,7 +273,7 @@ def _slurm(arguments: argparse.Namespace) -> None:
     if arguments.submit:
         print(f"submitted job {slurm.submit(arguments.output)}")
     else:
-        print(f"{arguments.output}: next: {shlex.join(['sbatch', str(arguments.output)])}")
+        print(f"{arguments.output} is written; next: {shlex.join(['sbatch', str(arguments.output)])}")
 
 
 def _k8s(arguments: argparse.Namespace) -> None:
@@ -303,7 +303,7 @@ def _k8s(arguments: argparse.Namespace) -> None:
     if arguments.submit:
         print(kubernetes.submit(arguments.output))
     else:
-        print(f"{arguments.output}: next: {shlex.join(['kubectl', 'apply', '-f', str(arguments.output)])}")
+        print(f"{arguments.output} is written; next: {shlex.join(['kubectl', 'apply', '-f', str(arguments.output)])}")
 
 
 def _unique(flag: str, pairs: list[tuple[str, str]]) -> dict[str, str]:

@@ -68,10 +68,13 @@ _NETWORKS = {
 _TRAIN = "--output.sample-every 0 --output.log-every 1 --performance.device cpu"
 _ADDED: tuple[tuple[str, Callable[[str], str]], ...] = (
     (r"^fastdiff train|^deepspeed .*fastdiff\.train\b", lambda text: _of_training(text)),
-    (r"^fastdiff bench step", lambda text: " --smoke" + (" --memory 1 --steps 1" if "--find-batch" in text else "")),
+    (r"^fastdiff bench step", lambda _: " --smoke --steps 1"),
+    (r"^fastdiff bench step .*--find-batch", lambda _: " --memory 1"),
+    (r"^fastdiff bench step .*--peer", lambda _: " --batch 2"),
     (r"^fastdiff evaluate .*--reference", lambda _: f" --features {FEATURES}:of_images"),
     (r"^fastdiff compat dit ", lambda _: " --global-batch-size 4"),
     (r"^fastdiff evaluate .*--nll", lambda _: " --samples 2"),
+    (r"fastdiff sample (?!.*--steps)", lambda _: " --steps 2"),
     (r"^fastdiff sample \S+\.pt", lambda _: f" {_DIT} --model.classes 2"),  # those of the pictures
 )
 _CHANGED: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
