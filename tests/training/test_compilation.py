@@ -91,11 +91,12 @@ def config_of(data: Path, folder: Path, **changes: Any) -> RunConfig:
     ("start", "changes"),
     [
         (launch(0), {"timesteps__density": "importance", "performance__precision": "bf16", "batch__micro": 4}),
-        (launch(1), {"performance__precision": "bf16", "batch__micro": 4}),
+        pytest.param(launch(1), {"performance__precision": "bf16", "batch__micro": 4}, marks=pytest.mark.nightly),
         (launch(3), {"performance__recompute": True}),
-        (
+        pytest.param(
             Launch(deepspeed={"zero_optimization": {"stage": 3}}),
             {"objective": DdpmConfig(condition_dropout=0.1, dream=True)},
+            marks=pytest.mark.nightly,
         ),
         pytest.param(launch(1), {"model": UNETS["sd15"]}, marks=pytest.mark.nightly),
     ],

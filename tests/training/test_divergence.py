@@ -258,7 +258,12 @@ def test_the_keys_of_a_large_batch_are_bounded(world: World, tmp_path: Path) -> 
 @pytest.mark.fault(21)
 @pytest.mark.parametrize(
     ("stage", "precision", "micro"),
-    [(0, "fp32", 16), (1, "fp32", 4), (2, "bf16", 8), (3, "bf16", 4)],
+    [
+        (0, "fp32", 16),
+        pytest.param(1, "fp32", 4, marks=pytest.mark.nightly),
+        pytest.param(2, "bf16", 8, marks=pytest.mark.nightly),
+        (3, "bf16", 4),
+    ],
 )
 def test_a_skipped_spike_moves_nothing(
     world: World, two_spikes: Path, tmp_path: Path, stage: int, precision: str, micro: int
@@ -598,8 +603,8 @@ ON_HOST = {"device": "cpu"}
     ("zero", "precision", "optimizer", "ranks"),
     [
         ({"stage": 0}, "fp32", "adamw", 1),
-        ({"stage": 0}, "bf16", "adamw8bit", 2),
-        ({"stage": 1}, "bf16", "adamw8bit-bnb", 2),
+        pytest.param({"stage": 0}, "bf16", "adamw8bit", 2, marks=pytest.mark.nightly),
+        pytest.param({"stage": 1}, "bf16", "adamw8bit-bnb", 2, marks=pytest.mark.nightly),
         ({"stage": 1}, "fp16", "adamw", 1),
         ({"stage": 2, "offload_optimizer": ON_HOST}, "bf16", "adamw8bit", 2),
         ({"stage": 3, "stage3_param_persistence_threshold": 0}, "fp32", "adamw8bit-bnb", 2),

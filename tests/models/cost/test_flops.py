@@ -24,6 +24,9 @@ NETWORKS: dict[ModelConfig, list[str]] = {}
 for name in PRESETS:
     NETWORKS.setdefault(PRESETS[name]().model, []).append(name)
 
+_BY_DAY = ("digits", "dit", "sit", "iddpm-cifar10", "sd2-512")
+"""Beginnings of the presets that are counted by day: every family, and without the networks that take seconds each."""
+
 # Two samples: a convolution without data takes a channels_last map of one sample for a contiguous one.
 SAMPLES = 2
 
@@ -64,7 +67,13 @@ def check(config: ModelConfig) -> None:
     assert training_flops(config) == pytest.approx(both, rel=1e-6)
 
 
-@pytest.mark.parametrize("config", NETWORKS, ids=map("+".join, NETWORKS.values()))
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id="+".join(presets), marks=() if presets[0].startswith(_BY_DAY) else pytest.mark.nightly)
+        for config, presets in NETWORKS.items()
+    ],
+)
 def test_flops_of_every_preset_agree_with_a_counter(config: ModelConfig) -> None:
     check(config)
 
