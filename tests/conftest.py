@@ -35,8 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """End at SIGTERM as at Ctrl-C: tests and fixtures stop what they started."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """End at SIGTERM as at Ctrl-C: tests and fixtures stop what they started.
+
+    Processes that a shell starts in the background (``make test &``) ignore Ctrl-C, and so would those of the tests.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
     if config.getoption("--gpu") and not torch.cuda.is_available():
         raise pytest.UsageError("--gpu: torch sees no CUDA device; fastdiff doctor tells why")
 

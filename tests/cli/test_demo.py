@@ -16,28 +16,27 @@ from fastdiff.checkpoint.manifest import committed
 from fastdiff.cli.demo.bits import compare
 from fastdiff.cli.demo.training import FASTDIFF
 from fastdiff.errors import StorageError
+from tests.support.processes import ROOT, start, stop
 from tests.support.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
 SMALL = ("--model.depth", "1", "--model.hidden", "32", "--model.heads", "2", "--output.sample-steps", "2")
 
 
-def start(digits: Path, runs: Path, steps: int, **options: object) -> subprocess.Popen[str]:
-    outer = {name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "RANK", "WORLD_"))}
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), outer.get("PYTHONPATH", "")])
+def demo(digits: Path, runs: Path, steps: int) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     command = [*FASTDIFF, "demo", "--steps", str(steps), "--data", str(digits), "--runs", str(runs), "--", *SMALL]
-    return subprocess.Popen(
-        command, cwd=runs.parent, env=outer | {"PYTHONPATH": path}, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, **options,
-    )  # type: ignore[call-overload,no-any-return]  # fmt: skip
+    return start(command, runs.parent, PYTHONPATH=path)
 
 
 @pytest.fixture(scope="module")
 def shown(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The runs of a short demo, and what it says."""
     runs = tmp_path_factory.mktemp("demo") / "runs"
-    process = start(digits, runs, 120)
-    said, _ = process.communicate(timeout=550)
+    process = demo(digits, runs, 120)
+    try:
+        said, _ = process.communicate(timeout=550)
+    finally:
+        stop(process)
     assert process.returncode == 0, said
     return runs, said
 
@@ -72,11 +71,16 @@ def test_one_flipped_bit_is_found(shown: tuple[Path, str], tmp_path: Path) -> No
 
 def test_ctrl_c_ends_it_and_its_training(digits: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    process = start(digits, runs, 100_000, start_new_session=True)
+    process = demo(digits, runs, 10_000)  # logged 60 times
     metrics = runs / "demo-1" / "metrics.jsonl"
-    wait_until(lambda: process.poll() is not None or (metrics.exists() and metrics.stat().st_size > 0), "a step", 300)
-    os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=200)
+    try:
+        wait_until(
+            lambda: process.poll() is not None or (metrics.exists() and metrics.stat().st_size > 0), "a step", 300
+        )
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=200)
+    finally:
+        stop(process)
     assert process.returncode == 75, said
     assert "interrupted; the runs of the demo stay" in said
     assert "Traceback" not in said
