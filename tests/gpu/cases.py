@@ -85,7 +85,7 @@ CASES = [
 """Every family meets every stage (sdxl one of them), and every stage every precision that it has."""
 
 ON_CPU = [
-    replace(CASES[20], compile=True),
+    replace(CASES[0], compile=True),
     CASES[1],
     replace(CASES[4], precision="fp32", optimizer="adamw8bit"),
     CASES[5],
