@@ -156,7 +156,7 @@ def test_a_signal_during_the_images_saves_the_step_before_them(
     """The images take longer than any notice: the ranks agree to break off, as they agree on an error."""
     changes = {"output__sample_every": 3, "output__sample_steps": 1000}
     argv = [*flags(tiny(digits, tmp_path / "run", STEPS, batch__micro=8, **changes)), *ZERO3]
-    assert values(forked_ranks(_main_signalled_as_it_draws, argv, 0, signal.SIGTERM)) == [75, 75]
+    assert values(forked_ranks(_main_signalled_as_it_draws, argv, 1, signal.SIGTERM)) == [75, 75]
     assert intact(tmp_path / "run") == [3]
     assert hexes(losses(tmp_path / "run")) == hexes(whole[:3])
 
