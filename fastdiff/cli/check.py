@@ -40,8 +40,8 @@ def _verify(arguments: argparse.Namespace) -> None:
         return
     if not (arguments.folder / INFO_FILE).exists():
         raise DataError(
-            f"{arguments.folder}: neither a run with a checkpoint nor a complete data set (no {INFO_FILE}); an encode "
-            "that was interrupted goes on with the same command"
+            f"{arguments.folder}: neither a run nor a complete data set (no run.json, no {INFO_FILE}); run "
+            "`fastdiff encode` first, again if it was interrupted"
         )
     found = verify(arguments.folder)
     if not found.ok:

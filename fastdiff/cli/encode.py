@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -152,8 +153,6 @@ def _require_own(given: Mapping[str, Any], own: Collection[str]) -> None:
 def _encode_builtin(source: str, given: Mapping[str, Any]) -> None:
     from fastdiff.data.encoding.builtin import encode_digits, encode_synthetic
 
-    options = {name: given[name] for name in _BUILTIN[source] if name in given}
-    if source == "digits":
-        encode_digits(given["out"], **options)
-    else:
-        encode_synthetic(given["out"], **options)
+    options, out = {name: given[name] for name in _BUILTIN[source] if name in given}, given["out"]
+    info = encode_digits(out, **options) if source == "digits" else encode_synthetic(out, **options)
+    print(f"{out} is complete: {info.samples} samples; check it with `{shlex.join(['fastdiff', 'verify', str(out)])}`")

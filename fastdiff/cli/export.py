@@ -71,6 +71,6 @@ def _export(arguments: argparse.Namespace) -> None:
         step=arguments.step,
     )
     export(arguments.run_folder, arguments.out, choice, published=published, repo_id=arguments.push_to_hub)
-    print(f"{arguments.out}: {arguments.format}")
+    print(f"{arguments.out} is written, in the format {arguments.format}; its README.md says how to load it")
     if arguments.push_to_hub is not None:
         print(push(arguments.out, arguments.push_to_hub, private=arguments.private))

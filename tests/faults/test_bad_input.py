@@ -103,6 +103,7 @@ def test_a_wrong_fastdiff_command_exits_2(tmp_path: Path, capsys: pytest.Capture
     assert "no run" in capsys.readouterr().err
     done = run_script(COMMAND, "verify", tmp_path / "nothing")
     assert done.code == 65
+    assert "neither a run nor a complete data set" in done.output
     assert "fastdiff encode" in done.output
 
 

@@ -8,6 +8,7 @@ neither on W nor on killed ranks. The ranks do not wait for one another, and com
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -327,7 +328,8 @@ class _ImageEncode:
         self._say(text)
         if not missing:
             samples = DatasetInfo.read(self._options.out).samples
-            self._say(f"{self._options.out} is complete: {samples} samples; check it with `fastdiff verify`")
+            check = shlex.join(["fastdiff", "verify", str(self._options.out)])
+            self._say(f"{self._options.out} is complete: {samples} samples; check it with `{check}`")
 
 
 class _Expectation:

@@ -84,9 +84,10 @@ def _names(folder: Path) -> list[str]:
     return names
 
 
-def test_the_options_of_synthetic_data(tmp_path: Path) -> None:
+def test_the_options_of_synthetic_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--shape", "2,4,4", "--samples", "5", "--classes", "3"]
     assert main(["encode", "synthetic", str(tmp_path / "out"), *options]) == 0
+    assert f"5 samples; check it with `fastdiff verify {tmp_path / 'out'}`" in capsys.readouterr().out
     info = DatasetInfo.read(tmp_path / "out")
     assert (info.latent.shape, info.samples, info.classes) == ((2, 4, 4), 5, 3)
 
