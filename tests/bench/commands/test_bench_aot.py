@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def compiler() -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        executor = ProcessPoolExecutor(1, SpawnContext())
         executor.submit(os.getpid).result()
     with executor:
         yield lambda function, *given: executor.submit(function, *given).result(timeout=280)
