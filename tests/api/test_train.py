@@ -21,7 +21,7 @@ from fastdiff.sampling.npz import read_npz
 from tests.support.processes import ROOT, run
 from tests.support.runs import hexes, losses, tiny
 from tests.support.scripts import COMMAND, TRAIN, run_script
-from tests.support.waiting import steps_logged, wait_until
+from tests.support.waiting import steps_logged, wait_for_the_end, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -97,33 +97,35 @@ def test_errors_are_exceptions_with_their_message(trained: fastdiff.Run, tmp_pat
         fastdiff.train(config.changed(steps=12, output={"callbacks": own, "folder": str(tmp_path / "run")}))
 
 
-def test_ctrl_c_saves_and_the_same_call_resumes(digits: Path, tmp_path: Path) -> None:
+def test_a_run_is_saved_when_its_caller_is_killed_and_at_ctrl_c_and_the_same_call_resumes(
+    digits: Path, tmp_path: Path
+) -> None:
     config = Config.of(tiny(digits, tmp_path / "run", steps=1_000_000))
-    watch = threading.Thread(target=_interrupt_after, args=(tmp_path / "run", 3))
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    code = f"import fastdiff; fastdiff.train(fastdiff.Config.from_file({str(tmp_path / 'run.yaml')!r}))"
+    caller = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: steps_logged(tmp_path / "run") >= 3, "the first steps")
+        processes = psutil.Process(caller.pid).children(recursive=True)
+    finally:
+        caller.kill()
+        caller.wait()
+    wait_for_the_end(processes)
+    run = fastdiff.Run(tmp_path / "run")
+    (saved,) = run.checkpoints
+
+    watch = threading.Thread(target=_interrupt_after, args=(tmp_path / "run", saved + 3))
     watch.start()
     with pytest.raises(fastdiff.Preempted, match=r"saved step \d+; the same call resumes"):
         fastdiff.train(config)
     watch.join()
-    (step,) = fastdiff.Run(tmp_path / "run").checkpoints
-    resumed = fastdiff.train(config.changed(steps=step + 2))
-    assert resumed.checkpoints[-1] == step + 2
+    assert run.checkpoints[-1] >= saved + 3
+    assert [record["step"] for record in run.metrics()] == list(range(1, len(run.metrics()) + 1))
 
 
 def _interrupt_after(folder: Path, steps: int) -> None:
     wait_until(lambda: steps_logged(folder) >= steps, "the first steps")
     os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_run_saves_when_its_caller_is_killed(digits: Path, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(Config.of(tiny(digits, tmp_path / "run", steps=1_000_000)).to_yaml())
-    code = f"import fastdiff; fastdiff.train(fastdiff.Config.from_file({str(tmp_path / 'run.yaml')!r}))"
-    caller = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
-    try:
-        wait_until(lambda: steps_logged(tmp_path / "run") >= 3, "the first steps")
-    finally:
-        caller.kill()
-        caller.wait()
-    wait_until(lambda: bool(fastdiff.Run(tmp_path / "run").checkpoints), "the checkpoint of the run")
 
 
 def test_a_notebook_shows_a_live_view(digits: Path, tmp_path: Path) -> None:

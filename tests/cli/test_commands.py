@@ -27,6 +27,7 @@ from tests.support.scripts import COMMAND, run_script
 
 def test_two_gloo_ranks_train_the_preset(digits: Path, tmp_path: Path) -> None:
     short = ["--samples", "640", "--data.path", digits, "--output.folder", tmp_path / "run", "--output.log_every", "5"]
+    short += ["--output.sample_steps", "2"]
     zero3 = ["--deepspeed_config", "deepspeed_configs/zero3.json"]
     done = deepspeed("--preset", "digits", *short, *zero3, ranks=2, TORCH_EXTENSIONS_DIR=str(tmp_path / "compiled"))
     assert done.code == 0, done.output

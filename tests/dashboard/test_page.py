@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from fastdiff.config.run_record import claim
 from fastdiff.dashboard.folders import key_of
 from fastdiff.dashboard.report import write_report
 from tests.dashboard.folders import ledger, lines, picture, record, run_folder, validation
-from tests.support.browser import chromium, problems_of, until, watch, watched, wide_parts
+from tests.support.browser import ADDRESS, chromium, problems_of, until, watch, wide_parts
 from tests.support.ports import reserved_port
-from tests.support.processes import BIN, ON_CPU, start, stop
+from tests.support.processes import ON_CPU, stop
 from tests.support.runs import flags, tiny
+from tests.support.scripts import COMMAND, TRAIN, Script
 from tests.support.waiting import LIMIT_S, steps_logged, wait_for_steps, wait_until
 
 SERVER_DIED = re.compile("net::ERR_(CONNECTION_REFUSED|CONNECTION_RESET|INCOMPLETE_CHUNKED_ENCODING|EMPTY_RESPONSE)")
@@ -56,11 +58,19 @@ def page(context: BrowserContext) -> Iterator[Page]:
 
 @contextmanager
 def served(page: Page, *runs: str | Path, cwd: Path) -> Iterator[None]:
-    """Open the page of runs; it is left before its server ends."""
-    with watched(*runs, cwd=cwd) as address:
-        page.goto(address)
+    """Open the page of runs, which a forked server serves; it is left before its server ends."""
+    said = cwd / "watch.log"
+    with Script(COMMAND, "watch", *runs, cwd=cwd, output=str(said)) as server:
+        wait_until(lambda: not server.process.is_alive() or ADDRESS.search(read(said)) is not None, "the address")
+        found = ADDRESS.search(read(said))
+        assert found is not None, read(said)
+        page.goto(found[0])
         yield
         page.goto("about:blank")
+
+
+def read(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
 
 
 def rich(folder: Path, **config: Any) -> Path:
@@ -98,11 +108,11 @@ def test_a_training_run_is_shown_live_and_over_a_death_of_the_server(
     port = str(reserved_port())
     config = tiny(digits, run, steps=1_000_000, output__sample_every=50, output__sample_steps=2)
     server, address = watch("--port", port, cwd=tmp_path)
-    training = None
-    try:
+    with ExitStack() as running:
+        running.callback(lambda: stop(server))
         page.goto(address)
         page.get_by_text("No run in all runs in runs/ yet").wait_for()
-        training = start([BIN / "fastdiff", "train", *flags(config), "--ranks", "1", *ON_CPU])
+        training = running.enter_context(Script(TRAIN, *flags(config), *ON_CPU))
         page.locator("#loss .line").first.wait_for()
         page.locator(".chip.running").wait_for()
         until(page, f"({STEPS}).length > 20")
@@ -113,7 +123,7 @@ def test_a_training_run_is_shown_live_and_over_a_death_of_the_server(
         kept = page.evaluate(STEPS)
         assert len(kept) > 20
         assert page.locator("#loss .line").count() == 1, "it keeps what it has"
-        wait_for_steps(run, steps_logged(run) + 30, training)
+        wait_for_steps(run, steps_logged(run) + 30)
         assert page.evaluate(STEPS) == kept
 
         server, again = watch("--port", port, cwd=tmp_path)
@@ -122,9 +132,9 @@ def test_a_training_run_is_shown_live_and_over_a_death_of_the_server(
         until(page, f"({STEPS}).length > {len(kept) + 30}")
         page.locator("#samples .large img").wait_for()
 
-        training.send_signal(signal.SIGINT)
-        wait_until(lambda: training.poll() is not None, "the end of the training")
-        assert training.returncode == 75
+        assert training.process.pid is not None
+        os.kill(training.process.pid, signal.SIGINT)
+        assert training.wait().code == 75
         page.locator(".chip.stopped").wait_for()
         logged = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
         until(page, f"({STEPS}).at(-1) === {logged[-1]}")
@@ -137,10 +147,6 @@ def test_a_training_run_is_shown_live_and_over_a_death_of_the_server(
         assert page.locator("#loss .line").count() == 1
         expected = (SERVER_DIED, RUN_DELETED)
         assert [problem for problem in problems if not any(one.search(problem) for one in expected)] == []
-    finally:
-        stop(server)
-        if training is not None:
-            stop(training)
 
 
 def test_a_resumed_run_shows_its_restart_and_nothing_twice(page: Page, tmp_path: Path) -> None:

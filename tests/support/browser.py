@@ -15,7 +15,8 @@ from tests.support.processes import BIN, start, stop
 from tests.support.waiting import wait_until
 
 _LEFT = "net::ERR_ABORTED"
-_ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
+ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
+"""What ``fastdiff watch`` prints."""
 
 
 @contextmanager
@@ -41,7 +42,7 @@ def watch(*arguments: str | Path, cwd: Path) -> tuple[subprocess.Popen[str], str
     process = start([BIN / "fastdiff", "watch", *arguments], cwd)
     assert process.stdout is not None
     line = process.stdout.readline()
-    found = _ADDRESS.search(line)
+    found = ADDRESS.search(line)
     assert found is not None, line + process.stdout.read()
     return process, found[0]
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.benches.forked_programs import forked_programs
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _forked() -> Iterator[None]:
     with forked_programs():
         yield

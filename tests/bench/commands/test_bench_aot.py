@@ -6,22 +6,45 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fastdiff_bench import BenchError
+from fastdiff_bench.__main__ import main
 from fastdiff_bench.cases import KERNELS, cases
+from fastdiff_bench.cases.case import Case
 from fastdiff_bench.commands import aot
 from fastdiff_bench.correctness.assembly import Side, access_widths
 from fastdiff_bench.records import record
 from fastdiff_bench.records.fingerprint import ROOT
 from fastdiff_bench.records.record import Log, Measurement
 from fastdiff_kernels import launch
-from tests.support.benches.bench_kernels import LAUNCHING
+from fastdiff_kernels.launch import Launch
+from tests.support.benches.bench_kernels import LAUNCHING, square_kernel
+
+Run = Callable[..., Any]
+"""Calls its first argument with the others, in another process."""
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Run]:
+    """Runs functions, one after the other, in a process that sees no GPU and does not interpret kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        executor = ProcessPoolExecutor(1, SpawnContext())
+        executor.submit(os.getpid).result()
+    with executor:
+        yield lambda function, *given: executor.submit(function, *given).result(timeout=280)
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -33,32 +56,35 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def compiled(*names: str) -> list[dict[str, Any]]:
+def told(function: Callable[..., int], *given: Any) -> tuple[int, str]:
+    """What it returns, and what it prints."""
+    with redirect_stdout(StringIO()) as output:
+        return function(*given), output.getvalue()
+
+
+def logged(folder: Path, names: Sequence[str], arch: int) -> int:
+    """The exit code of ``bench aot`` on small kernels."""
+    with Log(folder / "aot.jsonl") as log:
+        return aot.main([LAUNCHING[name] for name in names], [arch], log)
+
+
+def findings(names: Sequence[str]) -> list[dict[str, Any]]:
     """Findings of ``bench aot`` about small kernels on sm_90."""
-    code = f"""
-import json
-from fastdiff_bench.commands.aot import compile_all
-from tests.support.benches.bench_kernels import LAUNCHING
-rows = compile_all([LAUNCHING[name] for name in {names!r}], [90])
-wanted = ("problems", "load_bits", "store_bits", "must_be_wide", "spill_bytes")
-print(json.dumps([{{name: getattr(row, name) for name in wanted}} for row in rows]))
-"""
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
-    rows: list[dict[str, Any]] = json.loads(done.stdout)
-    return rows
+    rows = aot.compile_all([LAUNCHING[name] for name in names], [90])
+    wanted = ("problems", "load_bits", "store_bits", "must_be_wide", "spill_bytes")
+    return [{name: getattr(row, name) for name in wanted} for row in rows]
 
 
-def test_aot_sees_spills_and_narrow_accesses_and_nothing_else() -> None:
+def test_aot_sees_spills_and_narrow_accesses_and_nothing_else(compiler: Run) -> None:
     names = ("wide", "narrow loads", "narrow stores", "spills", "single", "partial")
-    wide, loads, stores, spills, single, partial = compiled(*names)
+    wide, loads, stores, spills, single, partial = compiler(findings, names)
     assert wide["problems"] == single["problems"] == []
-    assert wide["load_bits"] == wide["store_bits"] == {"128": 2}
+    assert wide["load_bits"] == wide["store_bits"] == {128: 2}
     assert single["load_bits"] == {}
-    assert single["must_be_wide"] == ["stores"]
+    assert list(single["must_be_wide"]) == ["stores"]
     assert partial["problems"] == []
-    assert partial["must_be_wide"] == ["loads"]
-    assert list(partial["store_bits"]) == ["32"]
+    assert list(partial["must_be_wide"]) == ["loads"]
+    assert list(partial["store_bits"]) == [32]
     assert [p.split(":")[0] for p in loads["problems"]] == ["global loads narrower than 128 bits"]
     assert [p.split(":")[0] for p in stores["problems"]] == ["global stores narrower than 128 bits"]
     assert spills["spill_bytes"] > 0
@@ -76,27 +102,28 @@ def test_a_kernel_that_no_processor_can_hold_is_a_problem() -> None:
     assert large.problems == ["wants 720 columns of tensor memory, a processor has 512"]
 
 
-def test_aot_specialises_arguments_as_the_launcher_does() -> None:
-    code = """
-import torch
-from fastdiff_bench.commands.aot import specialise
-from fastdiff_kernels.launch import Launch
-from tests.support.benches.bench_kernels import square_kernel
-def show(x, count, factor, **options):
-    source, chosen = specialise(Launch(square_kernel, (1,), (x, x, count, factor), options), 90)
-    aligned = [path[0] for path, attribute in source.attrs.items() if attribute]
-    print(*source.signature.values(), aligned, chosen["num_warps"], chosen["arch"])
-x = torch.empty(64)
-show(x, 64, 1.0, BLOCK=16)
-show(x[1:], 17, True, BLOCK=16, num_warps=8)
-show(x.bfloat16(), 1, 2**40, BLOCK=16)
-"""
-    done = python("-c", code)
-    assert done.stdout.splitlines() == [
+def specialised() -> list[str]:
+    """Types, aligned arguments and options of launches of a kernel."""
+
+    def shown(x: torch.Tensor, count: int, factor: float, **options: Any) -> str:
+        source, chosen = aot.specialise(Launch(square_kernel, (1,), (x, x, count, factor), options), 90)
+        aligned = [path[0] for path, attribute in source.attrs.items() if attribute]
+        return f"{' '.join(source.signature.values())} {aligned} {chosen['num_warps']} {chosen['arch']}"
+
+    x = torch.empty(64)
+    return [
+        shown(x, 64, 1.0, BLOCK=16),
+        shown(x[1:], 17, True, BLOCK=16, num_warps=8),
+        shown(x.bfloat16(), 1, 2**40, BLOCK=16),
+    ]
+
+
+def test_aot_specialises_arguments_as_the_launcher_does(compiler: Run) -> None:
+    assert compiler(specialised) == [
         "*fp32 *fp32 i32 fp32 constexpr [0, 1, 2] 4 sm90",
         "*fp32 *fp32 i32 u1 constexpr [] 8 sm90",
         "*bf16 *bf16 constexpr i64 constexpr [0, 1, 3] 4 sm90",
-    ], done.stderr
+    ]
 
 
 @pytest.mark.parametrize(
@@ -118,25 +145,23 @@ def test_widths_are_read_from_ptx(ptx: str, side: Side, widths: dict[int, int]) 
     assert access_widths(ptx, side) == widths
 
 
-def test_every_kernel_compiles_in_every_dtype(tmp_path: Path) -> None:
-    """A case of each dtype for one GPU, in turn; by night every case for all of them."""
-    code = f"""
-import sys
-from pathlib import Path
-from fastdiff_bench.cases import KERNELS, cases
-from fastdiff_bench.commands import aot
-from fastdiff_bench.records.record import Log
-first = {{}}
-for case in cases(KERNELS):
-    first.setdefault((case.op, case.dtype), case)
-chosen = {{arch: [] for arch in aot.ARCHITECTURES}}
-for number, case in enumerate(first.values()):
-    chosen[aot.ARCHITECTURES[(number + number // 3) % 3]].append(case)
-with Log(Path({str(tmp_path)!r}) / "aot.jsonl") as log:
-    sys.exit(max(aot.main(case_names, [arch], log) for arch, case_names in chosen.items()))
-"""
-    done = python("-c", code)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+def compiled_in_turn(folder: Path) -> int:
+    """Compile one case of each kernel, so that every dtype meets every GPU."""
+    chosen: dict[tuple[int, torch.dtype], list[Case]] = {
+        (arch, dtype): [] for arch in aot.ARCHITECTURES for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    }
+    for name in KERNELS:
+        first = {case.dtype: case for case in reversed(cases((name,)))}
+        arch, dtype = min((pair for pair in chosen if pair[1] in first), key=lambda pair: len(chosen[pair]))
+        chosen[arch, dtype].append(first[dtype])
+    with Log(folder / "aot.jsonl") as log:
+        return max(aot.main(given, [arch], log) for (arch, _), given in chosen.items())
+
+
+def test_every_kernel_compiles(compiler: Run, tmp_path: Path) -> None:
+    """A case of each for one GPU, in turn; by night every case for all of them."""
+    code, output = compiler(told, compiled_in_turn, tmp_path)
+    assert code == 0, output[-5000:]
     found = record.read(tmp_path / "aot.jsonl")
     assert found.failures == ()
     assert {m.case.split()[0] for m in found.measurements} == set(KERNELS)
@@ -164,37 +189,24 @@ def test_every_kernel_compiles_without_spills_and_with_wide_accesses(name: str, 
     assert len({m.name for m in rows}) == len(rows)
 
 
-def test_a_spill_is_a_failure_in_the_record_and_of_the_run(tmp_path: Path) -> None:
-    code = f"""
-import sys
-from pathlib import Path
-from fastdiff_bench.commands import aot
-from fastdiff_bench.records.record import Log
-from tests.support.benches.bench_kernels import LAUNCHING
-with Log(Path({str(tmp_path)!r}) / "aot.jsonl") as log:
-    sys.exit(aot.main([LAUNCHING["spills"]], [90], log))
-"""
-    done = python("-c", code)
-    assert done.returncode == 1, done.stderr
-    assert "PROBLEM greedy_kernel sm_90 (philox spills float32): spills" in done.stdout
+def test_a_spill_is_a_failure_in_the_record_and_of_the_run(compiler: Run, tmp_path: Path) -> None:
+    code, output = compiler(told, logged, tmp_path, ["spills"], 90)
+    assert code == 1
+    assert "PROBLEM greedy_kernel sm_90 (philox spills float32): spills" in output
     found = record.read(tmp_path / "aot.jsonl")
     assert [f.provider for f in found.failures][:1] == ["greedy_kernel"]
     spilled = next(m for m in found.measurements if m.quantity == "spilled")
     assert found.failures[0].reason == f"spills {spilled.value:.0f} bytes per thread"
 
 
-def test_the_smallest_run_is_one_kernel_and_compares_with_itself(tmp_path: Path) -> None:
+def test_the_smallest_run_is_one_kernel_and_compares_with_itself(compiler: Run, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    code = f"""
-import sys
-from fastdiff_bench.__main__ import main
-assert main(["aot", "--smoke", "--out", {str(first)!r}]) == 0
-sys.exit(main(["aot", "--smoke", "--out", {str(second)!r}, "--baseline", {str(first)!r}]))
-"""
-    done = python("-c", code)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"against {first / 'aot.jsonl'}" in done.stdout
-    assert "0 worse, 0 better, 5 compared" in done.stdout
+    smallest = ["aot", "--smoke", "--out"]
+    assert compiler(told, main, [*smallest, str(first)])[0] == 0
+    code, output = compiler(told, main, [*smallest, str(second), "--baseline", str(first)])
+    assert code == 0, output
+    assert f"against {first / 'aot.jsonl'}" in output
+    assert "0 worse, 0 better, 5 compared" in output
     before, after = (record.read(folder / "aot.jsonl").measurements for folder in (first, second))
     assert before == after
     assert {m.case for m in after} == {f"{cases(('philox',))[0]} sm_80"}

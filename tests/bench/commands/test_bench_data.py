@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,7 @@ def samples(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def process() -> Iterator[ProcessPoolExecutor]:
     """A small process: readers fork their workers, and one that has run many tests may be too large to be copied."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+    with ProcessPoolExecutor(1, SpawnContext()) as executor:
         yield executor
 
 

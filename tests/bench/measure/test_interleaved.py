@@ -6,17 +6,32 @@ import errno
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
+from fastdiff_bench.measure import interleaved as measuring
 from fastdiff_bench.measure.interleaved import Effort, Program, Result, ran_out, ratios, run_interleaved
 from fastdiff_bench.measure.session import Steps
 from fastdiff_bench.records.fingerprint import ROOT
 from tests.support.benches import programs
+from tests.support.benches.forked_programs import forked_programs
+
+
+@pytest.fixture
+def forked() -> Iterator[None]:
+    """Programs that need not import everything anew."""
+    with forked_programs():
+        yield
+
+
+@pytest.fixture
+def short_parting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that hangs does not end by itself, however long it is given."""
+    monkeypatch.setattr(measuring, "_PARTING_SECONDS", 0.1)
 
 
 def interleaved(
@@ -54,6 +69,7 @@ def test_programs_step_in_turns_and_the_failed_one_is_left_out(
     assert "ValueError: step 4" in capfd.readouterr().err, "with what it printed"
 
 
+@pytest.mark.usefixtures("forked")
 def test_each_way_to_end_is_told_apart() -> None:
     memory, system, crashed, ended = interleaved(
         Program("memory", programs.out_of_memory),
@@ -127,14 +143,16 @@ def raise_on_top(error: BaseException) -> None:
         raise KeyError("while it was handled")  # noqa: B904
 
 
+@pytest.mark.usefixtures("forked", "short_parting")
 def test_a_program_that_hangs_is_stopped(tmp_path: Path) -> None:
     file = tmp_path / "pid"
-    (result,) = interleaved(Program("hanging", programs.hanging, (file,)), limit_seconds=8)
-    assert result.failure == "no answer within 8 s"
+    (result,) = interleaved(Program("hanging", programs.hanging, (file,)), limit_seconds=2)
+    assert result.failure == "no answer within 2 s"
     # On a machine with much to do it may not have come so far.
     assert not file.exists() or not psutil.pid_exists(int(file.read_text()))
 
 
+@pytest.mark.usefixtures("forked", "short_parting")
 def test_all_ranks_end_when_one_fails() -> None:
     """The first one, which waits, is not waited for."""
     (result,) = interleaved(Program("two", programs.second_rank_fails, ranks=2), limit_seconds=3600)
@@ -171,6 +189,7 @@ def test_times_on_a_gpu_are_those_of_the_gpu() -> None:
     assert float(result.facts["host"] or 0) < 0.1 * result.phase("long").median
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_first_steps_of_a_session_may_be_left_out(tmp_path: Path) -> None:
     file = tmp_path / "steps"
     effort = Effort(rounds=2, steps=2, warm_up=1, settling=3)

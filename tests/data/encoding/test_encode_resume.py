@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import random
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.data.shards.verify import verify
 from fastdiff.errors import ConfigError
 from fastdiff.models.pretrained.tiny_pipeline import build
-from tests.support.forked import end_with_the_tests, stop_server
+from tests.support.forked import Forked, fork_server
 from tests.support.injected.durable_calls import DURABLE, dying_at
 from tests.support.inputs.encoding import captioned, files
-from tests.support.processes import BIN, run, start, stop
+from tests.support.processes import BIN, start, stop
+from tests.support.scripts import COMMAND, run_script
 from tests.support.waiting import wait_until
 
 IMAGES, PER_SHARD = 24, 2
@@ -48,22 +50,10 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Any]:
     """Starts processes that have imported everything: a kill shall hit the encode, not the imports."""
+    fork_server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        stop_server()  # of tests before, which has imported something different
-        context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            [
-                "fastdiff.cli.encode",
-                "fastdiff.data.encoding.images",
-                "fastdiff.config.presets",
-                "diffusers.models.autoencoders.autoencoder_kl",
-                "transformers.models.clip.modeling_clip",
-                "transformers.models.clip.tokenization_clip",
-            ]
-        )
-        yield context
-        stop_server()
+        yield Forked()
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +65,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, command: list[str], ra
 
 
 def rank_main(argv: list[str], rank: int, ranks: int) -> None:
-    import os
-    import sys
-
-    end_with_the_tests()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     sys.exit(main(argv))
 
@@ -174,7 +160,7 @@ def test_the_real_command_is_killed_and_goes_on(
     finally:
         stop(process)
     assert process.returncode == -9
-    done = run([BIN / "fastdiff", *command, out])
+    done = run_script(COMMAND, *command, out)
     assert done.code == 0, done.output
     assert "more were already encoded" in done.output
     assert "1 bad images skipped" in done.output
