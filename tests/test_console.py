@@ -67,7 +67,7 @@ for _ in range(2):
         )
         said.append(re.sub(r"\d\d:\d\d:\d\d", "TIME", done.stdout + done.stderr))
     assert said == [
-        "TIME [rank 0] WARNING of a library (UserWarning of <string>:9)\nTIME [rank 0] WARNING of DeepSpeed\n",
+        "TIME [rank 0] WARNING of a library (UserWarning of <string>:11)\nTIME [rank 0] WARNING of DeepSpeed\n",
         "",
     ]
 

@@ -40,7 +40,7 @@ def _verify(arguments: argparse.Namespace) -> None:
         return
     if not (arguments.folder / INFO_FILE).exists():
         raise DataError(
-            f"{arguments.folder}: neither a run nor a complete data set (no run.json, no {INFO_FILE}); run "
+            f"{arguments.folder}: neither a run nor a complete data set (no run.json, no dataset.json); run "
             "`fastdiff encode` first, again if it was interrupted"
         )
     found = verify(arguments.folder)
