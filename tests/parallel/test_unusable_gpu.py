@@ -145,7 +145,17 @@ def test_the_cpu_on_purpose(digits: Path, tmp_path: Path) -> None:
 
 
 def test_a_preset_made_for_gpus_asks_for_the_cpu_by_name(digits: Path) -> None:
-    fits = ["--data.path", digits, "--model.channels", "1", "--model.size", "8", "--model.classes", "10"]
+    fits = [
+        "--data.path",
+        digits,
+        "--model.channels",
+        "1",
+        "--model.size",
+        "8",
+        "--model.classes",
+        "10",
+        "--data.no-random-flip",
+    ]
     done = run_script(TRAIN, "--preset", "dit-s-8-256", *fits, CUDA_VISIBLE_DEVICES="")
     assert done.code == 2
     assert "there is none here (CUDA_VISIBLE_DEVICES hides all)" in done.output
