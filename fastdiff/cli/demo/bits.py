@@ -52,7 +52,7 @@ def compare(first: Path, second: Path) -> Difference:
 
 def _tensors(file: Path) -> dict[str, bytes]:
     """Return the bytes of every tensor of a safetensors file by name, dtype and shape."""
-    found = deserialize(file.read_bytes())
+    found = deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
     return {f"{name} {tensor['dtype']} {tensor['shape']}": tensor["data"] for name, tensor in found}
 
 
