@@ -173,6 +173,7 @@ def test_the_largest_batch_is_found_and_measured(tmp_path: Path, monkeypatch: py
     assert measured["peak resident"].value == pytest.approx(peak, rel=0.1)
 
 
+@pytest.mark.usefixtures("small_limits")
 def test_a_search_that_fails_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,6 +185,7 @@ def test_a_search_that_fails_is_a_failure(
     assert f"FAILED: {failure.reason}" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("small_limits")
 def test_measurements_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clean steps are kept where the marked ones, or whoever stops the command, come to nothing."""
     monkeypatch.setattr(stepping, "run_fastdiff", programs.failing_with_marks)

@@ -37,6 +37,7 @@ from fastdiff_bench.trainers.dit import Dit
 from fastdiff_bench.trainers.plain import Plain
 from fastdiff_bench.trainers.plain_torch import Noise, Samples, of_steps, untrained
 from fastdiff_bench.trainers.text_to_image import LAUNCHER, Online, TextToImage, not_in_script
+from tests.support.benches.forked_programs import forked_programs
 from tests.support.objectives import objective_of
 
 CPU = torch.device("cpu")
@@ -387,10 +388,12 @@ def test_a_comparison_with_diffusers_is_recorded_with_its_speed_ups(
 
 
 @pytest.mark.parametrize("names", [["dit"], pytest.param(["plain", "dit"], marks=pytest.mark.nightly)], ids="-".join)
+@pytest.mark.usefixtures("small_limits")
 def test_a_comparison_of_dits_from_the_command_line_states_how_each_computes(tmp_path: Path, names: list[str]) -> None:
     arguments = ["--smoke", "--preset", "digits", "--precision", "bf16", "--batch", "2", "--device", "cpu"]
     arguments += ["--rounds", "2", "--steps", "1", "--out", str(tmp_path), "--peer", *names]
-    assert main(["step", *arguments]) == 0
+    with forked_programs():
+        assert main(["step", *arguments]) == 0
     (path,) = record.files(tmp_path)
     found = record.read(path)
     assert not found.failures
