@@ -83,6 +83,7 @@ class HostCopy:
             try:
                 self._blocks.append(_allocate(length, pins))
             except RuntimeError:  # the error of torch's allocator
+                self._blocks.clear()  # telling the other ranks needs memory, too
                 raise StorageError(
                     f"no host memory for a copy of {size / 2**30:.2f} GiB, from which a save is written during the "
                     f"training: {missing / 2**30:.2f} GiB are missing; use more hosts or hosts with more memory, or "
