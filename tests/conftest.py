@@ -26,6 +26,7 @@ if not torch.cuda.is_available():
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 _OPS = Path(__file__).parent / "ops"
+MUCH_MEMORY = 1 << 30  # bytes
 _skipped_without_reason: list[str] = []
 
 
@@ -134,14 +135,30 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def resident() -> int:
+    """Resident memory of this process, in bytes."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(scope="session")
+def memory_then() -> list[int]:
+    """Resident memory when the engines of a module were last released, in bytes; one number."""
+    return [resident()]
+
+
 @pytest.fixture(scope="module", autouse=True)
-def released() -> Iterator[None]:
-    """Release the ZeRO-3 engines of a module, to which frozen objects refer."""
+def released(memory_then: list[int]) -> Iterator[None]:
+    """Release the ZeRO-3 engines of a module, to which frozen objects refer.
+
+    This looks at every object, which takes seconds; it is done when the modules since the last time have left much.
+    """
     yield
-    if gc.get_freeze_count():
+    if gc.get_freeze_count() and resident() > memory_then[0] + MUCH_MEMORY:
         gc.unfreeze()
         gc.collect()
         gc.freeze()
+        memory_then[0] = resident()
 
 
 @pytest.fixture(scope="session")
