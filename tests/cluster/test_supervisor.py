@@ -9,19 +9,22 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-from fastdiff import train as trainer
 from fastdiff.checkpoint.manifest import committed, verify
 from fastdiff.cluster.supervisor.environment import request_nccl_dumps
 from fastdiff.cluster.supervisor.main import main
 from fastdiff.cluster.supervisor.outcome import UNAVAILABLE, of_hang
 from fastdiff.cluster.supervisor.ranks import RankStatus
 from fastdiff.cluster.supervisor.signals import Signals
+from fastdiff.parallel import heartbeat
+from fastdiff.train import _GRACE_S
 from tests.support.ports import reserved_port
 from tests.support.processes import ROOT
 from tests.support.runs import flags, tiny
@@ -47,7 +50,7 @@ WAIT_FOR_THE_SUPERVISOR = f"""
 import time
 
 def patient(seconds, sleep=time.sleep):
-    sleep(3600 if seconds == {trainer._GRACE_S} else seconds)
+    sleep(3600 if seconds == {_GRACE_S} else seconds)
 
 time.sleep = patient
 """
@@ -78,7 +81,7 @@ def start(digits: Path, tmp_path: Path) -> Iterator[Start]:
     started = []
 
     def supervised(
-        *options: str, node: int = 0, more: Sequence[str] = (), output: int | None = None, **environment: str
+        *options: str, node: int = 0, more: Sequence[str] = (), output: Path | None = None, **environment: str
     ) -> Supervised:
         run = tmp_path / "run"
         argv = [*flags(tiny(digits, run, steps=STEPS)), "--hang-timeout", str(HANG_S), *more]
@@ -94,6 +97,16 @@ def site(folder: Path, code: str) -> str:
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(code)
     return os.pathsep.join([str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def ended_or_silent_for_hours(supervised: Supervised, beats: Path) -> bool:
+    """Whether a supervisor has ended; while it has not, let the last beat of a rank be two hours old."""
+    with suppress(FileNotFoundError), beats.open("r+b", buffering=0) as file:
+        step, phase, at_s = heartbeat._BEAT.unpack(file.read())
+        if time.monotonic() - at_s < 3600:
+            file.seek(0)
+            file.write(heartbeat._BEAT.pack(step, phase, at_s - 7200))
+    return supervised.process.poll() is not None
 
 
 def two_nodes(start: Start, *options: str) -> tuple[Supervised, Supervised]:
@@ -117,12 +130,15 @@ def test_a_killed_rank_is_named_and_ends_the_others(start: Start, tmp_path: Path
 @pytest.mark.fault(14)
 def test_a_rank_that_hangs_is_named_with_the_stacks_of_the_others(start: Start, tmp_path: Path, hang: str) -> None:
     """Also a rank that holds the interpreter's lock: it does not beat, and its stacks are written without the lock."""
-    supervised = start(PYTHONPATH=site(tmp_path, LOCK_THE_INTERPRETER), LOCK_FILE=str(tmp_path / "now"))
+    lock = {"PYTHONPATH": site(tmp_path, LOCK_THE_INTERPRETER), "LOCK_FILE": str(tmp_path / "now")}
+    supervised = start(more=["--hang-timeout", "3600"], **lock)
     supervised.wait_for_steps(3)
     if hang == "stopped":
         supervised.rank(1).send_signal(signal.SIGSTOP)
     else:
         (tmp_path / "now").touch()
+    (beats,) = tmp_path.glob("fastdiff-*/rank-00001.beat")
+    wait_until(lambda: ended_or_silent_for_hours(supervised, beats), "the end of a hang")
     assert supervised.wait() == UNAVAILABLE
     assert "take_steps" in (supervised.run / "stacks" / "rank-00000.txt").read_text()
     if hang == "stopped":
@@ -219,11 +235,11 @@ def test_a_node_that_dies_as_a_whole_is_named(start: Start, lost: int) -> None:
 
 
 @pytest.mark.fault(12)
-def test_a_run_whose_output_nobody_reads_is_saved(start: Start, ranks: str) -> None:
+def test_a_run_whose_output_nobody_reads_is_saved(start: Start, tmp_path: Path, ranks: str) -> None:
     """As of ``fastdiff launch ... | tee log`` when tee is gone; two ranks save one step."""
-    reader, writer = os.pipe()
-    supervised = start("--ranks-per-node", ranks, "--no-preflight", output=writer)
-    os.close(writer)
+    os.mkfifo(tmp_path / "output")
+    reader = os.open(tmp_path / "output", os.O_RDONLY | os.O_NONBLOCK)
+    supervised = start("--ranks-per-node", ranks, "--no-preflight", output=tmp_path / "output")
     supervised.wait_for_steps(3)
     os.close(reader)
     supervised.process.send_signal(signal.SIGTERM)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -76,35 +77,70 @@ def module_name(path: Path) -> str:
     return ".".join(part for part in parts if part != "__init__")
 
 
+def syntax(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@dataclass(frozen=True)
+class Module:
+    """What the tests ask about a file, so that each is parsed once."""
+
+    imports: tuple[str, ...]
+    """Absolute names of everything that it imports, at any depth."""
+    at_run_time: tuple[str, ...]
+    """Those without the ones that are imported only for types."""
+    functions: tuple[tuple[str, int], ...]
+    """Name and lines of each."""
+
+
 @cache
-def imports(path: Path, *, type_checking: bool = True) -> tuple[str, ...]:
+def contents(path: Path) -> Module:
+    tree = syntax(path)
+    inside = [
+        (node.name, (node.end_lineno or node.lineno) - node.lineno)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+    ]
+    return Module(tuple(_imports(tree, type_checking=True)), tuple(_imports(tree, type_checking=False)), tuple(inside))
+
+
+def imports(path: Path) -> tuple[str, ...]:
     """Absolute names of everything that a file imports, at any depth."""
-    return tuple(_imports(ast.parse(path.read_text()), type_checking))
+    return contents(path).imports
 
 
-def _imports(tree: ast.Module, type_checking: bool) -> Iterator[str]:
-    skipped = set() if type_checking else {id(n) for node in ast.walk(tree) if _guards_types(node) for n in node.body}
-    for node in _walk(tree, skipped):
+def _imports(tree: ast.Module, *, type_checking: bool) -> Iterator[str]:
+    for node in _walk(tree, type_checking):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and _name(node.func).endswith("import_module"):
             # Of a name that is put together, what stands before the first part that varies.
             name = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
             yield ast.literal_eval(name).rstrip(".")
+
+
+def _name(function: ast.expr) -> str:
+    """The last name of what is called."""
+    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
 
 
 def _guards_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def _walk(node: ast.AST, skipped: set[int]) -> Iterator[ast.AST]:
-    if id(node) not in skipped:
+def _walk(tree: ast.Module, type_checking: bool) -> Iterator[ast.AST]:
+    """The nodes of a file in any order; not ``type_checking``: without what is imported only for types."""
+    left: list[ast.AST] = [tree]
+    while left:
+        node = left.pop()
         yield node
-        for child in ast.iter_child_nodes(node):
-            yield from _walk(child, skipped)
+        if isinstance(node, ast.If) and _guards_types(node) and not type_checking:
+            left += [node.test, *node.orelse]
+        else:
+            left += ast.iter_child_nodes(node)
 
 
 def importers(of: str, paths: Sequence[Path] = SOURCES) -> set[str]:
@@ -153,7 +189,7 @@ def test_kernels_depend_on_torch_and_triton_only() -> None:
         if "kernels" in path.relative_to(ROOT).parts:
             optional = {"xformers"} if path.stem == "attention" else set()
             assert {name.split(".")[0] for name in imports(path)} <= allowed | optional, path
-    attention = ast.parse((ROOT / "kernels" / "fastdiff_kernels" / "attention.py").read_text())
+    attention = syntax(ROOT / "kernels" / "fastdiff_kernels" / "attention.py")
     at_import = [ast.unparse(node) for node in attention.body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert not any("xformers" in line for line in at_import)
 
@@ -197,14 +233,14 @@ def test_at_most_twelve_modules_in_a_folder() -> None:
 def test_packages_build_nothing() -> None:
     """An ``__init__.py`` is a docstring; the package of the presets is their list, that of the cluster a setting."""
     for path in (ROOT / "fastdiff").rglob("__init__.py"):
-        body = ast.parse(path.read_text()).body
+        body = syntax(path).body
         assert isinstance(body[0], ast.Expr), path
         if path.parent.name not in ("fastdiff", "presets", "cluster"):
             assert len(body) == 1, path
 
 
 def test_import_direction_has_no_cycle() -> None:
-    graph = {module_name(p): set(imports(p, type_checking=False)) for p in SOURCES}
+    graph = {module_name(path): set(contents(path).at_run_time) for path in SOURCES}
     graph = {module: {n for n in names if n in graph and n != module} for module, names in graph.items()}
     # A package's __init__ may collect its own modules, which import one another but not the package.
     done: set[str] = set()
@@ -264,7 +300,7 @@ def test_a_pip_package_named_kernels_wins_over_our_folder(tmp_path: Path) -> Non
 
 def test_the_loop_reads_as_prose() -> None:
     """At most 20 statements; no rank checks, no reads from the device, no modulo, no dtypes and devices, no try."""
-    tree = ast.parse((ROOT / "fastdiff" / "train.py").read_text())
+    tree = syntax(ROOT / "fastdiff" / "train.py")
     loop = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "take_steps")
     inside = [node for statement in loop.body for node in ast.walk(statement)]
     assert any(isinstance(node, ast.While) for node in inside), "this is the loop"
@@ -278,11 +314,9 @@ def test_the_loop_reads_as_prose() -> None:
 
 def test_files_and_functions_stay_small() -> None:
     for path in [*SOURCES, *BENCH]:
-        tree = ast.parse(path.read_text())
         assert len(path.read_text().splitlines()) <= 400, path
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and node.end_lineno:
-                assert node.end_lineno - node.lineno < 60, f"{path}: {node.name}"
+        for name, lines in contents(path).functions:
+            assert lines < 60, f"{path}: {name}"
 
 
 def test_no_junk_drawers() -> None:

@@ -5,26 +5,50 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
 
-from tests.support.forked import WITHOUT_GPU
-from tests.support.processes import DIE_WITH_TESTS, ON_CPU, ROOT
+from tests.support.injected import forking
+from tests.support.processes import ON_CPU
+from tests.support.scripts import Script
 from tests.support.waiting import LIMIT_S, steps_logged, wait_until
 
 
+class SupervisorProcess:
+    """The process of a supervisor, from the fork server, with the methods of ``subprocess.Popen``."""
+
+    def __init__(self, script: Script) -> None:
+        assert script.process.pid is not None
+        self._script, self.pid = script, script.process.pid
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def poll(self) -> int | None:
+        return self._script.process.exitcode
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        self._script.process.join(timeout_s)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired("supervisor", timeout_s or 0.0)
+        return code
+
+
 class Supervised:
-    """A supervisor of one node, started as ``fastdiff launch`` starts it; its output goes to a file.
+    """A supervisor of one node, as ``fastdiff launch`` starts it; its output goes to a file.
+
+    It and its ranks come from the fork server, which has imported everything.
 
     Args:
         run: the run folder; every process of the run has it on its command line.
         flags: of the trainer.
         options: of the supervisor.
         environment: more variables.
-        output: a descriptor for the output instead.
+        output: a FIFO for the output instead.
     """
 
     def __init__(
@@ -34,25 +58,17 @@ class Supervised:
         *options: str,
         node: int = 0,
         environment: dict[str, str] | None = None,
-        output: int | None = None,
+        output: Path | None = None,
     ) -> None:
         self.run = run
         self._log = run.with_name(f"supervisor-{len(list(run.parent.glob('supervisor-*.log')))}.log")
-        command = [sys.executable, "-m", "fastdiff.cluster.supervisor.main", "--node-rank", str(node), *options]
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCH_EXTENSIONS_DIR", "MASTER_ADDR", "MASTER_PORT")
-        env = {name: value for name, value in os.environ.items() if name not in names}
-        env |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(run.parent), **WITHOUT_GPU}
-        env |= environment or {}
-        with self._log.open("wb") as log:
-            target = log if output is None else output
-            self.process = subprocess.Popen(
-                [*DIE_WITH_TESTS, *command, "--", *flags, *ON_CPU],
-                cwd=ROOT,
-                env=env,
-                stdout=target,
-                stderr=target,
-                start_new_session=True,
-            )
+        self._log.touch()
+        _forks(run).mkdir(exist_ok=True)
+        command = ["fastdiff.cluster.supervisor.main", "--node-rank", str(node), *options, "--", *flags, *ON_CPU]
+        env = {"TMPDIR": str(run.parent), **(environment or {})}
+        place = str(output or self._log)
+        script = Script(Path(forking.__file__), str(_forks(run)), *command, output=place, **env)
+        self.process = SupervisorProcess(script)
 
     @property
     def output(self) -> str:
@@ -67,7 +83,7 @@ class Supervised:
     def rank(self, number: int) -> psutil.Process:
         """The process of a rank."""
         for process in psutil.Process(self.process.pid).children():
-            if process.environ().get("RANK") == str(number):
+            if _rank_of(self.run, process) == str(number):
                 return process
         raise AssertionError(f"no rank {number}; the output:\n{self.output}")
 
@@ -88,12 +104,23 @@ class Supervised:
         wait_until(logged, f"step {steps} of {self.run}")
 
 
+def _forks(run: Path) -> Path:
+    return run.with_name("forks")
+
+
+def _rank_of(run: Path, process: psutil.Process) -> str | None:
+    """Return the number of a rank, "" for another fork of the supervisor; None: it is none of its forks."""
+    note = _forks(run) / str(process.pid)
+    return note.read_text() if note.exists() else None
+
+
 def processes_of(run: Path) -> list[psutil.Process]:
-    """Return the processes that have this run folder on their command line."""
+    """Return the forks of the supervisors of a run, and the processes that have its folder on their command line."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and str(run) in process.cmdline():
+            own = _rank_of(run, process) is not None or str(run) in process.cmdline()
+            if own and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.NoSuchProcess:
             continue

@@ -1,0 +1,119 @@
+"""A module with processes of Python that are forks of it: ``forking.py FOLDER MODULE ARGUMENTS...``.
+
+They have imported everything, so that a rank starts in a second. All else of ``subprocess.Popen``, of the command and
+of its environment stays as it is, and what Python would run in a new interpreter runs in the fork. FOLDER gets a file
+per fork, its process id, with its rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any, NoReturn
+
+FOLDER = "FORKS"
+"""Environment variable: the folder."""
+
+
+class _Exec(BaseException):
+    def __init__(self, path: str, words: Sequence[str]) -> None:
+        super().__init__()
+        self.words = list(words)
+
+
+class Forking(subprocess.Popen[bytes]):
+    """A fork instead of a new interpreter; another program is started as ever."""
+
+    def _execute_child(
+        self, args: Sequence[str], executable: str | None, preexec: Any, close: bool, pass_fds: Sequence[int],
+        cwd: str | None, env: Mapping[str, str], info: Any, flags: int, shell: bool, p2cread: int, p2cwrite: int,
+        c2pread: int, c2pwrite: int, errread: int, errwrite: int, *more: Any,
+    ) -> None:  # fmt: skip
+        if args[0] != sys.executable:
+            given = (args, executable, preexec, close, pass_fds, cwd, env, info, flags, shell)
+            super()._execute_child(*given, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more)  # type: ignore[misc]
+            return
+        self.pid = os.fork()
+        if not self.pid:
+            _become(args, env, pass_fds, (p2cread, c2pwrite, errwrite))
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+def _become(words: Sequence[str], env: Mapping[str, str], kept: Sequence[int], streams: Sequence[int]) -> NoReturn:
+    """Run a command of Python as a new process would, without the threads, files and signals of this one."""
+    os.setsid()
+    atexit._clear()  # what this process removes at its end
+    (Path(os.environ[FOLDER]) / str(os.getpid())).write_text(env.get("RANK", ""))
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for stream, descriptor in enumerate(streams):
+        if descriptor != -1:
+            os.dup2(descriptor, stream)
+    first = 3
+    for descriptor in [*sorted(kept), os.sysconf("SC_OPEN_MAX")]:
+        os.closerange(first, descriptor)
+        first = descriptor + 1
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = (open(stream, "w", 1, closefd=False) for stream in (1, 2))  # noqa: SIM115
+    resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:0] = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path]
+    code = _run(list(words))
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def _exec(path: str, words: Sequence[str]) -> NoReturn:
+    raise _Exec(path, words)
+
+
+def _run(words: list[str]) -> int:
+    """Run what a command of Python names, and then what that execs; return the exit code."""
+    execv, os.execv = os.execv, _exec
+    while words[0] == sys.executable:
+        named = [word for word in words[1:] if word not in ("-I", "-u")]
+        as_module = named[0] == "-m"
+        sys.argv = named[as_module:]
+        try:
+            sys.modules.pop("sitecustomize", None)
+            with contextlib.suppress(ImportError):
+                import sitecustomize  # noqa: F401
+            (runpy.run_module if as_module else runpy.run_path)(sys.argv[0], run_name="__main__")
+            return 0
+        except _Exec as other:
+            words = other.words
+        except SystemExit as stopped:
+            return stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
+        except BaseException:
+            traceback.print_exc()
+            return 1
+    execv(words[0], words)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ[FOLDER] = sys.argv[1]
+    for name in ("TORCH_EXTENSIONS_DIR", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    tempfile.tempdir = None  # that of this environment
+    subprocess.Popen = Forking  # type: ignore[misc]
+    sys.argv = sys.argv[2:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
