@@ -18,7 +18,8 @@ from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError
 from tests.support.inputs.images import encode, natural
-from tests.support.processes import fastdiff, run
+from tests.support.processes import run
+from tests.support.scripts import COMMAND, run_with_forks
 
 T2I = ["--pretrained_model_name_or_path", "some/pipeline", "--train_data_dir", "images", "--max_train_steps", "100"]
 
@@ -353,19 +354,22 @@ def test_an_id_of_the_hub_stays_one(id_: str) -> None:
 
 
 def test_the_printed_commands_run(tmp_path: Path) -> None:
-    """In a shell, from another folder than that of the translation: encode, train, export."""
+    """As a shell reads them, from another folder than that of the translation: encode, train, export."""
     for number in range(4):
         (tmp_path / "images").mkdir(exist_ok=True)
         (tmp_path / "images" / f"{number}.png").write_bytes(encode(natural(40, 50), "PNG"))
     shape = "--image_size 32 --num_channels 32 --num_res_blocks 1 --num_heads 1 --batch_size 2 --lr_anneal_steps 2"
-    translated = fastdiff("compat", "iddpm", "--", "--data_dir", "images", *shape.split(), cwd=tmp_path)
+    forks = tmp_path / "forks"
+    words = ["compat", "iddpm", "--", "--data_dir", "images", *shape.split()]
+    translated = run_with_forks(forks, COMMAND, *words, cwd=tmp_path)
     assert translated.code == 0, translated.output
     commands = re.split(r"(?<!\\)\n", translated.output.partition("\n\n")[0])
     assert [command.split()[1] for command in commands] == ["encode", "launch", "export", "sample"]
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for command in commands[:3]:
-        done = run(["bash", "-c", command], cwd=elsewhere)
+        read = run(["bash", "-c", f"printf '%s\\0' {command}"]).output.split("\0")[:-1]
+        done = run_with_forks(forks, COMMAND, *read[1:], cwd=elsewhere)
         assert done.code == 0, done.output
     assert (tmp_path / "runs" / "iddpm-images-32-export" / "model000002.pt").is_file()
     assert not list(elsewhere.iterdir())

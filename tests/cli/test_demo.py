@@ -7,38 +7,33 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from fastdiff.checkpoint.manifest import committed
 from fastdiff.cli.demo.bits import compare
-from fastdiff.cli.demo.training import FASTDIFF
 from fastdiff.errors import StorageError
-from tests.support.processes import ROOT, start, stop
+from tests.support.scripts import COMMAND, Script, forking_script
 from tests.support.waiting import wait_until
 
 SMALL = ("--model.depth", "1", "--model.hidden", "32", "--model.heads", "2", "--output.sample-steps", "2")
 
 
-def demo(digits: Path, runs: Path, steps: int) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    command = [*FASTDIFF, "demo", "--steps", str(steps), "--data", str(digits), "--runs", str(runs), "--", *SMALL]
-    return start(command, runs.parent, PYTHONPATH=path)
+def demo(digits: Path, runs: Path, steps: int) -> Script:
+    """A demo whose commands and ranks are forks."""
+    words = ["demo", "--steps", str(steps), "--data", str(digits), "--runs", str(runs), "--", *SMALL]
+    return forking_script(runs.parent / "forks", COMMAND, *words, cwd=runs.parent)
 
 
 @pytest.fixture(scope="module")
 def shown(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The runs of a short demo, and what it says."""
     runs = tmp_path_factory.mktemp("demo") / "runs"
-    process = demo(digits, runs, 120)
-    try:
-        said, _ = process.communicate(timeout=550)
-    finally:
-        stop(process)
-    assert process.returncode == 0, said
-    return runs, said
+    with demo(digits, runs, 120) as script:
+        done = script.wait(550)
+    assert done.code == 0, done.output
+    return runs, done.output
 
 
 def test_it_kills_resumes_and_finds_no_bit_that_differs(shown: tuple[Path, str]) -> None:
@@ -71,17 +66,15 @@ def test_one_flipped_bit_is_found(shown: tuple[Path, str], tmp_path: Path) -> No
 
 def test_ctrl_c_ends_it_and_its_training(digits: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    process = demo(digits, runs, 10_000)  # logged 60 times
     metrics = runs / "demo-1" / "metrics.jsonl"
-    try:
-        wait_until(
-            lambda: process.poll() is not None or (metrics.exists() and metrics.stat().st_size > 0), "a step", 300
-        )
-        os.killpg(process.pid, signal.SIGINT)
-        said, _ = process.communicate(timeout=200)
-    finally:
-        stop(process)
-    assert process.returncode == 75, said
+    with demo(digits, runs, 10_000) as script:  # logged 60 times
+        ended = script.process
+        wait_until(lambda: not ended.is_alive() or (metrics.exists() and metrics.stat().st_size > 0), "a step")
+        assert ended.pid is not None
+        os.killpg(ended.pid, signal.SIGINT)
+        done = script.wait()
+    said = done.output
+    assert done.code == 75, said
     assert "interrupted; the runs of the demo stay" in said
     assert "Traceback" not in said
     assert list((runs / "demo-1" / "checkpoints").glob("step-*")), "the training saved before it ended"

@@ -23,7 +23,8 @@ from fastdiff.cluster.launchers.hostfile import Hosts, read_hostfile
 from fastdiff.cluster.launchers.job import Job
 from fastdiff.errors import ConfigError
 from fastdiff.ledger.records import SUBMITTED
-from tests.support.processes import BIN, ROOT, Finished, fastdiff, start, stop
+from tests.support.processes import BIN, ROOT, Finished, start, stop
+from tests.support.scripts import COMMAND, run_with_forks
 from tests.support.waiting import wait_until
 
 HOSTILE = (
@@ -434,10 +435,12 @@ def test_local_runs_here_and_gives_the_exit_code_of_the_run(tmp_path: Path, digi
         "--preset", "digits", "--data.path", digits, "--output.folder", tmp_path / "run", "--batch.samples", "32",
         "--samples", "64", "--output.sample_every", "0", "--model.depth", "1",
     ]  # fmt: skip
-    done = fastdiff("launch", "local", "--ranks", "2", "--", *flags)
+    forks = tmp_path / "forks"
+    done = run_with_forks(forks, COMMAND, "launch", "local", "--ranks", "2", "--", *flags)
     assert done.code == 0, done.output
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
-    missing = fastdiff("launch", "local", "--ranks", "1", "--", *flags, "--data.path", tmp_path / "none")
+    nothing = ["--data.path", tmp_path / "none"]
+    missing = run_with_forks(forks, COMMAND, "launch", "local", "--ranks", "1", "--", *flags, *nothing)
     assert missing.code == 65, missing.output
 
 

@@ -32,9 +32,8 @@ from tests.support.injected.system_calls import strace
 from tests.support.injected.tiny_disk import tiny_disk
 from tests.support.ports import reserved_port
 from tests.support.pretended_gpu import PretendedGpu
-from tests.support.processes import BIN, ON_CPU, ROOT, Finished, start, stop
-from tests.support.processes import run as execute
-from tests.support.scripts import Script
+from tests.support.processes import ON_CPU, ROOT, Finished, start, stop
+from tests.support.scripts import COMMAND, Script, forking_script, run_with_forks
 
 ANY_DEVICE = ("--preset", "digits", "--data.path", "digits", "--output.folder", "run")
 FLAGS = (*ANY_DEVICE, *ON_CPU)
@@ -72,7 +71,8 @@ class Nodes:
                     stack.callback(stop, process)
                     running.append(process)
                 else:
-                    running.append(stack.enter_context(Script(Path(preflight_node.__file__), *arguments, cwd=folder)))
+                    script = forking_script(folder.parent / "forks", preflight_node.__file__, *arguments, cwd=folder)
+                    running.append(stack.enter_context(script))
             return [_finished(node, timeout_s) for node in running]
 
 
@@ -229,13 +229,13 @@ def test_rank_0_checks_a_single_node(digits: Path, tmp_path: Path) -> None:
     few_steps = ["--samples", "32", "--batch.samples", "16", "--output.sample_every", "0"]
     size = checkpoint_bytes(command_line.parse(run_flags)[1])
     with tiny_disk(tmp_path / "disk", 2.5 * size / 2**20):
-        command = [BIN / "fastdiff", "launch", "local", "--ranks"]
-        done = execute([*command, "2", "--", *run_flags, *few_steps])
+        command = [tmp_path / "forks", COMMAND, "launch", "local", "--ranks"]
+        done = run_with_forks(*command, "2", "--", *run_flags, *few_steps)
         assert done.code == StorageError.exit_code, done.output
         assert done.output.count("pre-flight: 1 problem on 1 of 1 nodes\n  node 0 (") == 1, done.output
         assert "no space on" in done.output
         assert not (tmp_path / "disk" / "run.json").exists()
-        done = execute([*command, "1", "--no-preflight", "--", *run_flags, *few_steps])
+        done = run_with_forks(*command, "1", "--no-preflight", "--", *run_flags, *few_steps)
         assert done.code == 0, done.output
 
 

@@ -21,7 +21,7 @@ from fastdiff.cluster.supervisor.nodes import NodeError
 from tests.support.processes import ROOT
 
 PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
-QUICK = {"dit-small-images", "sd15-lora"}
+QUICK = {"dit-small-images"}
 """Presets whose plans are compared in every run of the tests; all are at night."""
 
 

@@ -19,12 +19,27 @@ from tests.support.processes import BIN, ROOT, Finished
 TRAIN = ROOT / "fastdiff" / "train.py"
 COMMAND = BIN / "fastdiff"
 """The script of the ``fastdiff`` command."""
+_FORKING = ROOT / "tests" / "support" / "injected" / "forking.py"
 
 
 def run_script(path: Path, *arguments: str | Path, timeout_s: float = 240, **environment: str) -> Finished:
     """Run a file as Python would, with PYTHONPATH of ``environment``; kill it and fail after ``timeout_s``."""
     with Script(path, *arguments, **environment) as script:
         return script.wait(timeout_s)
+
+
+def run_with_forks(
+    folder: Path, *words: str | Path, cwd: Path = ROOT, timeout_s: float = 240, **environment: str
+) -> Finished:
+    """Run a script whose own processes of Python, such as its ranks, are forks, too; notes of them go to a folder."""
+    with forking_script(folder, *words, cwd=cwd, **environment) as script:
+        return script.wait(timeout_s)
+
+
+def forking_script(folder: Path, *words: str | Path, cwd: Path = ROOT, **environment: str) -> Script:
+    """Start such a script."""
+    folder.mkdir(exist_ok=True)
+    return Script(_FORKING, folder, *words, cwd=cwd, **environment)
 
 
 def run_job(path: Path, *arguments: str | Path, ranks: int, timeout_s: float = 240, **environment: str) -> Finished:

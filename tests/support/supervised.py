@@ -64,7 +64,7 @@ class Supervised:
         self._log = run.with_name(f"supervisor-{len(list(run.parent.glob('supervisor-*.log')))}.log")
         self._log.touch()
         _forks(run).mkdir(exist_ok=True)
-        command = ["fastdiff.cluster.supervisor.main", "--node-rank", str(node), *options, "--", *flags, *ON_CPU]
+        command = ["-m", "fastdiff.cluster.supervisor.main", "--node-rank", str(node), *options, "--", *flags, *ON_CPU]
         env = {"TMPDIR": str(run.parent), **(environment or {})}
         place = str(output or self._log)
         script = Script(Path(forking.__file__), str(_forks(run)), *command, output=place, **env)

@@ -1,4 +1,4 @@
-"""A module with processes of Python that are forks of it: ``forking.py FOLDER MODULE ARGUMENTS...``.
+"""A script or module whose processes of Python are forks: ``forking.py FOLDER SCRIPT ARGUMENTS...``, or ``-m MODULE``.
 
 They have imported everything, so that a rank starts in a second. All else of ``subprocess.Popen``, of the command and
 of its environment stays as it is, and what Python would run in a new interpreter runs in the fork. FOLDER gets a file
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import runpy
 import signal
@@ -18,12 +19,13 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any, NoReturn
 
 FOLDER = "FORKS"
 """Environment variable: the folder."""
+_execv = os.execv
 
 
 class _Exec(BaseException):
@@ -46,15 +48,18 @@ class Forking(subprocess.Popen[bytes]):
             return
         self.pid = os.fork()
         if not self.pid:
-            _become(args, env, pass_fds, (p2cread, c2pwrite, errwrite))
+            if more[5]:  # start_new_session
+                os.setsid()
+            _become(args, os.environ if env is None else env, pass_fds, (p2cread, c2pwrite, errwrite))
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
 
 def _become(words: Sequence[str], env: Mapping[str, str], kept: Sequence[int], streams: Sequence[int]) -> NoReturn:
     """Run a command of Python as a new process would, without the threads, files and signals of this one."""
-    os.setsid()
     atexit._clear()  # what this process removes at its end
+    util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    env = dict(env)
     (Path(os.environ[FOLDER]) / str(os.getpid())).write_text(env.get("RANK", ""))
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
@@ -72,13 +77,23 @@ def _become(words: Sequence[str], env: Mapping[str, str], kept: Sequence[int], s
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
     os.environ.clear()
     os.environ.update(env)
+    _show(env)
     sys.path[:0] = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path]
     code = _run(list(words))
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    util._exit_function()  # type: ignore[attr-defined]
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(code)
+
+
+def _show(environment: Mapping[str, str]) -> None:
+    """Write variables to where the kernel reads those of a process, as far as there is room; nothing else is there."""
+    begin, end = (int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    first = {name: environment[name] for name in ("RANK", FOLDER) if name in environment}
+    text = b"".join(os.fsencode(f"{name}={value}\0") for name, value in (first | dict(environment)).items())
+    ctypes.memmove(begin, text[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
 
 
 def _exec(path: str, words: Sequence[str]) -> NoReturn:
@@ -87,16 +102,18 @@ def _exec(path: str, words: Sequence[str]) -> NoReturn:
 
 def _run(words: list[str]) -> int:
     """Run what a command of Python names, and then what that execs; return the exit code."""
-    execv, os.execv = os.execv, _exec
+    os.execv = _exec
     while words[0] == sys.executable:
-        named = [word for word in words[1:] if word not in ("-I", "-u")]
-        as_module = named[0] == "-m"
-        sys.argv = named[as_module:]
+        place = next(place for place, word in enumerate(words) if place and word not in ("-I", "-u"))
+        kind, sys.argv = words[place], words[place + (words[place] == "-m") :]
         try:
             sys.modules.pop("sitecustomize", None)
             with contextlib.suppress(ImportError):
                 import sitecustomize  # noqa: F401
-            (runpy.run_module if as_module else runpy.run_path)(sys.argv[0], run_name="__main__")
+            if kind == "-c":
+                exec(sys.argv.pop(1), {"__name__": "__main__"})
+            else:
+                (runpy.run_module if kind == "-m" else runpy.run_path)(sys.argv[0], run_name="__main__")
             return 0
         except _Exec as other:
             words = other.words
@@ -105,15 +122,14 @@ def _run(words: list[str]) -> int:
         except BaseException:
             traceback.print_exc()
             return 1
-    execv(words[0], words)
-    return 0
+    _execv(words[0], words)
 
 
 if __name__ == "__main__":
+    os.setsid()
     os.environ[FOLDER] = sys.argv[1]
     for name in ("TORCH_EXTENSIONS_DIR", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     tempfile.tempdir = None  # that of this environment
     subprocess.Popen = Forking  # type: ignore[misc]
-    sys.argv = sys.argv[2:]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    sys.exit(_run([sys.executable, *sys.argv[2:]]))
