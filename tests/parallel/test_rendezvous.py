@@ -7,13 +7,14 @@ import re
 import socket
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from tests.support.ports import reserved_port
-from tests.support.processes import BIN, ROOT, Finished, run, start, stop
+from tests.support.processes import BIN, ROOT, Finished, run
+from tests.support.scripts import Script, forking_script
 
 PROBE = """
 import os
@@ -65,6 +66,11 @@ PATH = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
 LAUNCH = [BIN / "deepspeed", "--num_accelerators", "2"]
 
 
+def launched(probe: Path, *launcher: str | Path, **environment: str) -> Script:
+    """Start the launcher; its processes are forks."""
+    return forking_script(probe.with_name("forks"), *launcher, probe, PYTHONPATH=PATH, **environment)
+
+
 @pytest.fixture
 def probe(tmp_path: Path) -> Path:
     (tmp_path / "probe.py").write_text(PROBE)
@@ -76,13 +82,11 @@ def test_two_runs_of_the_default_port_at_once(probe: Path) -> None:
         with suppress(OSError):  # taken by another program is as good
             other.bind(("127.0.0.1", 29_500))
             other.listen()
-        running = [start([*LAUNCH, probe], JOB=name, PYTHONPATH=PATH, TMPDIR=str(probe.parent)) for name in "ab"]
-        try:
-            outputs = [process.communicate(timeout=240)[0] for process in running]
-        finally:
-            for process in running:
-                stop(process)
-    assert [process.returncode for process in running] == [0, 0], outputs
+        with ExitStack() as stack:
+            jobs = [stack.enter_context(launched(probe, *LAUNCH, JOB=name, TMPDIR=str(probe.parent))) for name in "ab"]
+            ended = [job.wait() for job in jobs]
+    assert [done.code for done in ended] == [0, 0], ended
+    outputs = [done.output for done in ended]
     ports = [set(re.findall(rf"met {name} (\d+) 29500\n", output)) for name, output in zip("ab", outputs, strict=True)]
     assert [len(found) for found in ports] == [1, 1], "MASTER_PORT stays: the message at the exit depends on it"
     assert {"29500"} not in ports
@@ -91,7 +95,8 @@ def test_two_runs_of_the_default_port_at_once(probe: Path) -> None:
 
 def test_a_port_that_is_given_is_used(probe: Path) -> None:
     port = reserved_port()
-    done = run([*LAUNCH, "--master_port", str(port), probe], JOB="c", PYTHONPATH=PATH, TMPDIR=tempfile.gettempdir())
+    with launched(probe, *LAUNCH, "--master_port", str(port), JOB="c", TMPDIR=tempfile.gettempdir()) as job:
+        done = job.wait()
     assert done.code == 0, done.output
     assert f"met c {port} {port}\n" in done.output
 

@@ -131,10 +131,10 @@ def test_the_cpu_on_purpose(digits: Path, tmp_path: Path) -> None:
     gpu = PretendedGpu(tmp_path, **CAUSES["old driver"][0]).make()
     by_flag = deepspeed_command(*flags(tiny(digits, tmp_path / "run", steps=1)))
     assert tuple(by_flag[-2:]) == ON_CPU
-    shown = gpu.run(*by_flag[:-2], CUDA_VISIBLE_DEVICES="")
+    shown = gpu.run_with_forks(*by_flag[:-2], CUDA_VISIBLE_DEVICES="")
     assert shown.code == 2, shown.output
     assert "this machine has an NVIDIA GPU that torch cannot use" in shown.output
-    asked = gpu.run(*by_flag)
+    asked = gpu.run_with_forks(*by_flag)
     assert asked.code == 0, asked.output
     assert "on cpu: 1 rank x 16 samples x 1 micro-batch" in asked.output
     own = [*flags(tiny(digits, tmp_path / "run", steps=2)), "--performance.device", "auto"]

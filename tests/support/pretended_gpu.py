@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.support.processes import Finished, run
-from tests.support.scripts import run_script
+from tests.support.scripts import run_script, run_with_forks
 
 CHANGED = ("torch.version", "torch.cuda", "fastdiff.parallel.unusable_gpu")
 """Modules that a pretended machine changes."""
@@ -140,6 +140,14 @@ class PretendedGpu:
         assert not self.closed
         assert self.granted is None
         done = run_script(_PRETENDED, path, *arguments, **self.environment(mounted=False, **environment))
+        self._look_at_smi()
+        return done
+
+    def run_with_forks(self, path: Path, *arguments: str | Path, **environment: str) -> Finished:
+        """Run a script there whose own processes are forks, which see the same machine."""
+        done = run_with_forks(
+            self.folder / "forks", _PRETENDED, path, *arguments, **self.environment(mounted=False, **environment)
+        )
         self._look_at_smi()
         return done
 

@@ -77,7 +77,7 @@ def _become(words: Sequence[str], env: Mapping[str, str], kept: Sequence[int], s
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
     os.environ.clear()
     os.environ.update(env)
-    _show(env)
+    _show(words, env)
     sys.path[:0] = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path]
     code = _run(list(words))
     threading._shutdown()  # type: ignore[attr-defined]
@@ -88,12 +88,14 @@ def _become(words: Sequence[str], env: Mapping[str, str], kept: Sequence[int], s
     os._exit(code)
 
 
-def _show(environment: Mapping[str, str]) -> None:
-    """Write variables to where the kernel reads those of a process, as far as there is room; nothing else is there."""
-    begin, end = (int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+def _show(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Write the command line and the variables to where the kernel reads those of a process, as far as they fit."""
+    places = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]
     first = {name: environment[name] for name in ("RANK", FOLDER) if name in environment}
-    text = b"".join(os.fsencode(f"{name}={value}\0") for name, value in (first | dict(environment)).items())
-    ctypes.memmove(begin, text[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
+    variables = [f"{name}={value}" for name, value in (first | dict(environment)).items()]
+    for texts, begin, end in ((words, *map(int, places[:2])), (variables, *map(int, places[2:]))):
+        content = b"".join(os.fsencode(f"{text}\0") for text in texts)
+        ctypes.memmove(begin, content[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
 
 
 def _exec(path: str, words: Sequence[str]) -> NoReturn:
@@ -132,4 +134,6 @@ if __name__ == "__main__":
         os.environ.pop(name, None)
     tempfile.tempdir = None  # that of this environment
     subprocess.Popen = Forking  # type: ignore[misc]
-    sys.exit(_run([sys.executable, *sys.argv[2:]]))
+    command = [sys.executable, *sys.argv[2:]]
+    _show(command, os.environ)
+    sys.exit(_run(command))
