@@ -31,7 +31,7 @@ from tests.support import preflight_node
 from tests.support.injected.system_calls import strace
 from tests.support.injected.tiny_disk import tiny_disk
 from tests.support.ports import reserved_port
-from tests.support.pretended_gpu import PretendedGpu
+from tests.support.pretended_gpu import PRETENDED, PretendedGpu
 from tests.support.processes import ON_CPU, ROOT, Finished, start, stop
 from tests.support.scripts import COMMAND, Script, forking_script, run_with_forks
 
@@ -51,6 +51,7 @@ class Nodes:
         self.environments: list[dict[str, str]] = [{} for _ in self.folders]
         self.ahead_s = [0.0] * count
         self.prefixes: list[list[str]] = [[] for _ in self.folders]
+        self.machines: list[list[Path]] = [[] for _ in self.folders]
         self.flags: tuple[str, ...] = FLAGS
         (folder / "shared").mkdir()
         for own in self.folders:
@@ -59,19 +60,21 @@ class Nodes:
             (own / "run").symlink_to(folder / "shared")
 
     def run(self, *, timeout_s: float = 240) -> list[Finished]:
-        """Run the pre-flight; a node with a prefix or an environment of its own is a command, as for a supervisor."""
+        """Run the pre-flight; a node with a prefix or packages of its own is a command, as for a supervisor."""
         port, count = str(reserved_port()), str(len(self.folders))
         with ExitStack() as stack:
             running: list[subprocess.Popen[str] | Script] = []
             for node, folder in enumerate(self.folders):
                 arguments = [port, str(node), count, str(self.ahead_s[node]), *self.flags]
-                if self.prefixes[node] or self.environments[node]:
+                if self.prefixes[node] or (self.environments[node] and not self.machines[node]):
                     environment = {"PYTHONPATH": _PATH, **self.environments[node]}
                     process = start([*self.prefixes[node], *_COMMAND, *arguments], folder, **environment)
                     stack.callback(stop, process)
                     running.append(process)
                 else:
-                    script = forking_script(folder.parent / "forks", preflight_node.__file__, *arguments, cwd=folder)
+                    words = [*self.machines[node], preflight_node.__file__, *arguments]
+                    own = self.environments[node]
+                    script = forking_script(folder.parent / "forks", *words, cwd=folder, **own)
                     running.append(stack.enter_context(script))
             return [_finished(node, timeout_s) for node in running]
 
@@ -106,8 +109,7 @@ def test_a_node_whose_gpu_torch_cannot_use_is_named(nodes: Nodes, tmp_path: Path
     """Node 1 has one, node 0 none. With --performance.device cpu neither matters; the bandwidth is that of gloo."""
     nodes.flags = ANY_DEVICE
     gpu = PretendedGpu(tmp_path / "gpu", driver="535.183.01").make()
-    nodes.prefixes[1], nodes.environments[1] = gpu.prefix(), gpu.environment()
-    nodes.environments[1]["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(gpu.folder / "site")])
+    nodes.machines[1], nodes.environments[1] = [PRETENDED], gpu.environment(mounted=False)
     for done in nodes.run():
         assert done.code == 2, done.output
         assert (

@@ -64,6 +64,8 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     ),
 }
 """The machine, the environment, and what the message must say."""
+BY_NIGHT = {"old driver in a job with one GPU of eight": pytest.mark.nightly}
+"""By day ``test_the_cause`` tells it from the permissions."""
 
 
 def train(gpu: PretendedGpu, digits: Path, **environment: str) -> Finished:
@@ -86,7 +88,7 @@ def one_message(done: Finished) -> str:
     return line
 
 
-@pytest.mark.parametrize("name", CAUSES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=BY_NIGHT.get(name, ())) for name in CAUSES])
 def test_a_run_is_refused_with_the_cause_and_the_remedy(name: str, digits: Path, tmp_path: Path) -> None:
     """Where not all device nodes open, a command of its own sees them at their places."""
     machine, environment, message = CAUSES[name]

@@ -47,7 +47,8 @@ class Changing:
 
 sys.meta_path.insert(0, Changing())
 """
-_PRETENDED = Path(__file__).parent / "injected" / "pretended.py"
+PRETENDED = Path(__file__).parent / "injected" / "pretended.py"
+"""A script that runs another one on the machine of its environment."""
 _MOUNT = """
 set -e
 mount -t tmpfs none "$1/mount"
@@ -139,14 +140,14 @@ class PretendedGpu:
         """Run a script there in two seconds: fastdiff looks for the files in ``folder``, and all of them open."""
         assert not self.closed
         assert self.granted is None
-        done = run_script(_PRETENDED, path, *arguments, **self.environment(mounted=False, **environment))
+        done = run_script(PRETENDED, path, *arguments, **self.environment(mounted=False, **environment))
         self._look_at_smi()
         return done
 
     def run_with_forks(self, path: Path, *arguments: str | Path, **environment: str) -> Finished:
         """Run a script there whose own processes are forks, which see the same machine."""
         done = run_with_forks(
-            self.folder / "forks", _PRETENDED, path, *arguments, **self.environment(mounted=False, **environment)
+            self.folder / "forks", PRETENDED, path, *arguments, **self.environment(mounted=False, **environment)
         )
         self._look_at_smi()
         return done
