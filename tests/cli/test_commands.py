@@ -20,17 +20,16 @@ from fastdiff.parallel.world import World
 from fastdiff.train import main as train_main
 from fastdiff.train import train
 from tests.support.forked import forked_ranks, values
-from tests.support.processes import ROOT, deepspeed_command
+from tests.support.processes import ROOT, deepspeed
 from tests.support.runs import flags, launch, losses, newest, records, tiny, train_losses
-from tests.support.scripts import COMMAND, run_script, run_with_forks
+from tests.support.scripts import COMMAND, run_script
 
 
 def test_two_gloo_ranks_train_the_preset(digits: Path, tmp_path: Path) -> None:
     short = ["--samples", "640", "--data.path", digits, "--output.folder", tmp_path / "run", "--output.log_every", "5"]
     short += ["--output.sample_steps", "2"]
     zero3 = ["--deepspeed_config", "deepspeed_configs/zero3.json"]
-    command = deepspeed_command("--preset", "digits", *short, *zero3, ranks=2)
-    done = run_with_forks(tmp_path / "forks", *command, TORCH_EXTENSIONS_DIR=str(tmp_path / "compiled"))
+    done = deepspeed("--preset", "digits", *short, *zero3, ranks=2, TORCH_EXTENSIONS_DIR=str(tmp_path / "compiled"))
     assert done.code == 0, done.output
     assert not (tmp_path / "compiled").exists(), "a start compiles nothing"
     assert [r["step"] for r in records(tmp_path / "run")] == [5, 10]
