@@ -120,7 +120,10 @@ def _run(words: list[str]) -> int:
         except _Exec as other:
             words = other.words
         except SystemExit as stopped:
-            return stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
+            if stopped.code is None or isinstance(stopped.code, int):
+                return stopped.code or 0
+            sys.stderr.write(f"{stopped.code}\n")
+            return 1
         except BaseException:
             traceback.print_exc()
             return 1
