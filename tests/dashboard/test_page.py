@@ -95,6 +95,15 @@ def rich(folder: Path, **config: Any) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def report_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of two runs with everything, which differ in their rate."""
+    folder = tmp_path_factory.mktemp("two")
+    runs = [rich(folder / "a"), rich(folder / "b", optim={"lr": 2e-3})]
+    write_report(runs, folder / "out.html")
+    return folder / "out.html"
+
+
 def texts(page: Page, selector: str) -> list[str]:
     return [text.strip() for text in page.locator(selector).all_inner_texts()]
 
@@ -106,7 +115,7 @@ def test_a_training_run_is_shown_live_and_over_a_death_of_the_server(
     problems = problems_of(page)
     run = tmp_path / "runs" / "live"
     port = str(reserved_port())
-    config = tiny(digits, run, steps=1_000_000, output__sample_every=50, output__sample_steps=2)
+    config = tiny(digits, run, steps=1_000_000, output__sample_every=20, output__sample_steps=2)
     server, address = watch("--port", port, cwd=tmp_path)
     with ExitStack() as running:
         running.callback(lambda: stop(server))
@@ -195,11 +204,8 @@ def check_every_card(page: Page) -> None:
     assert wide_parts(page) == []
 
 
-def test_the_controls_do_what_they_say(page: Page, tmp_path: Path) -> None:
-    rich(tmp_path / "a")
-    rich(tmp_path / "b")
-    write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "out.html")
-    page.goto((tmp_path / "out.html").as_uri())
+def test_the_controls_do_what_they_say(page: Page, report_of_two: Path) -> None:
+    page.goto(report_of_two.as_uri())
     page.locator("input[value=samples]").check()
     page.locator("#loss .label", has_text="samples").wait_for()
     before = page.locator("#loss .line").first.get_attribute("d")
@@ -312,12 +318,9 @@ def test_a_hundred_thousand_records_are_thinned(page: Page, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("width", [320, 390, 768, 1920])
-def test_it_fits_every_width(page: Page, tmp_path: Path, width: int) -> None:
-    rich(tmp_path / "a")
-    rich(tmp_path / "b", optim={"lr": 2e-3})
-    write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "out.html")
+def test_it_fits_every_width(page: Page, report_of_two: Path, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 800})
-    page.goto((tmp_path / "out.html").as_uri())
+    page.goto(report_of_two.as_uri())
     page.locator("#loss .line").first.wait_for()
     assert wide_parts(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
