@@ -152,10 +152,10 @@ def test_every_kind_of_bad_node_is_named_on_all_nodes_at_once(nodes: Nodes) -> N
     nodes.ahead_s[1] = 5.0
     site = bad / "site"
     for package in ("fastdiff", "kernels/fastdiff_kernels"):
-        shutil.copytree(ROOT / package, site / Path(package).name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, site / Path(package).name)  # with its compiled files
     with (site / "fastdiff" / "progress.py").open("a") as source:
         source.write("# mended on this node only\n")
-    shutil.copytree(ROOT / "tests", site / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tests" / "support", site / "tests" / "support")
     metadata = site / "diffusers-0.42.99.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: diffusers\nVersion: 0.42.99\n")
