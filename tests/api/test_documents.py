@@ -21,10 +21,11 @@ LONGEST = 25
 
 @pytest.fixture
 def small_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The preset of the examples with a network that trains and draws in a tenth of the time."""
+    """The preset of the examples with a network that trains and draws in a tenth of the time, and without pictures."""
     config = preset("digits")
     network = DiTConfig(depth=1, hidden=32, heads=2, patch=2, channels=1, size=8, classes=10)
-    small = replace(config, model=network, data=replace(config.data, loader="prefetch"))
+    data, output = replace(config.data, loader="prefetch"), replace(config.output, sample_every=0)
+    small = replace(config, model=network, data=data, output=output)
     monkeypatch.setitem(PRESETS, "digits", lambda: small)
 
 
