@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.presets import PRESETS, preset
 from tests.support.processes import ROOT
 
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -16,6 +19,17 @@ LONGEST = 25
 """Lines of an example."""
 
 
+@pytest.fixture
+def small_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The preset of the examples with a network that trains and draws in a tenth of the time, and without pictures."""
+    config = preset("digits")
+    network = DiTConfig(depth=1, hidden=32, heads=2, patch=2, channels=1, size=8, classes=10)
+    data, output = replace(config.data, loader="prefetch"), replace(config.output, sample_every=0)
+    small = replace(config, model=network, data=data, output=output)
+    monkeypatch.setitem(PRESETS, "digits", lambda: small)
+
+
+@pytest.mark.usefixtures("small_preset")
 def test_the_examples_run(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(digits, tmp_path / "data" / "digits")
     monkeypatch.chdir(tmp_path)

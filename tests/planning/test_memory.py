@@ -46,7 +46,6 @@ TINY: dict[str, ModelConfig] = {
     "unet": replace(UNET, block_out_channels=(32, 32, 32)),
     "adm": replace(ADM, width=32),
 }
-MICRO = 16
 _MMAP_THRESHOLD = -3
 
 
@@ -59,6 +58,7 @@ class Case:
     optimizer: str
     recompute: bool = False
     accumulation: int = 1
+    micro: int = 16
 
     @property
     def name(self) -> str:
@@ -66,12 +66,12 @@ class Case:
         return f"{self.model.kind}, ZeRO-{self.stage}, {self.ranks} ranks, {self.precision}, {self.optimizer}{again}"
 
     def config(self, data: Path, folder: Path) -> RunConfig:
-        samples = MICRO * self.ranks * self.accumulation
+        samples = self.micro * self.ranks * self.accumulation
         return RunConfig(
             samples=2 * samples,
             model=self.model,
             data=DataConfig(path=str(data), loader="prefetch"),
-            batch=BatchConfig(samples=samples, micro=MICRO),
+            batch=BatchConfig(samples=samples, micro=self.micro),
             optim=OptimConfig(name=self.optimizer),  # type: ignore[arg-type]
             ema=EmaConfig(rates=(0.9,)),
             performance=PerformanceConfig(
@@ -86,7 +86,7 @@ class Case:
 OFTEN = (
     Case(DIT, 0, 1, "fp32", "adamw"),
     Case(DIT, 2, 2, "fp32", "adamw", recompute=True),
-    Case(UNET, 3, 2, "fp32", "adamw"),
+    Case(UNET, 3, 2, "fp32", "adamw", micro=8),
 )
 CASES = (
     *OFTEN,

@@ -6,15 +6,19 @@ They are eager PyTorch without fastdiff's kernels, so they are planned with ``--
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 import torch
 
 from fastdiff.config.command_line import parse
+from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.planning import gpus
 from fastdiff.planning.calibration import ASSUMED
-from fastdiff.planning.network import read_network
+from fastdiff.planning.network import Network, read_network
 from fastdiff.planning.options import Planned, options
 
 EAGER = ("--performance.compile", "False", "--performance.kernels", "reference")
@@ -75,10 +79,15 @@ CASES = (
 )
 
 
+@cache
+def network_of(model: ModelConfig, performance: PerformanceConfig) -> Network:
+    """Read a network once for all trainings of it, with and without recomputation: it takes seconds."""
+    return read_network(RunConfig(model=model, performance=performance), torch.device("cuda"))
+
+
 def fastest(case: Published) -> Planned:
     launch, config = parse([*case.flags, *EAGER])
-    again = (True,) if config.performance.recompute else (False,)
-    network = read_network(config, torch.device("cuda"), (False, True) if again == (False,) else again)
+    network = network_of(config.model, replace(config.performance, recompute=False))
     fitting, refused = options(config, launch, network, gpus.parse(case.gpus, gpus.known()), ASSUMED)
     assert fitting, refused
     return fitting[0]

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from multiprocessing.context import SpawnContext
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +32,7 @@ from fastdiff_bench.readers.figures import READER, Case, Heat
 from fastdiff_bench.readers.samples import KINDS, Samples
 from fastdiff_bench.records import record
 from fastdiff_bench.records.record import Log
+from tests.support.forked import Forked, fork_server
 from tests.support.processes import start, stop
 
 READERS: dict[str, reading.Reader] = {
@@ -58,7 +58,8 @@ def samples(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def process() -> Iterator[ProcessPoolExecutor]:
     """A small process: readers fork their workers, and one that has run many tests may be too large to be copied."""
-    with ProcessPoolExecutor(1, SpawnContext()) as executor:
+    fork_server()
+    with ProcessPoolExecutor(1, Forked()) as executor:
         yield executor
 
 
@@ -118,10 +119,12 @@ def test_the_page_cache_is_emptied_and_looked_into(samples: Samples) -> None:
     ],
 )
 def test_a_cache_that_is_not_as_the_case_has_it_is_a_failure_at_once(
-    heat: Heat, reason: str, samples: Samples, tmp_path: Path
+    heat: Heat, reason: str, samples: Samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, Log(tmp_path / "data.jsonl") as log:
         if heat == "cold":
+            # What is in memory stays there, however often its eviction is tried.
+            monkeypatch.setattr(page_cache, "empty", partial(page_cache.empty, limit_seconds=0.0))
             shutil.copytree(samples.folder, Path(memory) / "samples")
             samples = replace(samples, folder=Path(memory) / "samples")
         else:

@@ -264,14 +264,20 @@ def gone(folder: Path) -> bool:
 def test_a_part_that_takes_too_long_is_interrupted(tmp_path: Path) -> None:
     """It may say its last words, and what it has recorded is in the summary."""
     out, waiting = tmp_path / "out", 'sleep 600 & trap "echo last words; exit 1" INT; wait'
-    done = script(tmp_path, PYTHON.replace("*) printf", f"*largest*|*find-batch*) {waiting} ;;\n    *) printf"),
-                  "--seconds", "6", str(out), "largest-dit", "report")  # fmt: skip
+    hanging = PYTHON.replace("*) printf", f"*largest*|*find-batch*) {waiting} ;;\n    *) printf")
+    soon = f'shift 3; exec {shutil.which("timeout")} --signal=INT --kill-after=20 2 "$@"'
+    done = script(tmp_path, hanging, str(out), "largest-dit", "report", timeout=soon)
     assert done.returncode == 124
-    assert list(summary(out)) == ["largest-dit", "report"]
+    assert summary(out) == {"largest-dit": "stopped after 420 s", "report": "passed"}
     assert (out / "README.md").exists()
-    assert summary(out)["largest-dit"].startswith("stopped after")
     assert (out / "largest-dit.log").read_text() == "last words\n"
     assert gone(tmp_path)
+
+
+def test_a_part_for_which_no_time_is_left_is_left_out(tmp_path: Path) -> None:
+    out, slow = tmp_path / "out", PYTHON.replace("*find_spec*|", '*" doctor "*) sleep 1 ;;\n    *find_spec*|')
+    assert script(tmp_path, slow, "--seconds", "1", str(out), "doctor", "report").returncode == 124
+    assert summary(out)["report"] == "left out, no time is left"
 
 
 def test_an_interrupt_ends_the_script_and_the_part_that_runs(tmp_path: Path) -> None:

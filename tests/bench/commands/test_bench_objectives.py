@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -34,18 +35,32 @@ from fastdiff_bench.commands.objectives import OBJECTIVES, Outcome
 from fastdiff_bench.records import readme, record
 from fastdiff_bench.records.fingerprint import ROOT
 from fastdiff_bench.records.record import Log, Record
+from tests.support.scripts import run_script
 
 DOCUMENT = ROOT / "docs" / "objectives.md"
 TEXT = DOCUMENT.read_text(encoding="utf-8")
 NAME = "hybrid, learned range, importance"
 
 
+def forked(command: Sequence[str]) -> None:
+    """Run the trainer that DeepSpeed's launcher would start, without the launcher's two processes."""
+    from deepspeed.launcher.runner import parse_args
+
+    given = parse_args(command[1:])
+    assert (Path(command[0]).name, given.num_gpus) == ("deepspeed", 1)
+    done = run_script(Path(given.user_script), *given.user_args)
+    assert done.code == 0, done.output
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where one objective was tried out: ``runs`` and ``out``."""
+def folder(tmp_path_factory: pytest.TempPathFactory, nightly: bool) -> Path:
+    """Where one objective was tried out: ``runs`` and ``out``; by night DeepSpeed's launcher starts the trainer."""
     folder = tmp_path_factory.mktemp("objectives")
     places = ["--folder", str(folder / "runs"), "--out", str(folder / "out")]
-    assert main(["objectives", "--smoke", "--only", NAME, *places]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        if not nightly:
+            patch.setattr(objectives, "finish", forked)
+        assert main(["objectives", "--smoke", "--only", NAME, *places]) == 0
     return folder
 
 

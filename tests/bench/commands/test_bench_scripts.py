@@ -9,20 +9,23 @@ import pytest
 import torch
 
 from fastdiff_bench.__main__ import main
+from fastdiff_bench.commands import scripts
 from fastdiff_bench.records import record
 from fastdiff_bench.trainers.scripts.iddpm_network import UNet
 from tests.support.references.adm_networks import SMALL, built
 
 
-def test_a_smoke_run_leaves_a_record(tmp_path: Path, nightly: bool) -> None:
-    """By day of one script; ``test_bench_startup`` takes a step of the other."""
-    cores, scripts = os.sched_getaffinity(0), ["t2i-lora", "iddpm"] if nightly else ["iddpm"]
-    assert main(["scripts", *scripts, "--smoke", "--out", str(tmp_path)]) == 0
+def test_a_smoke_run_leaves_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nightly: bool) -> None:
+    """By day of one script and with small batches; ``test_bench_startup`` takes a step of the other."""
+    if not nightly:
+        monkeypatch.setattr(scripts, "_BATCH", 2)
+    cores, chosen = os.sched_getaffinity(0), ["t2i-lora", "iddpm"] if nightly else ["iddpm"]
+    assert main(["scripts", *chosen, "--smoke", "--out", str(tmp_path)]) == 0
     read = record.read(tmp_path / "scripts.jsonl")
     assert not read.failures
     assert {(row.case.split(",")[0], row.provider, row.quantity, row.unit) for row in read.measurements} == {
         (script, provider, f"{prefix}{quantity}", unit)
-        for script in scripts
+        for script in chosen
         for quantity in ("processor time of a step, 1 core", "time of a step")
         for provider, prefix, unit in (
             ("fastdiff", "", "ms"),

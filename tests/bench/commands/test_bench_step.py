@@ -19,7 +19,7 @@ from fastdiff.config.presets import preset
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.models.cost.flops import training_flops
 from fastdiff_bench.__main__ import main
-from fastdiff_bench.measure import largest_batch, launches, stepping
+from fastdiff_bench.measure import largest_batch, launches, roofline, stepping
 from fastdiff_bench.measure.interleaved import Result
 from fastdiff_bench.measure.session import Steps
 from fastdiff_bench.measure.synthetic import write
@@ -58,6 +58,7 @@ def swept(watched: Path, tmp_path_factory: pytest.TempPathFactory) -> Record:
     command = ["step", "--smoke", "--device", "cpu", "--sweep", f"batch={BROKEN_BATCH},16", "--micro", "8", "--trace"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stepping, "run_fastdiff", programs.ours_watched)
+        patch.setattr(roofline, "measure", programs.small_limits)
         patch.setenv(programs.WATCHED, str(watched))
         assert main([*command, "--out", str(out)]) == 0
     return record.read(out / "step.jsonl")

@@ -105,11 +105,17 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("preset", "build", "objective"), [(name, build, each) for name, build in PEERS for each in OBJECTIVES[name]]
+    ("preset", "build", "objective", "best"),
+    [
+        # By day every objective of a peer, and both of its columns.
+        pytest.param(name, build, each, best, marks=() if best == number % 2 else pytest.mark.nightly)
+        for name, build in PEERS
+        for number, each in enumerate(OBJECTIVES[name])
+        for best in (False, True)
+    ],
 )
-@BOTH_COLUMNS
 def test_loss_and_gradients_of_a_peer_are_those_of_fastdiff(
-    preset: str, build: type[Plain | Dit | TextToImage], best: bool, objective: dict[str, Any]
+    preset: str, build: type[Plain | Dit | TextToImage], objective: dict[str, Any], best: bool
 ) -> None:
     run = config(preset, **objective)
     batch = batch_of(run)

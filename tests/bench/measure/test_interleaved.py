@@ -41,6 +41,7 @@ def interleaved(
     return list(run_interleaved(programs, effort, device=device).values())
 
 
+@pytest.mark.usefixtures("forked")
 def test_programs_step_in_turns_and_the_failed_one_is_left_out(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,8 +147,8 @@ def raise_on_top(error: BaseException) -> None:
 @pytest.mark.usefixtures("forked", "short_parting")
 def test_a_program_that_hangs_is_stopped(tmp_path: Path) -> None:
     file = tmp_path / "pid"
-    (result,) = interleaved(Program("hanging", programs.hanging, (file,)), limit_seconds=2)
-    assert result.failure == "no answer within 2 s"
+    (result,) = interleaved(Program("hanging", programs.hanging, (file,)), limit_seconds=1)
+    assert result.failure == "no answer within 1 s"
     # On a machine with much to do it may not have come so far.
     assert not file.exists() or not psutil.pid_exists(int(file.read_text()))
 
@@ -160,6 +161,7 @@ def test_all_ranks_end_when_one_fails() -> None:
     assert result.facts == {"rank": "0", "ranks": "2"}
 
 
+@pytest.mark.usefixtures("forked")
 def test_peak_memory_is_what_the_process_knows() -> None:
     (result,) = interleaved(Program("allocating", programs.allocating))
     assert result.memory is not None
@@ -201,17 +203,21 @@ def test_the_first_steps_of_a_session_may_be_left_out(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Not in the system's folder, and no semaphore that the system keeps and the tracker warns of in the end."""
+    """Not in the system's folder, and no semaphore that the system keeps and the tracker warns of in the end.
+
+    The program is spawned, as by a benchmark.
+    """
     script = (
         "from fastdiff_bench.measure.interleaved import Effort, Program, run_interleaved\n"
         "from tests.support.benches import programs\n"
         "if __name__ == '__main__':\n"
-        "    found = run_interleaved([Program('a', programs.leaving)], Effort(2, 1, 1), device='cpu')\n"
-        "    print(found['a'].facts['folder'], found['a'].failure)\n"
+        "    program = Program('a', programs.leaving, environment={'GIVEN': 'given'})\n"
+        "    found = run_interleaved([program], Effort(2, 1, 1), device='cpu')['a']\n"
+        "    print(found.facts['folder'], found.facts['given'], found.failure)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    folder, failure = done.stdout.split()
-    assert failure == "None"
+    folder, given, failure = done.stdout.split()
+    assert (given, failure) == ("given", "None")
     assert not Path(folder).parent.exists()
     assert done.stderr == ""
 

@@ -8,11 +8,15 @@ import os
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import torch
 
+from fastdiff_bench.measure import roofline
+from fastdiff_bench.measure.roofline import Limits
 from fastdiff_bench.measure.session import Enough, StepTimer
+from fastdiff_bench.measure.timing import Effort as Care
 from fastdiff_bench.measure.workload import Workload
 
 BROKEN_BATCH = 24
@@ -21,6 +25,7 @@ BALLAST = 2**28
 PER_SAMPLE = 2**22
 """Bytes."""
 _KEPT: list[object] = []
+_measure = roofline.measure
 WATCHED = "FASTDIFF_TESTS_WATCHED"
 """Variable with the name of a file."""
 
@@ -66,7 +71,7 @@ def waiting_on_the_gpu(timer: StepTimer, cycles: int) -> None:
 
 def leaving(timer: StepTimer) -> None:
     """Leave a file and a semaphore behind, and report its folder."""
-    timer.ready(folder=str(timer.folder))
+    timer.ready(folder=str(timer.folder), given=os.environ.get("GIVEN"))
     assert timer.folder is not None
     (timer.folder / "left").write_text("left")
     _KEPT.append(multiprocessing.get_context("spawn").Lock())
@@ -160,6 +165,13 @@ def failing_with_marks(timer: StepTimer, workload: Workload, data: Path, phases:
 def wrong(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
     """Fail, but not for memory."""
     raise ValueError("wrong")
+
+
+def small_limits(device: str, care: Care) -> Limits:
+    """Limits of the machine from small products, in whatever process: a large one in bf16 takes seconds."""
+    copied, side = roofline._COPIED_BYTES, roofline._SIDE
+    with mock.patch.dict(copied, {device: 2**20}), mock.patch.dict(side, {device: 64}):
+        return _measure(device, care)
 
 
 def _watch(seen: list[int]) -> None:
