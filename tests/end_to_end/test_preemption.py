@@ -106,17 +106,26 @@ class Tree:
 
 
 @pytest.fixture
-def running(whole: list[float], digits: Path, tmp_path: Path, nightly: bool) -> Iterator[Tree]:
-    """By night each process starts Python anew."""
+def running(
+    whole: list[float], digits: Path, tmp_path: Path, nightly: bool, request: pytest.FixtureRequest
+) -> Iterator[Tree]:
+    """Its parameter says whether the processes start Python anew or are forked; by night all start it anew."""
     command = deepspeed_command(*flags(config_of(digits, tmp_path / "run", 100_000)), *ZERO3, ranks=2)
-    with started(command) if nightly else Launcher(*command) as process:
+    with started(command) if nightly or request.param == "anew" else Launcher(*command) as process:
         wait_for_steps(tmp_path / "run", 3, process)
         yield Tree(process, [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)])
 
 
 @pytest.mark.fault(12)
 @pytest.mark.parametrize(
-    "target", ["command", pytest.param("launcher", marks=pytest.mark.nightly), "launcher killed", "Ctrl-C"]
+    ("target", "running"),
+    [
+        ("command", "anew"),
+        pytest.param("launcher", "anew", marks=pytest.mark.nightly),
+        ("launcher killed", "forked"),
+        ("Ctrl-C", "forked"),
+    ],
+    indirect=["running"],
 )
 def test_a_launcher_that_ends_leaves_nobody_and_loses_nothing(
     whole: list[float], digits: Path, tmp_path: Path, running: Tree, target: str
@@ -142,6 +151,7 @@ def test_a_launcher_that_ends_leaves_nobody_and_loses_nothing(
 
 
 @pytest.mark.fault(12)
+@pytest.mark.parametrize("running", ["forked"], indirect=True)
 def test_the_command_itself_exits_with_75(whole: list[float], digits: Path, tmp_path: Path, running: Tree) -> None:
     """The exit code by which a scheduler tells it from a failure, when a rank is signalled."""
     launcher = running.launcher
