@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,10 @@ from fastdiff.evaluation.likelihood import NllOptions, measure, read_clean
 from fastdiff.evaluation.validation_files import LINES
 from fastdiff.models.build import build_model
 from fastdiff.models.load import null_label
+from fastdiff.parallel.world import World
 from fastdiff.sampling.image_grid import image_grid
 from fastdiff.sampling.run import Run
+from fastdiff.train import train
 from fastdiff.training.callbacks.previews import SampleGrid
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import held_out, hexes, launch, tiny, train_losses
@@ -63,23 +66,31 @@ def adm(digits: Path, folder: Path, steps: int = 6, **shape: Any) -> RunConfig:
     )
 
 
-def trained(config: RunConfig, *, ranks: int = 1, stage: int = 0) -> list[float]:
-    found: list[float] = values(forked_ranks(train_losses, config, launch(stage), ranks=ranks))[0]
-    return found
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As in the processes that tests start: other sums would round otherwise."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("shape", [{"dropout": 0.3}, {"low_res_size": 4, "resblock_updown": True}], ids=str)
-def test_the_losses_do_not_depend_on_ranks_and_zero(digits: Path, tmp_path: Path, shape: dict[str, Any]) -> None:
-    alone = trained(adm(digits, tmp_path / "alone", **shape))
+def test_the_losses_do_not_depend_on_ranks_and_zero(
+    world: World, digits: Path, tmp_path: Path, shape: dict[str, Any]
+) -> None:
+    alone = train_losses(world, adm(digits, tmp_path / "alone", **shape), launch(0))
     config = adm(digits, tmp_path / "together", **shape)
     config = replace(config, performance=replace(config.performance, recompute=True))
-    assert trained(config, ranks=2, stage=3) == pytest.approx(alone, rel=2e-5)
+    together = values(forked_ranks(train_losses, config, launch(3)))[0]
+    assert together == pytest.approx(alone, rel=2e-5)
     assert alone[-1] < alone[0]
 
 
-def test_dropout_acts_and_is_that_of_the_position(digits: Path, tmp_path: Path) -> None:
+def test_dropout_acts_and_is_that_of_the_position(world: World, digits: Path, tmp_path: Path) -> None:
     plain, dropped, again = (
-        trained(adm(digits, tmp_path / name, steps=3, dropout=share))
+        train_losses(world, adm(digits, tmp_path / name, steps=3, dropout=share), launch(0))
         for name, share in (("plain", 0.0), ("dropped", 0.3), ("again", 0.3))
     )
     # A fresh network predicts 0, whatever is dropped; from the first step on it matters.
@@ -88,13 +99,16 @@ def test_dropout_acts_and_is_that_of_the_position(digits: Path, tmp_path: Path) 
     assert hexes(dropped) == hexes(again)
 
 
+def stop_and_go_on(world: World, whole: RunConfig, parts: RunConfig) -> tuple[list[float], list[float]]:
+    """The losses of a run, and of one that stops after three steps and goes on."""
+    expected = train_losses(world, whole, launch(3))
+    train(replace(parts, samples=3 * parts.batch.samples), launch(3), world)
+    return expected, train_losses(world, parts, launch(3, allow_change=("samples",)))
+
+
 def test_a_run_that_is_stopped_goes_on_hex_equal(digits: Path, tmp_path: Path) -> None:
     whole, parts = (adm(digits, tmp_path / name, dropout=0.3) for name in ("whole", "parts"))
-    expected = trained(whole, ranks=2, stage=3)
-    first = replace(parts, output=replace(parts.output, checkpoint_every=3))
-    trained(replace(first, samples=3 * first.batch.samples), ranks=2, stage=3)
-    allowed = launch(3, allow_change=("samples",))
-    resumed = values(forked_ranks(train_losses, first, allowed))[0]
+    expected, resumed = values(forked_ranks(stop_and_go_on, whole, parts))[0]
     assert hexes(resumed) == hexes(expected)
 
 
@@ -122,7 +136,7 @@ def test_a_rescaled_time_is_on_the_scale_of_a_thousand_steps() -> None:
         parse(["--preset", "digits", "--objective.process", "flow", "--objective.rescale_timesteps"])
 
 
-def test_neither_validation_nor_likelihood_drops_anything(digits: Path, tmp_path: Path) -> None:
+def test_neither_validation_nor_likelihood_drops_anything(world: World, digits: Path, tmp_path: Path) -> None:
     """Networks of equal weights have equal losses on held-out data, with a dropout in training or without."""
     found = {}
     for share in (0.0, 0.3):
@@ -136,7 +150,7 @@ def test_neither_validation_nor_likelihood_drops_anything(digits: Path, tmp_path
             optim=replace(config.optim, lr=1e-12),
             validation=validation,
         )
-        loss = trained(config)[0]
+        loss = train_losses(world, config, launch(0))[0]
         line = json.loads((tmp_path / str(share) / LINES).read_text().splitlines()[-1])
         found[share] = (loss, line["val_loss"])
     assert found[0.3][0] != found[0.0][0]
@@ -185,12 +199,14 @@ def test_grids_of_enlarged_images_are_refused(digits: Path, tmp_path: Path) -> N
 
 
 def test_a_run_that_enlarges_digits_is_measured_on_scans_that_it_has_not_seen(
-    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     encode_digits(tmp_path / "train", split="train")
     found = {}
     for name, data in (("seen", digits), ("unseen", tmp_path / "train")):
-        trained(adm(data, tmp_path / name, steps=2, low_res_size=4))
+        small = {"width": 8, "channel_mult": (1,), "attention_resolutions": ()}
+        config = adm(data, tmp_path / name, steps=2, low_res_size=4, **small)
+        train(config, launch(0), world)
         found[name] = main(["evaluate", str(tmp_path / name)])
     assert found == {"seen": 2, "unseen": 0}
     assert "which includes the scans of the evaluation" in capsys.readouterr().err
@@ -202,11 +218,11 @@ def test_a_run_that_enlarges_digits_is_measured_on_scans_that_it_has_not_seen(
     assert not (tmp_path / "seen" / "evaluation.json").exists()
 
 
-def test_pixels_are_clamped_where_a_run_is_drawn(digits: Path, tmp_path: Path) -> None:
+def test_pixels_are_clamped_where_a_run_is_drawn(world: World, digits: Path, tmp_path: Path) -> None:
     """In the grids of the training, and where the digits are measured; without it this model leaves their range."""
     config = adm(digits, tmp_path / "run", steps=2)
-    config = replace(config, output=replace(config.output, sample_every=2))
-    trained(config)
+    config = replace(config, output=replace(config.output, sample_every=2, sample_steps=10))
+    train(config, launch(0), world)
     run = Run(tmp_path / "run")
     output, labels = config.output, torch.arange(10).repeat(SampleGrid.rows)
     drawing = SamplerConfig(

@@ -37,8 +37,6 @@ from fastdiff.training.state import TrainState
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import assert_same_checkpoint, distance, hexes, launch, newest, records, tiny
 
-BATCH, MICRO = 20, 5
-
 
 @dataclass(frozen=True)
 class Length:
@@ -47,9 +45,16 @@ class Length:
     steps: int
     stops: tuple[int, int]
     warmup: int = 45
+    batch: int = 20
+    """Samples of a step, in four micro-batches."""
+
+    @property
+    def samples(self) -> int:
+        """Of all steps."""
+        return self.steps * self.batch
 
 
-SHORT = Length(24, (9, 15), warmup=11)
+SHORT = Length(12, (4, 7), warmup=5, batch=40)
 
 
 @dataclass
@@ -74,10 +79,10 @@ class Seen:
         for step, groups in other.groups.items():
             assert self.groups.setdefault(step, groups) == groups, "the ranks differ"
 
-    def step_losses(self) -> list[float]:
-        """The mean of each step."""
+    def step_losses(self, batch: int) -> list[float]:
+        """The mean of each step of so many samples."""
         found = [self.losses[position] for position in sorted(self.losses)]
-        return [sum(found[n : n + BATCH]) / BATCH for n in range(0, len(found), BATCH)]
+        return [sum(found[n : n + batch]) / batch for n in range(0, len(found), batch)]
 
 
 class Watched(Callbacks):
@@ -175,10 +180,10 @@ class Course:
         config = tiny(
             data,
             folder,
-            samples=length.steps * BATCH,
+            samples=length.samples,
             data__shuffle_shards=3,
-            batch__samples=BATCH,
-            batch__micro=MICRO,
+            batch__samples=length.batch,
+            batch__micro=length.batch // 4,
             optim__name=self.optimizer,
             optim__schedule="cosine",
             optim__warmup_steps=length.warmup,
@@ -187,7 +192,7 @@ class Course:
             optim__betas=(0.9, 0.99),
             ema__rates=(0.9,),
             ema__power_stds=(0.1,),
-            output__log_every=7,
+            output__log_every=5,
         )
         if self.density == "importance":
             objective = replace(config.objective, schedule="cosine", timesteps=5)
@@ -285,15 +290,14 @@ def test_the_stops_are_in_the_middle_of_a_window_of_shards_and_of_an_epoch(shard
     lengths = {course.nightly for course in COURSES} if nightly else {SHORT}
     with LatentReader(shards) as reader:
         order = Order(ADAMW.config(shards, shards, SHORT).seed, reader.shard_sizes, 3)
-        for stop in {stop for length in lengths for stop in length.stops}:
+        for taken in {stop * length.batch for length in lengths for stop in length.stops}:
             before, behind = (
-                set(order.locate(order.samples(range(n, n + 40)))[0].tolist())
-                for n in (stop * BATCH - 40, stop * BATCH)
+                set(order.locate(order.samples(range(n, n + 40)))[0].tolist()) for n in (taken - 40, taken)
             )
             assert before == behind, "both sides draw from the same shards"
-            assert 0 < stop * BATCH % len(order) < len(order) - 1
-        longest = max(length.steps for length in lengths)
-        assert len(order) < longest * BATCH < 2 * len(order), "and the end is in the second epoch"
+            assert 0 < taken % len(order) < len(order) - 1
+        longest = max(length.samples for length in lengths)
+        assert len(order) < longest < 2 * len(order), "and the end is in the second epoch"
 
 
 @pytest.mark.fault(22)
@@ -305,7 +309,7 @@ def test_samples_levels_rates_and_groups_are_exactly_those_of_the_undisturbed_ru
 ) -> None:
     """Every sample once, with its content and noise level, although a stop came between two micro-batches."""
     both = courses[course.name]
-    assert both.parts.content.keys() == set(range(both.length.steps * BATCH))
+    assert both.parts.content.keys() == set(range(both.length.samples))
     assert both.parts.content == both.whole.content
     assert both.parts.times == both.whole.times
     assert both.parts.groups == both.whole.groups
@@ -348,11 +352,12 @@ def test_losses_and_averages_stay_within_the_bound_of_the_optimizer(
     * adamw8bit-bnb: 7.6e-3 and 9.4e-3: moments are rounded anew in other blocks. (Undisturbed runs of two ranks under
       ZeRO-3 and of one under ZeRO-0, whose blocks differ from the first step on, are 2.3e-2 and 5.4e-2 apart.)
 
-    By day, over 24 steps: 2.9e-8 and 4.7e-8; 9.2e-9 and 2.8e-6; 9.8e-5 and 2.9e-3.
+    By day, over as many samples as 24 steps of 20: 2.9e-8 and 4.7e-8; 9.2e-9 and 2.8e-6; 9.8e-5 and 2.9e-3.
     """
     both = courses[course.name]
     loss_bound, weight_bound = (NIGHTLY_BOUNDS if nightly else BOUNDS)[course.name]
-    assert largest_difference(both.parts.step_losses(), both.whole.step_losses()) < loss_bound
+    parts, whole = (seen.step_losses(both.length.batch) for seen in (both.parts, both.whole))
+    assert largest_difference(parts, whole) < loss_bound
     logged = [[record["loss"] for record in records(folder)] for folder in (both.parts_folder, both.whole_folder)]
     assert largest_difference(*logged) < loss_bound, "also where the means of the log begin before a stop"
     one, other = newest(both.parts_folder), newest(both.whole_folder)
@@ -363,7 +368,7 @@ def test_losses_and_averages_stay_within_the_bound_of_the_optimizer(
 
 def stop_and_go_on(world: World, shards: Path, folder: Path, stage: int) -> tuple[Seen, Seen, list[str]]:
     """The same ranks undisturbed, and stopped by a real SIGTERM to rank 1 between two micro-batches of step 5."""
-    course, length = Course("adamw", "uniform", (stage, stage, stage)), Length(8, (5, 5))
+    course, length = Course("adamw", "uniform", (stage, stage, stage)), Length(8, (5, 5), batch=20)
     whole = watch(world, course.config(shards, folder / "whole", length), stage)
     parts = watch_a_signal(world, course.config(shards, folder / "parts", length), stage, stop_at=5)
     left = sorted(path.name for path in (folder / "parts" / "checkpoints").iterdir()) if world.is_first else []
@@ -381,5 +386,5 @@ def test_a_sigterm_during_accumulation_saves_at_the_boundary_and_loses_no_gradie
     parts.add(other_parts)
     assert left == ["step-00000005"]
     assert parts.content == whole.content
-    assert hexes(parts.step_losses()) == hexes(whole.step_losses())
+    assert hexes(parts.step_losses(20)) == hexes(whole.step_losses(20))
     assert_same_checkpoint(tmp_path / "whole", tmp_path / "parts")

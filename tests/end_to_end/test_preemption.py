@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from fastdiff.config.run import RunConfig
+from fastdiff.diffusion.objective import Objective
 from fastdiff.parallel import preemption
 from fastdiff.parallel.preemption import listening
 from fastdiff.parallel.world import World
@@ -24,11 +25,12 @@ from fastdiff.sampling.solvers import sample
 from fastdiff.train import main
 from fastdiff.training.callbacks import previews
 from tests.support.forked import forked_ranks, values
-from tests.support.processes import Finished, deepspeed_command, run, start, stop
+from tests.support.processes import Finished, deepspeed_command, run, started
 from tests.support.runs import flags, hexes, intact, losses, tiny
-from tests.support.waiting import LIMIT_S, wait_for_steps, wait_for_the_end
+from tests.support.scripts import Launcher
+from tests.support.waiting import wait_for_steps, wait_for_the_end
 
-STEPS = 40
+STEPS = 16
 ZERO3 = ["--deepspeed_config", "deepspeed_configs/zero3.json"]
 
 
@@ -41,27 +43,30 @@ def _main(world: World, argv: list[str]) -> int:
     return main(argv)
 
 
-def _main_signalled(world: World, argv: list[str], rank: int, number: signal.Signals, folder: Path, step: int) -> int:
-    """Run the command; one rank gets a signal after a step, from a thread: a machine that is busy delays both."""
+def _main_signalled(world: World, argv: list[str], rank: int, number: signal.Signals, step: int) -> int:
+    """Run the command; one rank gets a signal in the step after this one."""
+    corrupt, begun = Objective.corrupt, itertools.count()
 
-    def send() -> None:
-        wait_for_steps(folder, step)
-        os.kill(os.getpid(), number)
+    def corrupt_signalled(*arguments: Any, **options: Any) -> Any:
+        if next(begun) == step:
+            os.kill(os.getpid(), number)
+        return corrupt(*arguments, **options)
 
     if world.rank == rank:
-        threading.Thread(target=send, daemon=True).start()
+        Objective.corrupt = corrupt_signalled  # type: ignore[method-assign]
     return _main(world, argv)
 
 
 def _main_signalled_as_it_draws(world: World, argv: list[str], rank: int, number: signal.Signals) -> int:
-    """Run the command; one rank gets a signal when it begins to draw images."""
+    """Run the command; one rank gets a signal when it begins to draw images, which it draws until that is noticed."""
 
     def draw(*arguments: Any, **options: Any) -> Any:
         os.kill(os.getpid(), number)
-        return sample(*arguments, **options)
+        while True:
+            sample(*arguments, **options)
 
     if world.rank == rank:
-        previews.sample = draw  # type: ignore[assignment]
+        previews.sample = draw
     return _main(world, argv)
 
 
@@ -80,7 +85,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(
     whole: list[float], digits: Path, tmp_path: Path, rank: int, number: signal.Signals
 ) -> None:
     argv = [*flags(config_of(digits, tmp_path / "run")), *ZERO3]
-    assert values(forked_ranks(_main_signalled, argv, rank, number, tmp_path / "run", 5)) == [75, 75]
+    assert values(forked_ranks(_main_signalled, argv, rank, number, 5)) == [75, 75]
     (step,) = intact(tmp_path / "run")
     assert 5 <= step < STEPS
     assert hexes(losses(tmp_path / "run")) == hexes(whole[:step])
@@ -92,7 +97,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(
 class Tree:
     """The processes of a `deepspeed` command."""
 
-    command: subprocess.Popen[str]
+    command: subprocess.Popen[str] | Launcher
     everyone: list[psutil.Process]
 
     @property
@@ -101,19 +106,26 @@ class Tree:
 
 
 @pytest.fixture
-def running(whole: list[float], digits: Path, tmp_path: Path) -> Iterator[Tree]:
+def running(
+    whole: list[float], digits: Path, tmp_path: Path, nightly: bool, request: pytest.FixtureRequest
+) -> Iterator[Tree]:
+    """Its parameter says whether the processes start Python anew or are forked; by night all start it anew."""
     command = deepspeed_command(*flags(config_of(digits, tmp_path / "run", 100_000)), *ZERO3, ranks=2)
-    process = start(command)
-    try:
+    with started(command) if nightly or request.param == "anew" else Launcher(*command) as process:
         wait_for_steps(tmp_path / "run", 3, process)
         yield Tree(process, [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)])
-    finally:
-        stop(process)
 
 
 @pytest.mark.fault(12)
 @pytest.mark.parametrize(
-    "target", ["command", pytest.param("launcher", marks=pytest.mark.nightly), "launcher killed", "Ctrl-C"]
+    ("target", "running"),
+    [
+        ("command", "anew"),
+        pytest.param("launcher", "anew", marks=pytest.mark.nightly),
+        ("launcher killed", "forked"),
+        ("Ctrl-C", "forked"),
+    ],
+    indirect=["running"],
 )
 def test_a_launcher_that_ends_leaves_nobody_and_loses_nothing(
     whole: list[float], digits: Path, tmp_path: Path, running: Tree, target: str
@@ -126,7 +138,7 @@ def test_a_launcher_that_ends_leaves_nobody_and_loses_nothing(
     if target == "Ctrl-C":
         os.killpg(running.command.pid, signal.SIGINT)
     else:
-        process.send_signal(signal.SIGKILL if target == "launcher killed" else signal.SIGTERM)
+        os.kill(process.pid, signal.SIGKILL if target == "launcher killed" else signal.SIGTERM)
     wait_for_the_end(running.everyone)
     if target == "Ctrl-C":
         output = running.command.communicate()[0]
@@ -139,13 +151,14 @@ def test_a_launcher_that_ends_leaves_nobody_and_loses_nothing(
 
 
 @pytest.mark.fault(12)
+@pytest.mark.parametrize("running", ["forked"], indirect=True)
 def test_the_command_itself_exits_with_75(whole: list[float], digits: Path, tmp_path: Path, running: Tree) -> None:
     """The exit code by which a scheduler tells it from a failure, when a rank is signalled."""
     launcher = running.launcher
     ranks = [p for p in launcher.children() if "fastdiff/train.py" in p.cmdline()]
     ranks[-1].send_signal(signal.SIGUSR1)
-    output, _ = running.command.communicate(timeout=LIMIT_S)
-    assert running.command.returncode == 75, output
+    output, _ = running.command.communicate()
+    assert running.command.poll() == 75, output
     assert output.count("the same command resumes from there") == 1, output
 
 
@@ -153,8 +166,8 @@ def test_the_command_itself_exits_with_75(whole: list[float], digits: Path, tmp_
 def test_a_signal_during_the_images_saves_the_step_before_them(
     whole: list[float], digits: Path, tmp_path: Path
 ) -> None:
-    """The images take longer than any notice: the ranks agree to break off, as they agree on an error."""
-    changes = {"output__sample_every": 3, "output__sample_steps": 1000}
+    """The ranks agree to break off, as they agree on an error."""
+    changes = {"output__sample_every": 3, "output__sample_steps": 2}
     argv = [*flags(tiny(digits, tmp_path / "run", STEPS, batch__micro=8, **changes)), *ZERO3]
     assert values(forked_ranks(_main_signalled_as_it_draws, argv, 1, signal.SIGTERM)) == [75, 75]
     assert intact(tmp_path / "run") == [3]
@@ -226,6 +239,7 @@ with listening() as request:
 def test_without_a_launcher_the_shell_may_end(tmp_path: Path) -> None:
     """`nohup python fastdiff/train.py ... &`, and a logout."""
     code = """
+preemption._POLL_S = 0.05
 shell = os.getppid()
 with listening() as request:
     open(os.environ["LISTENS"], "w").close()

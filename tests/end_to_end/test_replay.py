@@ -39,7 +39,7 @@ from tests.support.references.dit_reference import reference_forward
 from tests.support.references.variational_reference import cosine_betas, linear_betas
 from tests.support.runs import launch, losses, newest, records
 
-STEPS = 40
+STEPS = 20
 TOLERANCE = 1e-5
 Weights = dict[str, Tensor]
 
@@ -153,14 +153,14 @@ def text_flags(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     return [
         "--pretrained_model_name_or_path", str(pipeline), "--train_data_dir", str(folder), "--resolution", "32",
         "--train_batch_size", "2", "--gradient_accumulation_steps", "2", "--max_train_steps", str(STEPS), "--seed", "3",
-        "--lr_scheduler", "cosine", "--lr_warmup_steps", "10", "--learning_rate", "1e-3", "--random_flip",
+        "--lr_scheduler", "cosine", "--lr_warmup_steps", "5", "--learning_rate", "1e-3", "--random_flip",
     ]  # fmt: skip
 
 
 def warmed_cosine(step: int) -> float:
-    if step < 10:
-        return 1e-3 * step / 10
-    return 1e-3 * 0.5 * (1 + math.cos(math.pi * (step - 10) / (STEPS - 10)))
+    if step < 5:
+        return 1e-3 * step / 5
+    return 1e-3 * 0.5 * (1 + math.cos(math.pi * (step - 5) / (STEPS - 5)))
 
 
 def unet_of(pipeline: Path) -> tuple[Any, Any]:

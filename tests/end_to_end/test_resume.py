@@ -12,12 +12,12 @@ from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.parallel.world import World
 from fastdiff.train import train
-from tests.support.processes import ON_CPU, deepspeed, deepspeed_command, run_ranks, start, stop
+from tests.support.processes import ON_CPU, deepspeed, deepspeed_command, run_ranks, started
 from tests.support.runs import assert_same_checkpoint, flags, hexes, launch, losses, tiny, train_losses
-from tests.support.scripts import TRAIN, run_job
+from tests.support.scripts import TRAIN, Launcher, run_job
 from tests.support.waiting import steps_logged, wait_for_steps
 
-STEPS, KILL_AFTER = 40, 8
+STEPS, KILL_AFTER = 30, 6
 
 
 def config_of(data: Path, folder: Path) -> RunConfig:
@@ -27,20 +27,19 @@ def config_of(data: Path, folder: Path) -> RunConfig:
 @pytest.mark.fault(1)
 @pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_killed_command_resumes_hex_equal(digits: Path, tmp_path: Path, launcher: bool) -> None:
-    """SIGKILL to all processes at about step 8, with two ranks under ZeRO-3; then the same flags.
+    """SIGKILL to all processes at about step 6, with two ranks under ZeRO-3; then the same flags.
 
-    By night the same command of DeepSpeed's launcher. ``test_random_kills`` has many kills, and both optimizers.
+    By night DeepSpeed's launcher and its ranks start Python anew. ``test_random_kills`` has many kills, and both
+    optimizers.
     """
     zero3 = "deepspeed_configs/zero3.json"
     whole = config_of(digits, tmp_path / "whole")
     run_ranks(train_losses, whole, Launch(deepspeed=deepspeed_config.read(zero3)), ranks=2)
 
     command = [*flags(config_of(digits, tmp_path / "killed")), "--deepspeed_config", zero3]
-    process = start(deepspeed_command(*command, ranks=2))
-    try:
+    words = deepspeed_command(*command, ranks=2)
+    with started(words) if launcher else Launcher(*words) as process:
         wait_for_steps(tmp_path / "killed", KILL_AFTER, process)
-    finally:
-        stop(process)
     assert steps_logged(tmp_path / "killed") < STEPS, "killed too late to prove anything"
     again = deepspeed(*command, ranks=2) if launcher else run_job(TRAIN, *command, *ON_CPU, ranks=2)
     assert again.code == 0, again.output

@@ -88,7 +88,7 @@ def test_zero_stages_agree(digits: Path, tmp_path: Path) -> None:
             assert close(stages[stage], stages[0], 1e-5), (optimizer, stage)
 
 
-STAGES = {"adamw": (0, 1, 2, 3), "adamw8bit": (1, 3), "adamw8bit-bnb": (0, 2)}
+STAGES = {"adamw": (0, 2), "adamw8bit": (1, 3), "adamw8bit-bnb": (0,)}
 
 
 @pytest.mark.parametrize("optimizer", STAGES)
@@ -103,11 +103,11 @@ def test_bf16_follows_fp32(world: World, digits: Path, tmp_path: Path, optimizer
 
 
 _DAILY = {
-    ("adamw", "fp32"): (1, 3),
-    ("adamw8bit", "fp32"): (0, 2),
-    ("adamw8bit-bnb", "fp32"): (0, 3),
+    ("adamw", "fp32"): (3,),
+    ("adamw8bit", "fp32"): (2,),
+    ("adamw8bit-bnb", "fp32"): (3,),
     ("adamw", "bf16"): (0, 2),
-    ("adamw8bit", "bf16"): (1, 3),
+    ("adamw8bit", "bf16"): (1,),
 }
 """The stages at which each optimizer and precision resumes every day; by night all do at every one."""
 
@@ -159,19 +159,23 @@ def test_adamw_resumes_with_another_number_of_ranks(world: World, digits: Path, 
 @pytest.mark.fault(22)
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
 def test_adamw_resumes_at_other_stages(world: World, digits: Path, tmp_path: Path, before: int, nightly: bool) -> None:
-    """From each to the next one and to the one across, so that each is left and reached twice; by night all pairs."""
+    """From each to the next one, so that each is left and reached; by night all pairs."""
     every = {"output__checkpoint_every": STEPS // 2}
     whole = train_losses(world, tiny(digits, tmp_path / "whole", **every), launch(before))
     shutil.copytree(tmp_path / "whole", tmp_path / "start")
     shutil.rmtree(tmp_path / "start" / "checkpoints" / f"step-{STEPS:08d}")
-    for after in range(4) if nightly else ((before + 1) % 4, (before + 2) % 4):
+    for after in range(4) if nightly else ((before + 1) % 4,):
         shutil.copytree(tmp_path / "start", tmp_path / str(after))
         config = tiny(digits, tmp_path / str(after), **every)
         assert close(train_losses(world, config, launch(after)), whole, 1e-5), after
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16"), (0, "bf16"), (3, "fp32")]
+    ("stage", "precision"),
+    [
+        *[(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")],
+        *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in ((0, "bf16"), (3, "fp32"))),
+    ],
 )
 def test_gradient_clipping_clips(world: World, digits: Path, tmp_path: Path, stage: int, precision: str) -> None:
     """After one step Adam's first moment is (1 - beta1) times the clipped gradient."""

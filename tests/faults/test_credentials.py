@@ -61,7 +61,11 @@ ADDRESSES = st.builds(
     lambda form, scheme: form.format(scheme=scheme, secret=SECRET), *map(st.sampled_from, (FORMS, SCHEMES))
 )
 
-Command = tuple[Callable[[Sequence[str]], object], list[str]]
+BY_DAY, BY_NIGHT = (
+    settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    for count in (3, 24)
+)
+
 FASTDIFF = [
     ["verify", "{}"],
     ["sample", "{}"],
@@ -134,37 +138,47 @@ def said_by(run: Callable[[Sequence[str]], object], argv: Sequence[str]) -> str:
     return f"{said.getvalue()}\nexit code {code}"
 
 
+def check(run: Callable[[Sequence[str]], object], words: list[str], address: str, folder: Path) -> None:
+    with contextlib.chdir(folder):
+        said = said_by(run, [word.replace("{}", address) for word in words])
+    assert SECRET not in said
+    assert "Traceback" not in said
+    assert not [path for path in folder.rglob("*") if SECRET in str(path)]
+
+
 @pytest.mark.fault(28)
 @pytest.mark.parametrize("words", FASTDIFF, ids=" ".join)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@BY_DAY
 @given(address=ADDRESSES)
 @example(address=f"http://u:{SECRET}@h/x")
 @example(address=f"https://h/x?sig={SECRET}")
 @example(address=f"u:{SECRET}@h/x")
-def test_no_command_shows_credentials(
-    words: list[str], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    said = said_by(commands.main, [word.replace("{}", address) for word in words])
-    assert SECRET not in said
-    assert "Traceback" not in said
-    assert not [path for path in tmp_path.rglob("*") if SECRET in str(path)]
+def test_no_command_shows_credentials(words: list[str], address: str, tmp_path: Path) -> None:
+    check(commands.main, words, address, tmp_path)
 
 
 @pytest.mark.fault(28)
 @pytest.mark.parametrize("words", TRAIN, ids=" ".join)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@BY_DAY
 @given(address=ADDRESSES)
 @example(address=f"http://u:{SECRET}@h/x")
 @example(address=f"http://u:s/{SECRET}@h/x")
 @example(address=f"u:{SECRET}@h/x")
-def test_the_trainer_shows_no_credentials(
-    words: list[str], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_trainer_shows_no_credentials(words: list[str], address: str, tmp_path: Path) -> None:
+    check(train, words, address, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.fault(28)
+@pytest.mark.parametrize(
+    ("run", "words"), [*((commands.main, words) for words in FASTDIFF), *((train, words) for words in TRAIN)]
+)
+@BY_NIGHT
+@given(address=ADDRESSES)
+def test_neither_shows_credentials_in_more_forms(
+    run: Callable[[Sequence[str]], object], words: list[str], address: str, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    said = said_by(train, [word.replace("{}", address) for word in words])
-    assert SECRET not in said
-    assert "Traceback" not in said
+    check(run, words, address, tmp_path)
 
 
 @settings(max_examples=40, deadline=None)

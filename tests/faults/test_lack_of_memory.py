@@ -40,7 +40,6 @@ from tests.support.runs import (
     newest,
     records,
     tiny,
-    train_losses,
 )
 
 pytestmark = [pytest.mark.fault(31), pytest.mark.timeout(600)]
@@ -244,28 +243,51 @@ def demanding(digits: Path, folder: Path) -> RunConfig:
     return replace(config, objective=objective, timesteps=TimestepConfig(density="importance"))
 
 
-def run_demanding(world: World, digits: Path, folder: Path, start: Launch, lacks: list[Lack]) -> list[list[Lack]]:
-    train(demanding(digits, folder / "plain"), start, world)
-    return [lack_then_end(world, demanding(digits, folder / f"{n}"), start, lack) for n, lack in enumerate(lacks)]
+LACKS = [
+    Lack("backward", 1, 0, 0, "blocks.0"),
+    Lack("forward", 0, 0, 1, "final_layer"),
+    Lack("forward", 0, 2, 0, "objective"),
+    Lack("backward", 1, 3, 1, "blocks.0"),
+]
+"""In the first step, whose order ZeRO-3 compares between the ranks, and later, at both ends of the last pass."""
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_every_collective_of_a_step_is_kept(digits: Path, tmp_path: Path, stage: int) -> None:
-    """In the first step, whose order ZeRO-3 compares between the ranks, and later, at both ends of the last pass."""
-    lacks = [
-        Lack("backward", 1, 0, 0, "blocks.0"),
-        Lack("forward", 0, 0, 1, "final_layer"),
-        Lack("forward", 0, 2, 0, "objective"),
-        Lack("backward", 1, 3, 1, "blocks.0"),
-    ]
-    found = values(forked_ranks(run_demanding, digits, tmp_path, launch(stage), lacks, timeout_s=120))
-    for number, lack in enumerate(lacks):
-        assert found[0][number] + found[1][number] == [lack]
-        assert losses(tmp_path / f"{number}") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
-        assert micro_of(tmp_path / f"{number}") == 2
+def run_demanding(
+    world: World, digits: Path, folder: Path, lacks: dict[int, list[Lack]]
+) -> dict[int, list[list[Lack]]]:
+    """Run with each of these lacks at each stage, and without one; return those that occurred on this rank."""
+    found = {}
+    for stage, planned in lacks.items():
+        own, start = folder / str(stage), launch(stage)
+        train(demanding(digits, own / "plain"), start, world)
+        found[stage] = [lack_then_end(world, demanding(digits, own / f"{n}"), start, x) for n, x in enumerate(planned)]
+    return found
 
 
-def rehearse(world: World, digits: Path, folder: Path, stage: int) -> tuple[str | None, str | None]:
+def test_every_collective_of_a_step_is_kept(digits: Path, tmp_path: Path, nightly: bool) -> None:
+    """At stages 1, 2 and 3, by night with each lack."""
+    lacks = dict.fromkeys((1, 2, 3), LACKS) if nightly else {3: LACKS[:2], 2: LACKS[2:3], 1: LACKS[3:]}
+    found = values(forked_ranks(run_demanding, digits, tmp_path, lacks))
+    for stage, planned in lacks.items():
+        plain = losses(tmp_path / str(stage) / "plain")
+        for number, lack in enumerate(planned):
+            assert found[0][stage][number] + found[1][stage][number] == [lack]
+            assert losses(tmp_path / str(stage) / f"{number}") == pytest.approx(plain, rel=1e-5)
+            assert micro_of(tmp_path / str(stage) / f"{number}") == 2
+
+
+def rehearse(
+    world: World, digits: Path, folder: Path, stages: tuple[int, ...]
+) -> dict[int, tuple[str | None, str | None]]:
+    """Rehearse at each stage, and make the same run undisturbed; return what the two passes came to."""
+    found = {}
+    for stage in stages:
+        found[stage] = rehearse_at(world, digits, folder / f"run-{stage}", stage)
+        train(tiny(digits, folder / f"plain-{stage}", STEPS), launch(stage), world)
+    return found
+
+
+def rehearse_at(world: World, digits: Path, folder: Path, stage: int) -> tuple[str | None, str | None]:
     """Lack memory on rank 1 in the pass before the first step, halve, pass again, and take the steps of the run."""
     config = tiny(digits, folder, STEPS, batch=BatchConfig(samples=SAMPLES, micro=4))
     with ExitStack() as stack:
@@ -287,17 +309,15 @@ def rehearse(world: World, digits: Path, folder: Path, stage: int) -> tuple[str 
         return found
 
 
-@pytest.mark.parametrize(("stage", "engine"), [(0, "flat"), (3, "deepspeed")])
-def test_the_pass_before_the_first_step_finds_a_micro_batch_too(
-    digits: Path, tmp_path: Path, stage: int, engine: str
-) -> None:
-    """It compiles the blocks; here they stay as they are."""
-    cause, again = values(forked_ranks(rehearse, digits, tmp_path / "run", stage, timeout_s=60))[0]
-    assert re.fullmatch(r"out of memory in the first forward and backward pass on rank 1 \(CUDA .*\)", cause)
-    assert again is None
-    assert micro_of(tmp_path / "run") == 2
-    forked_ranks(train_losses, tiny(digits, tmp_path / "plain", STEPS), launch(stage), timeout_s=60)
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+def test_the_pass_before_the_first_step_finds_a_micro_batch_too(digits: Path, tmp_path: Path) -> None:
+    """It compiles the blocks; here they stay as they are. The flat engine has stage 0, DeepSpeed stage 3."""
+    found = values(forked_ranks(rehearse, digits, tmp_path, (0, 3)))[0]
+    for stage, (cause, again) in found.items():
+        assert re.fullmatch(r"out of memory in the first forward and backward pass on rank 1 \(CUDA .*\)", cause)
+        assert again is None
+        run, plain = tmp_path / f"run-{stage}", tmp_path / f"plain-{stage}"
+        assert micro_of(run) == 2
+        assert losses(run) == pytest.approx(losses(plain), rel=1e-5)
 
 
 def test_a_resume_on_as_many_ranks_remembers_what_did_not_fit(world: World, digits: Path, tmp_path: Path) -> None:

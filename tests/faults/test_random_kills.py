@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ START_S = 2.0
 """About what a start takes; who is faster is killed at the first step."""
 _END = 16_384
 """Bytes, more than a record has."""
-AFTER = 30
+AFTER = 20
 """Steps that are left after the last kill, so that no kill comes too late to prove anything."""
 
 
@@ -131,50 +132,59 @@ def kill_again_and_again(config: RunConfig, kills: int, step_s: float) -> None:
     assert sum(sums.seconds.values()) == pytest.approx(sums.wall_s, rel=0.01)
 
 
-def assert_survives(
-    digits: Path,
-    folder: Path,
-    optimizer: str,
-    kills: int,
-    steps: int,
-    every: int,
-) -> None:
-    whole, killed = (config_of(digits, folder / name, optimizer, steps, every) for name in ("whole", "killed"))
-    values(forked_ranks(train_losses, whole, launch(3), timeout_s=4 * 3600))
-    step_s = statistics.median(record["step_ms"] for record in records(folder / "whole")) / 1e3
-    kill_again_and_again(killed, kills, step_s)
-    assert len(losses(folder / "killed")) == steps
-    assert hexes(losses(folder / "killed")) == hexes(losses(folder / "whole"))
-    assert all(math.isfinite(loss) for loss in losses(folder / "whole"))
-    assert_same_checkpoint(folder / "whole", folder / "killed")
+@pytest.fixture(scope="module")
+def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """Returns the folder of the run that is not killed, of an optimizer and a number of steps."""
+
+    @cache
+    def run(optimizer: str, steps: int) -> Path:
+        config = config_of(digits, tmp_path_factory.mktemp("whole") / "run", optimizer, steps, every=0)
+        values(forked_ranks(train_losses, config, launch(3), timeout_s=4 * 3600))
+        return Path(config.output.folder)
+
+    return run
+
+
+def assert_survives(config: RunConfig, kills: int, whole: Path) -> None:
+    killed = Path(config.output.folder)
+    step_s = statistics.median(record["step_ms"] for record in records(whole)) / 1e3
+    kill_again_and_again(config, kills, step_s)
+    assert len(losses(killed)) == config.steps
+    assert hexes(losses(killed)) == hexes(losses(whole))
+    assert all(math.isfinite(loss) for loss in losses(whole))
+    assert_same_checkpoint(whole, killed)
 
 
 @pytest.mark.fault(1)
 @pytest.mark.timeout(2 * 3600)
-@pytest.mark.parametrize(("optimizer", "kills"), [("adamw", 3), ("adamw8bit", 2)])
+@pytest.mark.parametrize(("optimizer", "by_day", "by_night"), [("adamw", 3, 180), ("adamw8bit", 1, 120)])
 def test_a_run_that_is_killed_at_random_moments_ends_hex_equal(
+    undisturbed: Callable[[str, int], Path],
     digits: Path,
     tmp_path: Path,
     optimizer: str,
-    kills: int,
+    by_day: int,
+    by_night: int,
     nightly: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """5 kills, by night 300: losses, weights, moments and averages have equal bytes."""
-    trials = kills * (60 if nightly else 1)
-    record_property("trials", trials)
-    assert_survives(digits, tmp_path, optimizer, trials, steps=3 * trials + AFTER, every=3)
+    """4 kills, by night 300: losses, weights, moments and averages have equal bytes."""
+    kills = by_night if nightly else by_day
+    record_property("trials", kills)
+    steps = 3 * kills + AFTER
+    assert_survives(config_of(digits, tmp_path, optimizer, steps, every=3), kills, undisturbed(optimizer, steps))
 
 
 @pytest.mark.fault(30)
 @pytest.mark.timeout(8 * 3600)
 def test_a_long_run_that_is_killed_now_and_then_ends_hex_equal(
+    undisturbed: Callable[[str, int], Path],
     digits: Path,
     tmp_path: Path,
     nightly: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """By night 10,000 steps (89 epochs of the digits), killed about every 200; by day 60 steps, killed once."""
-    steps, kills = (10_000, 50) if nightly else (60, 1)
+    """By night 10,000 steps (89 epochs of the digits), killed about every 200; by day the run above, killed once."""
+    steps, kills, every = (10_000, 50, 20) if nightly else (9 + AFTER, 1, 5)
     record_property("trials", kills)
-    assert_survives(digits, tmp_path, "adamw", kills, steps, every=20)
+    assert_survives(config_of(digits, tmp_path, "adamw", steps, every), kills, undisturbed("adamw", steps))

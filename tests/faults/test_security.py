@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ import pytest
 from fastdiff.data.images.hugging_face import HuggingFaceSource
 from fastdiff.data.images.items import BadItem, ImageItem
 from fastdiff.files import read_bounded
-from tests.support.injected.hostile import HOSTILE
+from tests.support.injected import hostile
 from tests.support.injected.hostile_files import png
-from tests.support.processes import ROOT, run
+from tests.support.processes import ROOT
+from tests.support.scripts import run_script
 
 SOURCES = ("fastdiff", "kernels", "bench")
 MESSAGES = {
@@ -60,7 +60,7 @@ HARMLESS = {"tar_with_pickles"}
 
 def opened(kind: str, folder: Path) -> dict[str, Any]:
     folder.mkdir()
-    done = run([sys.executable, "-m", "tests.support.injected.hostile", kind, folder], timeout_s=120)
+    done = run_script(Path(hostile.__file__), kind, folder)
     assert done.code == 0, done.output
     found: dict[str, Any] = json.loads(done.output.splitlines()[-1])
     return found
@@ -68,18 +68,18 @@ def opened(kind: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.fault(28)
 def test_hostile_inputs_end_in_clear_errors_without_running_anything_or_taking_memory(tmp_path: Path) -> None:
-    harmless, hostile = opened("harmless", tmp_path / "a"), opened("hostile", tmp_path / "b")
+    small, large = opened("harmless", tmp_path / "a"), opened("hostile", tmp_path / "b")
     assert not (tmp_path / "b" / "executed").exists()
     assert not list(tmp_path.rglob("escaped.png"))
-    assert hostile["ended"].keys() == HOSTILE.keys() == MESSAGES.keys() | HARMLESS
-    for name, ended in hostile["ended"].items():
+    assert large["ended"].keys() == hostile.HOSTILE.keys() == MESSAGES.keys() | HARMLESS
+    for name, ended in large["ended"].items():
         if name in HARMLESS:
             assert ended == "nothing"
         else:
             assert re.match("(Config|Data)Error: ", ended), (name, ended)
             assert re.search(MESSAGES[name], ended, re.DOTALL), (name, ended)
         assert "\x1b" not in ended
-    assert hostile["peak"] < 1.5 * harmless["peak"]
+    assert large["peak"] < 1.5 * small["peak"]
 
 
 def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

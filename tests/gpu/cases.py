@@ -94,11 +94,15 @@ ON_CPU = [
 ]
 """What ``make test`` takes, on a CPU."""
 
+BRIEFLY = [CASES[n] for n in (3, 7, 10, 15, 17, 19, 20)]
+"""What ``make test`` takes for one step, on a CPU: each family, stage, optimizer and adapter that ``ON_CPU`` lacks."""
 
-def each(on_gpu: list[Case], on_cpu: list[Case]) -> list[Any]:
-    """Parameters of a test: the device and the case."""
+
+def each(on_gpu: list[Case], on_cpu: list[Case], by_day: list[Case] | None = None) -> list[Any]:
+    """Parameters of a test: the device and the case; on a CPU some ``by_day``, or all, and the others by night."""
+    marks = {case: () if by_day is None or case in by_day else (pytest.mark.nightly,) for case in on_cpu}
     return [
-        *(pytest.param("cpu", case, id=f"cpu-{case}") for case in on_cpu),
+        *(pytest.param("cpu", case, id=f"cpu-{case}", marks=marks[case]) for case in on_cpu),
         *(pytest.param("cuda", case, id=f"cuda-{case}", marks=pytest.mark.gpu) for case in on_gpu),
     ]
 

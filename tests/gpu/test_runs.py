@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from fastdiff.training.engines.flat import FlatEngine
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
 from fastdiff.training.profiling.recording import trace_path
-from tests.gpu.cases import CASES, ON_CPU, Case, Inputs, deterministic, each, launch_of
+from tests.gpu.cases import BRIEFLY, CASES, ON_CPU, Case, Inputs, deterministic, each, launch_of
 from tests.support.processes import run_ranks
 from tests.support.runs import hexes, intact, launch, losses, newest, train_losses
 
@@ -53,11 +54,11 @@ def test_the_cases_cover_what_they_should() -> None:
     assert any(case.optimizer == "adamw8bit-bnb" for case in CASES)
 
 
-@pytest.mark.parametrize(("on", "case"), each([], CASES), indirect=["on"])
+@pytest.mark.parametrize(("on", "case"), each([], CASES, by_day=BRIEFLY), indirect=["on"])
 def test_every_case_takes_a_step_on_a_cpu(
     on: torch.device, case: Case, world: World, inputs: Inputs, tmp_path: Path
 ) -> None:
-    """So that on a GPU nothing fails for its configuration or its shapes."""
+    """So that on a GPU nothing fails for its configuration or its shapes; by day what other tests do not run here."""
     (loss,) = train_losses(world, inputs.run(case, tmp_path / "run", steps=1), launch_of(case.stage))
     assert math.isfinite(loss)
 
@@ -79,14 +80,24 @@ def graphs_by_step() -> Iterator[list[int]]:
         yield found
 
 
-def reference(config: RunConfig, folder: Path) -> list[float]:
+def reference(world: World, config: RunConfig, folder: Path) -> list[float]:
     """The losses of the same run in fp32 on a CPU, with nothing that saves time or memory."""
     plain = replace(config.performance, precision="fp32", recompute=False, compile=False, attention="auto")
     there = replace(config, performance=plain, output=replace(config.output, folder=str(folder)))
+    if world.device.type == "cpu":
+        return train_losses(world, there, launch(1))
     found: list[float] = run_ranks(train_losses, there, launch(1), ranks=1)[0]
     return found
 
 
+@pytest.fixture
+def compiler(nightly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By day a CPU runs the traced graphs as they are: Inductor would take half a minute to write its C++."""
+    if not (nightly or torch.cuda.is_available()):
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(("on", "case"), each(CASES, ON_CPU), indirect=["on"])
 def test_a_run_has_the_losses_of_a_cpu_in_fp32_and_whole_graphs(
     on: torch.device, case: Case, world: World, inputs: Inputs, tmp_path: Path
@@ -95,11 +106,12 @@ def test_a_run_has_the_losses_of_a_cpu_in_fp32_and_whole_graphs(
     config = inputs.run(case, tmp_path / "here")
     with graphs_by_step() as graphs:
         found = train_losses(world, config, launch_of(case.stage))
-    assert found == pytest.approx(reference(config, tmp_path / "there"), rel=TOLERANCE[case.precision])
     assert not torch._dynamo.utils.counters["graph_break"]
     assert len(graphs) == config.steps
     assert graphs[1] == graphs[-1]
     assert (graphs[0] > 0) == (on.type == "cuda" or bool(case.compile))
+    expected = reference(world, config, tmp_path / "there")
+    assert found == pytest.approx(expected, rel=TOLERANCE[case.precision])
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,16 @@ def start(command: Sequence[str | Path], cwd: Path = ROOT, **environment: str) -
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str | Path]) -> Iterator[subprocess.Popen[str]]:
+    """Start a command; leaving the context kills it and everything that it started."""
+    process = start(command)
+    try:
+        yield process
+    finally:
+        stop(process)
 
 
 def stop(process: subprocess.Popen[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
+import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -13,8 +15,9 @@ from tempfile import NamedTemporaryFile
 from typing import Self
 
 from tests.support.forked import WITHOUT_GPU, end_with_the_tests, fork_server
+from tests.support.forking import FORKING
 from tests.support.ports import reserved_port
-from tests.support.processes import BIN, ROOT, Finished
+from tests.support.processes import BIN, ROOT, Finished, deepspeed_command
 
 TRAIN = ROOT / "fastdiff" / "train.py"
 COMMAND = BIN / "fastdiff"
@@ -91,6 +94,38 @@ class Script:
         output = self._own.read()
         assert self.process.exitcode is not None, f"still running after {timeout_s} s:\n{output}"
         return Finished(self.process.exitcode, output)
+
+
+class Launcher(Script):
+    """A command that starts others, all of them forked, in a session of its own; leaving the context kills them all."""
+
+    def __init__(self, *command: str | Path, **environment: str) -> None:
+        super().__init__(FORKING, sys.executable, *command, PYTHONUNBUFFERED="1", **environment)
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        super().__exit__(*error)
+
+    @property
+    def pid(self) -> int:
+        """Number of the process, and of its group."""
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while it runs."""
+        return self.process.exitcode
+
+    def communicate(self) -> tuple[str, None]:
+        """Wait for the end and return the output."""
+        return self.wait().output, None
+
+
+def launched(*flags: str | Path, ranks: int) -> Finished:
+    """Run ``deepspeed fastdiff/train.py`` with ``flags`` on a free port, its processes forked."""
+    with Launcher(*deepspeed_command(*flags, ranks=ranks)) as launcher:
+        return launcher.wait()
 
 
 def _end_of(ranks: list[ForkServerProcess], timeout_s: float) -> int:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from subprocess import Popen
+from typing import Any, Protocol
 
 import psutil
 
 LIMIT_S = 240.0
 """Far more than anything takes on a busy machine."""
+
+
+class Running(Protocol):
+    """A process, such as that of ``subprocess.Popen``."""
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while it runs."""
+
+    def communicate(self) -> tuple[Any, Any]:
+        """Wait for the end and return the output."""
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = LIMIT_S) -> None:
@@ -46,7 +56,7 @@ def steps_logged(run: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def wait_for_steps(run: Path, steps: int, *processes: Popen[str]) -> None:
+def wait_for_steps(run: Path, steps: int, *processes: Running) -> None:
     """Return when a run has logged so many steps; fail as soon as one of its ``processes`` has ended."""
 
     def logged() -> bool:
