@@ -23,11 +23,9 @@ from fastdiff.train import train
 from fastdiff.training import metrics
 from fastdiff.training.ledger import start_ledger
 from tests.support.forked import forked_ranks, values
-from tests.support.processes import ON_CPU
 from tests.support.runs import flags, held_out, intact, launch, losses, tiny
-from tests.support.scripts import Launcher
+from tests.support.supervised import Supervised, end
 
-SUPERVISOR = ("-m", "fastdiff.cluster.supervisor.main", "--node-rank", "0")
 KILLED_AT, STEPS = 7, 12
 KILL_AT_A_STEP = f"""
 import json, os, signal
@@ -44,15 +42,7 @@ FAST_S, SLOW_S = 1000.0, 1300.0
 """Seconds of a forward pass on a clock that only these passes advance, far more than the steps take."""
 
 
-@pytest.fixture
-def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of a user, without what the ranks of a test have left in it."""
-    for name in ("TORCH_EXTENSIONS_DIR", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.mark.fault(13)
-@pytest.mark.usefixtures("no_rank")
 def test_the_ledger_knows_what_a_kill_cost(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny(
         digits, tmp_path / "run", steps=STEPS, output__checkpoint_every=2, output__sample_every=4,
@@ -61,22 +51,15 @@ def test_the_ledger_knows_what_a_kill_cost(digits: Path, tmp_path: Path, capsys:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(KILL_AT_A_STEP)
     path = os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [
-        *SUPERVISOR,
-        "--node-rank",
-        "0",
-        "--ranks-per-node",
-        "2",
-        "--no-preflight",
-        "--",
-        *flags(config),
-        *ON_CPU,
-    ]
     found = []
     for environment, code in (({"PYTHONPATH": path}, 128 + signal.SIGKILL), ({}, 0)):
-        with Launcher(*command, TMPDIR=str(tmp_path), **environment) as supervisor:
-            done = supervisor.wait()
-        assert done.code == code, done.output
+        supervised = Supervised(
+            tmp_path / "run", flags(config), "--ranks-per-node", "2", "--no-preflight", environment=environment
+        )
+        try:
+            assert supervised.wait() == code, supervised.output
+        finally:
+            end([supervised])
         found.append(intact(tmp_path / "run")[0])
     sums = read_ledger(tmp_path / "run")
     assert len(losses(tmp_path / "run")) == STEPS

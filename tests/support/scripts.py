@@ -11,11 +11,10 @@ import time
 from contextlib import ExitStack
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Self
 
 from tests.support.forked import WITHOUT_GPU, end_with_the_tests, fork_server
-from tests.support.forking import FORKING
 from tests.support.ports import reserved_port
 from tests.support.processes import BIN, ROOT, Finished, deepspeed_command
 
@@ -100,12 +99,14 @@ class Launcher(Script):
     """A command that starts others, all of them forked, in a session of its own; leaving the context kills them all."""
 
     def __init__(self, *command: str | Path, **environment: str) -> None:
-        super().__init__(FORKING, sys.executable, *command, PYTHONUNBUFFERED="1", **environment)
+        self._notes = TemporaryDirectory()
+        super().__init__(_FORKING, self._notes.name, *command, **environment)
 
     def __exit__(self, *error: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         super().__exit__(*error)
+        self._notes.cleanup()
 
     @property
     def pid(self) -> int:

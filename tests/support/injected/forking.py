@@ -23,6 +23,8 @@ from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fastdiff import exit_message
+
 FOLDER = "FORKS"
 """Environment variable: the folder."""
 _execv = os.execv
@@ -50,6 +52,8 @@ class Forking(subprocess.Popen[bytes]):
         if not self.pid:
             if more[5]:  # start_new_session
                 os.setsid()
+            if cwd is not None:
+                os.chdir(cwd)
             _become(args, os.environ if env is None else env, pass_fds, (p2cread, c2pwrite, errwrite))
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
@@ -78,6 +82,8 @@ def _become(words: Sequence[str], env: Mapping[str, str], kept: Sequence[int], s
     os.environ.clear()
     os.environ.update(env)
     _show(words, env)
+    # Computed on the import of the module, from the parent of the process.
+    exit_message._LAUNCHER = f"{os.getppid()}-{exit_message.started_s(os.getppid())}"
     sys.path[:0] = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path]
     code = _run(list(words))
     threading._shutdown()  # type: ignore[attr-defined]
