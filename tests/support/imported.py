@@ -19,6 +19,10 @@ for name in (
     "diffusers.optimization",
     "fastdiff.cli.encode",
     "fastdiff.data.encoding.images",
+    "fastdiff.models.adm.family",
+    "fastdiff.models.dit.family",
+    "fastdiff.models.plain.family",
+    "fastdiff.models.unet.family",
     "peft",
     "pydantic.dataclasses",
     "pytest",
@@ -32,5 +36,6 @@ for name in (
     "transformers.trainer_pt_utils",
 ):
     import_module(name)
+import_module("fastdiff.config.run_record").versions()  # parses the metadata of nine packages
 gc.collect()
 gc.freeze()
