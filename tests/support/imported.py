@@ -21,6 +21,7 @@ for name in (
     "fastdiff.data.encoding.images",
     "fastdiff.models.adm.family",
     "fastdiff.models.dit.family",
+    "fastdiff.models.plain.family",
     "fastdiff.models.unet.family",
     "peft",
     "pydantic.dataclasses",
@@ -35,5 +36,6 @@ for name in (
     "transformers.trainer_pt_utils",
 ):
     import_module(name)
+import_module("fastdiff.config.run_record").versions()  # parses the metadata of nine packages
 gc.collect()
 gc.freeze()

@@ -87,6 +87,13 @@ def config_of(data: Path, folder: Path, **changes: Any) -> RunConfig:
     return text_run(data, Path(), folder, 6, **given)
 
 
+def assert_sizes_counted(output: str) -> None:
+    said = [line for line in output.splitlines() if "compil" in line]
+    for number, (height, width) in enumerate(SIZES[:2], 1):
+        assert any(f"compiling the blocks for latents of {height}x{width}, size {number} of 2" in s for s in said)
+    assert any("graphs in " in line and "latent sizes: 2" in line for line in said)
+
+
 @pytest.mark.parametrize(
     ("start", "changes"),
     [
@@ -109,10 +116,17 @@ def config_of(data: Path, folder: Path, **changes: Any) -> RunConfig:
     ],
 )
 def test_a_visit_of_every_size_changes_no_bit_and_leaves_nothing_to_compile(
-    world: World, buckets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Launch, changes: dict[str, Any]
+    world: World,
+    buckets: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    start: Launch,
+    changes: dict[str, Any],
 ) -> None:
     train(config_of(buckets, tmp_path / "visited", **changes), start, world)
     visited = counters["stats"]["unique_graphs"]
+    assert_sizes_counted(capsys.readouterr().err)
     monkeypatch.setattr(building, "compile_all", lambda state: None)
     torch._dynamo.reset()
     counters.clear()
@@ -120,9 +134,11 @@ def test_a_visit_of_every_size_changes_no_bit_and_leaves_nothing_to_compile(
     assert hexes(losses(tmp_path / "visited")) == hexes(losses(tmp_path / "met"))
     assert_same_checkpoint(tmp_path / "visited", tmp_path / "met")
     assert visited == counters["stats"]["unique_graphs"], "the graphs of the visit are those of the training"
-    first, *others = [record["compile_s"] for record in records(tmp_path / "visited")]
+    visit, *_ = found = records(tmp_path / "visited")
+    first, *others = [record["compile_s"] for record in found]
     assert first > 0
     assert others == [0.0] * 5
+    assert visit["step_ms"] < 1e3 * first, "the time is off the clock"
     met = [record["compile_s"] for record in records(tmp_path / "met")]
     assert sum(seconds > 0 for seconds in met) == 2, "at the first step of either size"
 
@@ -142,18 +158,6 @@ def test_the_first_blocks_of_an_adapted_network_are_compiled_as_they_are_trained
     assert first > 0
     assert others == [0.0] * 5
     assert counters["stats"]["unique_graphs"] == graphs
-
-
-def test_the_sizes_are_counted_and_the_time_is_off_the_clock(
-    world: World, buckets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(config_of(buckets, tmp_path / "run"), launch(1), world)
-    said = [line for line in capsys.readouterr().err.splitlines() if "compil" in line]
-    for number, (height, width) in enumerate(SIZES[:2], 1):
-        assert any(f"compiling the blocks for latents of {height}x{width}, size {number} of 2" in s for s in said)
-    assert any("graphs in " in line and "latent sizes: 2" in line for line in said)
-    first, *_ = records(tmp_path / "run")
-    assert first["step_ms"] < 1e3 * first["compile_s"]
 
 
 def test_an_uncompiled_run_visits_nothing(

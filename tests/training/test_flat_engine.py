@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +23,8 @@ from fastdiff.models import kernel_choice
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.engines.build import choose
-from tests.support.forked import Ranks, forked_ranks, values
+from fastdiff.training.engines.flat import FlatEngine
+from tests.support.forked import forked_ranks, values
 from tests.support.runs import (
     assert_same_checkpoint,
     hexes,
@@ -45,20 +50,30 @@ def run_of(digits: Path, folder: Path, engine: str, steps: int = 8, **options: A
     return tiny(digits, folder, steps=steps, **options)
 
 
-def losses_of_engines(world: World, digits: Path, folder: Path) -> Found:
+WHOLE, HALF = 1, 2
+"""Micro-batches of a rank in a step."""
+BY_DAY = {
+    1: [("fp32", WHOLE), ("fp32", HALF), ("bf16", WHOLE), ("bf16", HALF)],
+    2: [("fp32", WHOLE), ("bf16", HALF)],
+    4: [("fp32", HALF), ("bf16", WHOLE)],
+}
+"""Precisions and micro-batches by the number of ranks; by night every number has those of one rank."""
+
+
+def losses_of_engines(world: World, digits: Path, folder: Path, *, long: bool = False) -> Found:
     """Losses by engine, precision and micro-batch."""
     found: Found = {}
     if world.size < 4:  # the 8-bit AdamW, whose reference is slow
         for engine in ("deepspeed", "flat"):
             config = run_of(digits, folder / f"{world.size}-8bit-{engine}", engine, 4, optim__name="adamw8bit")
             found[engine, "8bit", 0] = train_losses(world, config, launch(0))
-    for precision in ("fp32", "bf16"):
-        for micro in (16 // world.size, 2):
-            for engine in ("deepspeed", "flat"):
-                own = folder / f"{world.size}-{precision}-{micro}-{engine}"
-                options = {"performance__precision": precision, "batch__micro": micro}
-                config = run_of(digits, own, engine, **options)
-                found[engine, precision, micro] = train_losses(world, config, launch(0))
+    for precision, parts in BY_DAY[1 if long else world.size]:
+        micro = 16 // world.size // parts
+        for engine in ("deepspeed", "flat"):
+            own = folder / f"{world.size}-{precision}-{micro}-{engine}"
+            options = {"performance__precision": precision, "batch__micro": micro}
+            config = run_of(digits, own, engine, **options)
+            found[engine, precision, micro] = train_losses(world, config, launch(0))
     return found
 
 
@@ -68,12 +83,14 @@ def apart(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_its_losses_are_those_of_deepspeed(world: World, digits: Path, tmp_path: Path, ranks: int) -> None:
+def test_its_losses_are_those_of_deepspeed(
+    world: World, digits: Path, tmp_path: Path, ranks: int, nightly: bool
+) -> None:
     """On one rank in fp32 equal to the bit; a last digit of the norm, or of a sum of ranks, moves other weights."""
     if ranks == 1:
         found = losses_of_engines(world, digits, tmp_path)
     else:
-        found = values(forked_ranks(losses_of_engines, digits, tmp_path, ranks=ranks))[0]
+        found = values(forked_ranks(partial(losses_of_engines, long=nightly), digits, tmp_path, ranks=ranks))[0]
     for (engine, precision, micro), own in found.items():
         theirs = found["deepspeed", precision, micro]
         if engine == "flat" and ranks == 1 and precision == "fp32":
@@ -131,7 +148,7 @@ def test_a_resumed_run_is_equal_to_the_bit(
     world: World, digits: Path, tmp_path: Path, ranks: int, optimizer: str, kernels: str
 ) -> None:
     """Losses, weights, moments and averages."""
-    steps = (2, 4) if "triton" in kernels or optimizer == "adamw8bit" else (4, 8)
+    steps = (2, 4)
     # In bf16 Triton's interpreter would round the copy in another way than torch.
     options = {"performance__precision": "fp32" if "triton" in kernels else "bf16"}
     options |= {"performance__kernels": kernels, "optim__name": optimizer}
@@ -146,18 +163,31 @@ def test_a_resumed_run_is_equal_to_the_bit(
     assert_same_checkpoint(tmp_path / "parts", tmp_path / "whole")
 
 
+def _killed_at_step_7(world: World, config: RunConfig) -> None:
+    """SIGKILL to this rank in step 7, once the checkpoint of step 5 is complete."""
+    update = FlatEngine.update
+    steps = 0
+
+    def counted(self: FlatEngine) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 7:
+            wait_until(lambda: intact(Path(config.output.folder)) == [5], "the checkpoint")
+            os.kill(os.getpid(), signal.SIGKILL)
+        update(self)
+
+    with mock.patch.object(FlatEngine, "update", counted):
+        train(config, launch(0), world)
+
+
 def test_a_run_that_is_killed_ends_equal_to_the_bit(digits: Path, tmp_path: Path) -> None:
     """SIGKILL to both ranks between two checkpoints."""
     whole, killed = (
-        run_of(digits, tmp_path / name, "flat", 60, output__checkpoint_every=5) for name in ("whole", "killed")
+        run_of(digits, tmp_path / name, "flat", 12, output__checkpoint_every=5) for name in ("whole", "killed")
     )
-    values(forked_ranks(train_losses, whole, launch(0)))
-    with Ranks(train_losses, killed, launch(0)) as ranks:
-        wait_until(lambda: bool(intact(tmp_path / "killed")), "the first checkpoint")
-        ranks.kill()
-        assert [end.code for end in ranks.wait()] == [-9, -9]
-    assert steps_logged(tmp_path / "killed") < 60
-    values(forked_ranks(train_losses, killed, launch(0)))
+    assert [end.code for end in forked_ranks(_killed_at_step_7, killed)] == [-9, -9]
+    assert steps_logged(tmp_path / "killed") < 12
+    values(forked_ranks(trained, [whole, killed], [0, 0]))
     assert hexes(losses(tmp_path / "killed")) == hexes(losses(tmp_path / "whole"))
     assert_same_checkpoint(tmp_path / "killed", tmp_path / "whole")
 

@@ -163,9 +163,8 @@ def test_a_remedy_that_the_run_has_is_not_named(has: dict[str, Any], never: str,
 
 
 @pytest.mark.parametrize("micro", [1, 2, 3, 6, 7, 8, 45])
-@pytest.mark.parametrize("room", [GIB, 4 * GIB, 8 * GIB, 12 * GIB, 15 * GIB])
-def test_advice_is_accepted_when_it_is_followed(tmp_path: Path, micro: int, room: int) -> None:
-    """By the parser, by the division of the batch, and by a resume."""
+def test_advice_is_accepted_when_it_is_followed(tmp_path: Path, micro: int) -> None:
+    """By the parser, by the division of the batch, and by a resume; whatever room there is."""
     given = ["--preset", "digits", "--output.folder", str(tmp_path), "--performance.precision", "bf16"]
     given += ["--batch.samples", str(micro * 4), "--samples", str(micro * 40), "--batch.micro", str(micro)]
     given += ["--optim.schedule", "constant", "--optim.warmup_steps", "0"]
@@ -175,8 +174,11 @@ def test_advice_is_accepted_when_it_is_followed(tmp_path: Path, micro: int, room
         replace(SETUP, optimizer="adamw8bit", stage=3),
         replace(SETUP, recompute=True, offload=True, stage=3),
     ]
-    found = {flag for setup in setups for flag, _ in remedies(replace(setup, micro=micro), 8.0 * GIB, room)}
-    assert found
+    found: set[str] = set()  # many rooms have the same advice
+    for room in (1, 4, 8, 12, 15):
+        named = {flag for setup in setups for flag, _ in remedies(replace(setup, micro=micro), 8.0 * GIB, room * GIB)}
+        assert named
+        found |= named
     for flag in found:
         start, config = command_line.parse([*given, *flag.split()])
         assert config.batch.accumulation(4) >= before.batch.accumulation(4)

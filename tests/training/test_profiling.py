@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import ConfigError, Preempted
 from fastdiff.models import kernel_choice
@@ -104,16 +105,20 @@ def test_nothing_of_a_profile_stays_in_the_run(world: World, digits: Path, tmp_p
     assert before == after == (set(), before[1])
 
 
+def _losses_of_both(world: World, plain: RunConfig, profiled: RunConfig, stage: int) -> list[list[float]]:
+    return [train_losses(world, config, launch(stage)) for config in (plain, profiled)]
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_every_rank_writes_its_own(digits: Path, tmp_path: Path, stage: int) -> None:
     """With its reductions, also those of the flat engine."""
     plain, profiled = tiny(digits, tmp_path / "a", 3), tiny(digits, tmp_path / "b", 3, performance__profile="0:2")
-    expected = values(forked_ranks(train_losses, plain, launch(stage)))
-    assert values(forked_ranks(train_losses, profiled, launch(stage))) == expected
+    for expected, found in values(forked_ranks(_losses_of_both, plain, profiled, stage)):
+        assert found == expected
     for rank in (0, 1):
-        found = ranges(tmp_path / "b", 1, rank)
-        assert named(found)["optimizer"] == 4  # each step: its norm, and the update
-        assert inside(found, "reduce", "backward")
+        events = ranges(tmp_path / "b", 1, rank)
+        assert named(events)["optimizer"] == 4  # each step: its norm, and the update
+        assert inside(events, "reduce", "backward")
     names = sorted(path.name for path in (tmp_path / "b" / "profile").iterdir())
     assert names == ["rank-0-from-1.json.gz", "rank-1-from-1.json.gz"]
 

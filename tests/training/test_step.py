@@ -66,11 +66,11 @@ def reads_of_a_run(
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_reads_nothing_from_the_device(world: World, digits: Path, tmp_path: Path, stage: int) -> None:
-    """Twenty more steps read nothing more, as long as no callback is due."""
+    """Eight more steps read nothing more, as long as no callback is due."""
     short = reads_of_a_run(world, digits, tmp_path / "short", 4, stage, log_every=100)
-    long = reads_of_a_run(world, digits, tmp_path / "long", 24, stage, log_every=100)
+    long = reads_of_a_run(world, digits, tmp_path / "long", 12, stage, log_every=100)
     assert long == short
-    logging = reads_of_a_run(world, digits, tmp_path / "log", 24, stage, log_every=1)
+    logging = reads_of_a_run(world, digits, tmp_path / "log", 12, stage, log_every=1)
     assert logging > long, "a callback that is due does read"
 
 
@@ -84,15 +84,15 @@ def test_a_step_never_waits_for_the_whole_device(
     monkeypatch.setattr(type(get_accelerator()), "synchronize", lambda *a: waits.update(["synchronize"]))
     train(tiny(digits, tmp_path / "run"), launch(3), world)
     few = waits.total()
-    train(tiny(digits, tmp_path / "long", steps=24), launch(3), world)
+    train(tiny(digits, tmp_path / "long", steps=12), launch(3), world)
     assert waits.total() - few == few
 
 
 def test_plain_zero0_reads_one_flag_per_step(world: World, digits: Path, tmp_path: Path) -> None:
     """There DeepSpeed has no check for non-finite gradients, and ours reads what ZeRO's wrappers read elsewhere."""
     short = reads_of_a_run(world, digits, tmp_path / "short", 4, 0, 100, performance__engine="deepspeed")
-    long = reads_of_a_run(world, digits, tmp_path / "long", 24, 0, 100, performance__engine="deepspeed")
-    assert long - short == 20
+    long = reads_of_a_run(world, digits, tmp_path / "long", 12, 0, 100, performance__engine="deepspeed")
+    assert long - short == 8
 
 
 @pytest.mark.parametrize("patch", [2, 4])
@@ -161,7 +161,8 @@ def test_blocks_compile_whole_under_zero3(world: World, digits: Path, tmp_path: 
     train(eager, launch(3), world)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    train(compiled, launch(3), world)
+    with torch._inductor.config.patch(compile_threads=1):  # a pool of compilers would import torch in each of them
+        train(compiled, launch(3), world)
     assert not torch._dynamo.utils.counters["graph_break"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for a, b in zip(records(tmp_path / "eager"), records(tmp_path / "compiled"), strict=True):

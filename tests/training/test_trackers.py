@@ -6,7 +6,6 @@ import importlib.util
 import io
 import json
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -38,6 +37,7 @@ from fastdiff.training.trackers.build import Trackers
 from fastdiff.training.trackers.tags import shown
 from tests.support.injected.tiny_disk import fill, tiny_disk
 from tests.support.runs import launch, losses, records, tiny
+from tests.support.scripts import TRAIN, run_script
 from tests.support.waiting import wait_until
 
 
@@ -102,29 +102,28 @@ def test_tags_name_the_ranges() -> None:
 
 def test_trackio_gets_numbers_images_and_the_configuration(digits: Path, tmp_path: Path) -> None:
     """The real trackio, on this machine, in a process whose TRACKIO_DIR is a new folder; a resume goes on."""
-    outer = {name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "RANK", "WORLD_"))}
-    environment = outer | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    environment = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
     run = tmp_path / "run"
     for steps in ("2", "3"):
-        command = [
-            sys.executable, "fastdiff/train.py", "--preset", "digits", "--data.path", str(digits), "--steps", steps,
-            "--batch.samples", "16", "--model.depth", "1", "--model.hidden", "32", "--model.heads", "2",
+        flags = [
+            "--preset", "digits", "--data.path", str(digits), "--steps", steps, "--batch.samples", "16",
+            "--model.depth", "1", "--model.hidden", "32", "--model.heads", "2",
             "--output.folder", str(run), "--output.log-every", "1", "--output.sample-every", "2",
             "--output.sample-steps", "2", "--output.report-to", "trackio", "--output.project", "proved",
             "--allow-change", "samples",
         ]  # fmt: skip
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "trackio show --project proved" in done.stdout + done.stderr
-    script = (
+        done = run_script(TRAIN, *flags, **environment)
+        assert done.code == 0, done.output
+        assert "trackio show --project proved" in done.output
+    script = tmp_path / "read.py"
+    script.write_text(
         "import json; from trackio.sqlite_storage import SQLiteStorage as Stored; names = Stored.get_runs('proved'); "
         "found = [Stored.get_run_config('proved', names[0]), Stored.get_logs('proved', names[0])]; "
         "print(json.dumps([len(names), *found], default=str))"
     )
-    read = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=200, check=True
-    )
-    count, config, history = json.loads(read.stdout.splitlines()[-1])
+    read = run_script(script, **environment)
+    assert read.code == 0, read.output
+    count, config, history = json.loads(read.output.splitlines()[-1])
     assert count == 1, "a resume goes on with the same run"
     assert config["data"]["path"] == str(digits)
     assert [row["step"] for row in history if "loss" in row] == [1, 2, 3]
@@ -389,14 +388,15 @@ def test_a_tracker_that_does_not_answer_at_the_start_is_left_out(
     with wandb_server() as (address, stalls, asked):
         stalls.set()
         to_server(monkeypatch, address)
-        monkeypatch.setattr(wandb_run, "INIT_S", 20.0)
+        monkeypatch.setattr(wandb_run, "INIT_S", 6.0)
+        wandb.setup()  # starts its process, which would take a part of those seconds
         state = _State(tiny(tmp_path, tmp_path / "run", output__report_to=("wandb",)), world)
         state.folder.mkdir()
         with Trackers(state) as trackers:  # type: ignore[arg-type]
             assert asked.wait(120)
             trackers.scalars({"loss": 0.25}, 1)
     wandb.teardown()
-    assert "does not answer within 20 s" in "".join(capsys.readouterr())
+    assert "does not answer within 6 s" in "".join(capsys.readouterr())
     assert _wandb_history(state.folder)["loss"] == 0.25
 
 

@@ -26,15 +26,22 @@ from tests.support.runs import launch, tiny
 
 _STEPS = 2
 _UNETS = {
-    # Attention on one level, and maps that change their channels and that do not: half as many graphs as SMALL has.
+    # One level, with attention, and maps that change their channels and that do not: few graphs.
     "sd15": replace(
         SMALL["sd15"],
         layers_per_block=1,
-        block_out_channels=(16, 32),
-        attention_heads=(2, 2),
-        transformer_layers=(1, 0),
+        block_out_channels=(16,),
+        attention_heads=(2,),
+        transformer_layers=(1,),
     ),
-    "sdxl": SMALL["sdxl"],
+    # A level with attention and one without.
+    "sdxl": replace(
+        SMALL["sdxl"],
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        attention_heads=(2, 4),
+        transformer_layers=(0, 2),
+    ),
 }
 
 
