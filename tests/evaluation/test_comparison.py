@@ -218,12 +218,12 @@ def test_the_command_compares_real_runs(
     """The numbers of the table are those of the files."""
     for name, lr in (("slow", 1e-3), ("fast", 1e-2)):
         checked = ValidationConfig(data=str(held_out(digits)), every=5, samples=200)
-        train(tiny(digits, tmp_path / name, 20, optim__lr=lr, validation=checked), launch(0), world)
+        train(tiny(digits, tmp_path / name, 10, optim__lr=lr, validation=checked), launch(0), world)
     capsys.readouterr()
     assert main(["compare", str(tmp_path / "slow"), str(tmp_path / "fast")]) == 0
     printed = capsys.readouterr().out
     total = next(line.split() for line in printed.splitlines() if "all samples" in line)
-    a, b = (read(tmp_path / name, 20).loss for name in ("slow", "fast"))
+    a, b = (read(tmp_path / name, 10).loss for name in ("slow", "fast"))
     assert [float(cell) for cell in total[2:6]] == [
         200, pytest.approx(a.mean(), rel=1e-3), pytest.approx(b.mean(), rel=1e-3),
         pytest.approx((b - a).mean(), rel=1e-3),
@@ -233,7 +233,7 @@ def test_the_command_compares_real_runs(
     assert printed.splitlines()[-1] == f"drawn: {picture}"
     assert picture.stat().st_size > 10_000
     assert main(["compare", str(tmp_path / "slow"), str(tmp_path / "fast"), "--step", "7"]) == 2
-    assert "there are steps 5, 10, 15, 20" in capsys.readouterr().err
+    assert "there are steps 5, 10" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["compare", str(tmp_path / "slow"), str(tmp_path / "fast"), "--step", "5"]) == 2
     said = capsys.readouterr()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +16,83 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from fastdiff.models.pretrained.tiny_pipeline import build
+from tests.support.forked import WITHOUT_GPU
 from tests.support.hub_server import serve
-from tests.support.processes import Finished, run
+from tests.support.processes import DIE_WITH_TESTS, ROOT, Finished
 
 USE = """
-import os, sys
+import json, os, sys
+import huggingface_hub.constants
 import torch
 from pathlib import Path
-from dataclasses import replace
 from fastdiff.export.weights import ExportedWeights
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.models.load import build_network, download, pretrained, resolve
 from fastdiff.export.pipeline import write_pipeline
 from tests.support.text_runs import text_run
-out = Path(sys.argv[1])
-start = PretrainedConfig(path="me/pipeline", variant=sys.argv[2] or None, weights=True)
-config = resolve(text_run(out, out, out, pretrained=start, data__online=True))
-print("revision", config.pretrained.revision)
-print("at first", sorted(path.name for path in pretrained(config).folder.rglob("*.safetensors")))
-download(config)
-weights = dict(build_network(config).named_parameters())
-os.environ["HF_HUB_OFFLINE"] = "1"
-import huggingface_hub.constants
-huggingface_hub.constants.HF_HUB_OFFLINE = True  # what download brought is enough for all ranks
-print("digest", pretrained(config).digest("vae"))
-print("text", tuple(pretrained(config).text()(["a cat"])["context"].shape))
-huggingface_hub.constants.HF_HUB_OFFLINE = False
-out.mkdir()
-shapes = {name: tuple(value.shape) for name, value in weights.items()}
-write_pipeline(out, ExportedWeights(shapes, lambda name: weights[name].detach()), config, torch.float32)
+import fastdiff.models.pretrained.tiny_pipeline, diffusers.pipelines.pipeline_utils, transformers.models.clip
+
+def use(repository, out, variant):
+    start = PretrainedConfig(path=repository, variant=variant, weights=True)
+    config = resolve(text_run(out, out, out, pretrained=start, data__online=True))
+    print("revision", config.pretrained.revision)
+    print("at first", sorted(path.name for path in pretrained(config).folder.rglob("*.safetensors")))
+    download(config)
+    weights = dict(build_network(config).named_parameters())
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # what download brought is enough for all ranks
+    print("digest", pretrained(config).digest("vae"))
+    print("text", tuple(pretrained(config).text()(["a cat"])["context"].shape))
+    huggingface_hub.constants.HF_HUB_OFFLINE = False
+    out.mkdir()
+    shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    write_pipeline(out, ExportedWeights(shapes, lambda name: weights[name].detach()), config, torch.float32)
+
+for line in sys.stdin:
+    repository, out, variant, output = json.loads(line)
+    if (child := os.fork()) == 0:
+        with open(output, "w") as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
+        use(repository, Path(out), variant)
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+"""A program that has imported everything, with an empty cache, and forks for each use of a repository."""
 
 
-def use(server: Any, tmp_path: Path, variant: str = "") -> Finished:
-    cache = {"HF_HOME": str(tmp_path / "cache"), "PYTHONPATH": "."}
-    return run([sys.executable, "-c", USE, tmp_path / "out", variant], **server.environment, **cache)
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    with serve(Path(), "") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def user(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    cache = {"HF_HOME": str(tmp_path_factory.mktemp("cache"))}
+    command = [*DIE_WITH_TESTS, sys.executable, "-c", USE]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **WITHOUT_GPU, **server.environment, **cache}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        process.kill()
+
+
+def use(user: subprocess.Popen[str], repository: str, tmp_path: Path, variant: str | None = None) -> Finished:
+    output = tmp_path / "output"
+    assert user.stdin is not None
+    assert user.stdout is not None
+    user.stdin.write(json.dumps([repository, str(tmp_path / "out"), variant, str(output)]) + "\n")
+    user.stdin.flush()
+    return Finished(int(user.stdout.readline()), output.read_text())
+
+
+def publish(server: Any, folder: Path, repository: str) -> str:
+    """Serve a folder under a name that the cache does not know."""
+    server.folder, server.repository = folder, repository
+    server.sent.clear()
+    return repository
 
 
 @pytest.fixture
@@ -65,11 +110,12 @@ def published(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_a_run_needs_is_downloaded_once_and_its_export_is_whole(published: Path, tmp_path: Path) -> None:
+def test_what_a_run_needs_is_downloaded_once_and_its_export_is_whole(
+    server: Any, user: subprocess.Popen[str], published: Path, tmp_path: Path
+) -> None:
     from diffusers import StableDiffusionPipeline
 
-    with serve(published, "me/pipeline") as server:
-        done = use(server, tmp_path)
+    done = use(user, publish(server, published, "me/pipeline"), tmp_path)
     assert done.code == 0, done.output
     assert f"revision {'1' * 40}" in done.output, "pinned"
     assert "at first []" in done.output
@@ -86,7 +132,9 @@ def test_what_a_run_needs_is_downloaded_once_and_its_export_is_whole(published: 
     assert loaded("a cat", num_inference_steps=1).images[0].size == (32, 32)
 
 
-def test_a_safety_checker_and_the_variant_of_the_unet_come_along(published: Path, tmp_path: Path) -> None:
+def test_a_safety_checker_and_the_variant_of_the_unet_come_along(
+    server: Any, user: subprocess.Popen[str], published: Path, tmp_path: Path
+) -> None:
     """As Stable Diffusion 1.5 is laid out: of the variant there is the UNet alone."""
     for part in ("vae", "text_encoder"):
         next((published / part).glob("*.other.safetensors")).unlink()
@@ -95,8 +143,7 @@ def test_a_safety_checker_and_the_variant_of_the_unet_come_along(published: Path
     unet = published / "unet" / "diffusion_pytorch_model.other.safetensors"
     weights = {name: value + 1 for name, value in load_file(unet).items()}
     save_file(weights, unet)
-    with serve(published, "me/pipeline") as server:
-        done = use(server, tmp_path, "other")
+    done = use(user, publish(server, published, "me/checked"), tmp_path, "other")
     assert done.code == 0, done.output
     assert "unet/diffusion_pytorch_model.safetensors" not in server.sent
     out = tmp_path / "out"
@@ -106,10 +153,11 @@ def test_a_safety_checker_and_the_variant_of_the_unet_come_along(published: Path
     assert all(bool((found[name] == value).all()) for name, value in weights.items())
 
 
-def test_an_export_without_an_autoencoder_is_refused(published: Path, tmp_path: Path) -> None:
+def test_an_export_without_an_autoencoder_is_refused(
+    server: Any, user: subprocess.Popen[str], published: Path, tmp_path: Path
+) -> None:
     for path in (published / "vae").glob("*.safetensors"):
         path.unlink()
-    with serve(published, "me/pipeline") as server:
-        done = use(server, tmp_path)
+    done = use(user, publish(server, published, "me/incomplete"), tmp_path)
     assert done.code == 1
     assert re.search(r"ConfigError: \S*vae has no diffusion_pytorch_model\.safetensors", done.output)

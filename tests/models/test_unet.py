@@ -218,13 +218,13 @@ def test_maps_are_channels_last_and_are_not_copied(
 
 @kinds
 def test_gradients_of_maps_are_channels_last_and_copied_once_where_maps_join(kind: str) -> None:
-    config = SMALL[kind]
+    config = replace(SMALL[kind], layers_per_block=1)
     with dispatch.forced(group_norm="triton"):
         out = built(config)(**inputs(config, 2, 8, 8))
         upstream = torch.ones_like(out)
         with Strides() as backward:
             out.backward(upstream)
-    assert backward.ops["group_norm_backward"] > 20
+    assert backward.ops["group_norm_backward"] > 15
     assert not backward.disordered
     joins = len(config.block_out_channels) * (config.layers_per_block + 1)
     assert len(backward.copied) == joins, backward.copied
@@ -245,13 +245,17 @@ def test_recomputation_changes_no_gradient_and_runs_blocks_twice(kind: str) -> N
     assert calls == {block: 2 * count[block] for block in (ResBlock, TransformerBlock)}
 
 
-@kinds
-def test_blocks_compile_whole(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [("sdxl", 1), *(pytest.param(kind, 2, marks=pytest.mark.nightly) for kind in SMALL)],
+)
+def test_blocks_compile_whole(kind: str, layers: int) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     counter = CompileCounterWithBackend("aot_eager")
-    eager, model = built(SMALL[kind]), built(SMALL[kind]).compile_blocks(backend=counter)
-    arguments = inputs(SMALL[kind])
+    config = replace(SMALL[kind], layers_per_block=layers)
+    eager, model = built(config), built(config).compile_blocks(backend=counter)
+    arguments = inputs(config)
     expected, got = eager(**arguments), model(**arguments)
     assert difference(got, expected) < 1e-5
     first, second = gradients(eager, expected), gradients(model, got)
@@ -274,7 +278,7 @@ def test_kernels_give_the_numbers_of_the_reference(compiled: bool, monkeypatch: 
         run(kernel, *args, **options)
 
     monkeypatch.setattr(group_norm, "run", noted)
-    config = replace(SMALL["sd2"], layers_per_block=1)
+    config = replace(SMALL["sd2"], layers_per_block=1, transformer_layers=(0, 1), block_out_channels=(16, 16))
     arguments = inputs(config, height=4, width=4)
     reference, model = built(config), built(config)
     expected = reference(**arguments)

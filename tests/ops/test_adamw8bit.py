@@ -471,7 +471,7 @@ def model():
     return nn.Sequential(nn.Linear(64, 257), nn.GELU(), nn.Linear(257, 130), nn.GELU(), nn.Linear(130, 64))
 
 
-def trained(make, steps=300):
+def trained(make, steps=150):
     """Mean loss of the last steps and parameters of a small flow-matching model of the digits."""
     from sklearn.datasets import load_digits
 

@@ -16,12 +16,15 @@ README = Path(__file__).parents[2] / "kernels" / "README.md"
 LOOP, FLAT = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def trained(steps: int, batch: int) -> dict[str, Any]:
-    """Run both blocks, the first with this number of steps, and return their names."""
+def trained(steps: int, *sizes: int) -> dict[str, Any]:
+    """Run both blocks, the first with this number of steps and this batch, width and T, and return their names."""
     names: dict[str, Any] = {}
-    sized = LOOP.replace("range(100)", f"range({steps})").replace("WIDTH, T = 0, 8", f"WIDTH, T = 0, {batch}")
-    exec(sized, names)
-    assert (names["step"] + 1, names["BATCH"]) == (steps, batch)
+    given = ", ".join(map(str, sizes))
+    exec(
+        LOOP.replace("range(100)", f"range({steps})").replace("WIDTH, T = 0, 8, 64, 1000", f"WIDTH, T = 0, {given}"),
+        names,
+    )
+    assert (names["step"] + 1, names["BATCH"], names["WIDTH"], names["T"]) == (steps, *sizes)
     exec(FLAT, names)
     return names
 
@@ -37,7 +40,7 @@ def test_every_op_is_shown() -> None:
 
 
 def test_the_loop_trains() -> None:
-    names = trained(100, 8)
+    names = trained(100, 8, 64, 1000)
     first, last = (sum(names["losses"][part]) for part in (slice(0, 10), slice(-10, None)))
     assert last < 0.9 * first
     assert not torch.equal(names["average"], names["flat"])
@@ -45,8 +48,8 @@ def test_the_loop_trains() -> None:
 
 def test_the_kernels_train_as_the_references() -> None:
     """With fp32 sums in another order; 8-bit codes turn that into a step between neighbouring values at most."""
-    expected = trained(2, 2)
+    expected = trained(2, 2, 16, 50)
     with dispatch.forced(**dict.fromkeys(OPS, "triton")):
-        found = trained(2, 2)
+        found = trained(2, 2, 16, 50)
     torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=1e-5, atol=0)
     torch.testing.assert_close(found["flat"], expected["flat"], rtol=0, atol=2e-3)

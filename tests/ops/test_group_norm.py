@@ -110,9 +110,12 @@ def test_channel_counts_of_stable_diffusion(shape, groups, dtype, order, device)
         ((2, 8, 3, 2, 5), 2),
     ],
 )
-def test_awkward_shapes(shape, groups, form, device):
-    check(groups, *problem(shape, FP16, device, order=channels_last, extras="shift and residual"))
-    check(groups, *problem(shape, FP16, device, order=torch.Tensor.contiguous, extras="per sample"))
+def test_awkward_shapes(shape, groups, form, device, nightly):
+    """By day one order in each form, by night both in both."""
+    cases = {channels_last: "shift and residual", torch.Tensor.contiguous: "per sample"}
+    by_day = ORDERS[(sum(shape) + FORMS.index(form)) % 2]
+    for order in ORDERS if nightly else [by_day]:
+        check(groups, *problem(shape, FP16, device, order=order, extras=cases[order]))
 
 
 @pytest.mark.parametrize("extras", ["shift", "per sample"])

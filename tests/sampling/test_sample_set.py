@@ -9,6 +9,7 @@ import shutil
 import signal
 import tracemalloc
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ from fastdiff.sampling.text import as_bytes
 from fastdiff.train import train
 from tests.support.forked import forked_ranks, values
 from tests.support.injected.durable_calls import DURABLE, REMOVING, dying_at
-from tests.support.processes import BIN, run, start, stop
+from tests.support.processes import BIN, Finished, run
 from tests.support.runs import launch, tiny
+from tests.support.scripts import COMMAND, Script, run_job
 from tests.support.waiting import wait_until
 
 IMAGES, BATCH = 1000, 64
@@ -136,13 +138,10 @@ def test_the_file_is_laid_out_as_adm_reads_it(undisturbed: Path) -> None:
 @pytest.mark.fault(9)
 def test_the_real_command_is_killed_and_goes_on(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.npz"
-    process = start([BIN / "fastdiff", *flags(trained, out)])
     parts = tmp_path / "out.npz.parts"
-    try:
-        wait_until(lambda: (parts / "part-000003").exists() or process.poll() is not None, "the fourth part")
-    finally:
-        stop(process)
-    assert process.returncode == -signal.SIGKILL
+    with Script(COMMAND, *flags(trained, out)) as script:
+        wait_until(lambda: (parts / "part-000003").exists() or not script.process.is_alive(), "the fourth part")
+    assert script.process.exitcode == -signal.SIGKILL
     assert not out.exists()
     kept = {path.name: path.stat().st_mtime_ns for path in parts.glob("part-??????")}
     assert 4 <= len(kept) < IMAGES // BATCH
@@ -435,10 +434,20 @@ def test_an_image_that_is_not_finite_is_no_sample(trained: Path, tmp_path: Path)
         draw_set(run, SampleRequest(num=4), SamplerConfig(steps=2), SetOptions(out=tmp_path / "out.npz"), Rank())
 
 
-def test_the_command_is_told_to_all_ranks_by_a_launcher(trained: Path, tmp_path: Path) -> None:
+def by_torchrun(*given: str | Path) -> Finished:
+    return run([BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", "--", "fastdiff", *given])
+
+
+def by_forks(*given: str | Path) -> Finished:
+    return run_job(COMMAND, *given, ranks=2)
+
+
+@pytest.mark.parametrize("launched", [by_forks, pytest.param(by_torchrun, marks=pytest.mark.nightly)])
+def test_the_command_is_told_to_all_ranks_by_a_launcher(
+    trained: Path, tmp_path: Path, launched: Callable[..., Finished]
+) -> None:
     out = tmp_path / "out.npz"
-    given = ["sample", trained, "--num", "40", "--batch", "16", "--steps", "2", "--npz", out]
-    done = run([BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "--no-python", "--", "fastdiff", *given])
+    done = launched("sample", trained, "--num", "40", "--batch", "16", "--steps", "2", "--npz", out)
     assert done.code == 0, done.output
     assert "40 images, step 2, EMA of rate 0.9" in done.output
     assert len(read_npz(out)[0]) == 40

@@ -20,8 +20,7 @@ from fastdiff.models.pretrained.tiny_pipeline import build
 from tests.support.forked import Forked, fork_server
 from tests.support.injected.durable_calls import DURABLE, dying_at
 from tests.support.inputs.encoding import captioned, files
-from tests.support.processes import BIN, start, stop
-from tests.support.scripts import COMMAND, run_script
+from tests.support.scripts import COMMAND, Script, run_script
 from tests.support.waiting import wait_until
 
 IMAGES, PER_SHARD = 24, 2
@@ -153,13 +152,10 @@ def test_the_real_command_is_killed_and_goes_on(
     tmp_path: Path, command: list[str], undisturbed: dict[str, bytes]
 ) -> None:
     out = tmp_path / "out"
-    process = start([BIN / "fastdiff", *command, out])
-    try:
-        unit = out / ".encoding" / "unit-000000.json"
-        wait_until(lambda: unit.exists() or process.poll() is not None, "the first unit")
-    finally:
-        stop(process)
-    assert process.returncode == -9
+    unit = out / ".encoding" / "unit-000000.json"
+    with Script(COMMAND, *command, out) as script:
+        wait_until(lambda: unit.exists() or not script.process.is_alive(), "the first unit")
+    assert script.process.exitcode == -9
     done = run_script(COMMAND, *command, out)
     assert done.code == 0, done.output
     assert "more were already encoded" in done.output

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from fastdiff.data.images.geometry import Placement
 from fastdiff.data.images.header import read_header
 from tests.support.inputs import images
 from tests.support.inputs.images import PIXELS, PLAIN, SIDE, SPECIAL
-from tests.support.processes import ROOT
+from tests.support.scripts import run_script
 
 BAD = {
     "empty": (b"", "empty file"),
@@ -142,10 +140,10 @@ def test_a_decompression_bomb_costs_no_memory(name: str, tmp_path: Path) -> None
     for kind, (build, _) in BOMBS.items():
         (tmp_path / f"bomb-{kind}").write_bytes(build())
         assert (tmp_path / f"bomb-{kind}").stat().st_size < 400_000
-    command = [sys.executable, "-c", CHILD, name, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    (tmp_path / "child.py").write_text(CHILD)
+    done = run_script(tmp_path / "child.py", name, tmp_path)
+    assert done.code == 0, done.output
+    lines = done.output.splitlines()
     for kind, (_, reason) in BOMBS.items():
         (line,) = (line for line in lines if line.startswith(f"bomb-{kind} "))
         assert reason in line

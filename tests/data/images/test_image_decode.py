@@ -135,16 +135,23 @@ def test_adm_halves_with_a_box_filter_then_scales_bicubically() -> None:
     )
 
 
+@pytest.fixture(scope="module")
+def of_all_sizes() -> list[bytes]:
+    sizes = [(512, 640), (300, 401), (1000, 700), (100, 131), (150, 150), (1, 1), (1, 300), (1600, 1600)]
+    return [images.png_of(images.natural(*size, seed)) for seed, size in enumerate(sizes)]
+
+
 @pytest.mark.parametrize(
     ("interpolation", "mean", "largest"),
     [("lanczos", 0.4, 16), ("bicubic", 0.35, 12), ("bilinear", 0.35, 12), ("nearest", 0.2, 255)],
 )
-def test_dali_resizes_within_a_level_of_pillow(interpolation: str, mean: float, largest: int) -> None:
+def test_dali_resizes_within_a_level_of_pillow(
+    of_all_sizes: list[bytes], interpolation: str, mean: float, largest: int
+) -> None:
     """On average; the numbers seen stand in dali_decode."""
-    sizes = [(512, 640), (300, 401), (1000, 700), (100, 131), (150, 150), (1, 1), (1, 300), (1600, 1600)]
-    data = [images.png_of(images.natural(*size, seed)) for seed, size in enumerate(sizes)]
     results = [
-        open_decoder(name, transform(256, "center", interpolation), 2).decode(data) for name in ("dali", "pillow")
+        open_decoder(name, transform(256, "center", interpolation), 2).decode(of_all_sizes)
+        for name in ("dali", "pillow")
     ]
     total = 0.0
     for ours, exact in zip(*results, strict=True):

@@ -39,8 +39,8 @@ from fastdiff.train import train
 from fastdiff_kernels.noising import dequantised
 from tests.support.inputs.encoding import captioned, files, picture
 from tests.support.inputs.images import natural
-from tests.support.processes import BIN, start, stop
 from tests.support.runs import hexes, launch, losses, tiny
+from tests.support.scripts import COMMAND, Script
 from tests.support.waiting import wait_until
 from tests.support.web_servers import http_server
 
@@ -202,13 +202,10 @@ def test_the_real_command_is_killed_and_goes_on(tmp_path: Path, capsys: pytest.C
     command += ["--resolution", "16", "--classes-from", "prefix", "--samples-per-shard", "2", "--workers", "1"]
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main([*command, str(whole)]) == 0
-    process = start([BIN / "fastdiff", *command, out])
-    try:
-        unit = out / ".encoding" / "unit-000003.json"
-        wait_until(lambda: unit.exists() or process.poll() is not None, "the fourth unit")
-    finally:
-        stop(process)
-    assert process.returncode == -9
+    unit = out / ".encoding" / "unit-000003.json"
+    with Script(COMMAND, *command, out) as script:
+        wait_until(lambda: unit.exists() or not script.process.is_alive(), "the fourth unit")
+    assert script.process.exitcode == -9
     assert not (out / "dataset.json").exists()
     capsys.readouterr()
     assert main([*command, str(out)]) == 0

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
+
+import pytest
 
 from fastdiff_kernels import launch
 
@@ -13,7 +16,8 @@ from fastdiff_kernels import launch
 def patching_once() -> Iterator[None]:
     """Patch Triton's language once per launch; the interpreter does it again for every function that a kernel calls.
 
-    That takes half of the time of a small launch, and the second patch puts what the first one put.
+    That takes half of the time of a small launch, and the second patch puts what the first one put. Most of the rest
+    goes to types of tensors, which are made anew for each operation; they never change, so each is made once.
     """
     if not launch.INTERPRETED:
         yield
@@ -27,8 +31,43 @@ def patching_once() -> Iterator[None]:
         patched = not any(tl.core.is_builtin(module.load) for module in modules)
         return interpreter._LangPatchScope() if patched else patch(function)
 
-    interpreter._patch_lang = once
-    try:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(interpreter, "_patch_lang", once)
+        _keep_types(patches, tl.core, interpreter)
         yield
-    finally:
-        interpreter._patch_lang = patch
+
+
+def _keep_types(patches: pytest.MonkeyPatch, core: Any, interpreter: Any) -> None:
+    """Keep what is derived from the name of a type and a shape."""
+    make_block, make_tensor, numpy_type = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+    blocks: dict[Any, dict[str, Any]] = {}
+    dtypes: dict[str, Any] = {}
+
+    def value(size: Any) -> Any:
+        return size.value if isinstance(size, core.constexpr) else size
+
+    def block_init(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, getattr(element_ty, "address_space", None), *map(value, shape)
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key])
+
+    @cache
+    def sizes(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        made = object.__new__(core.tensor)
+        make_tensor(made, None, core.block_type(core.int32, shape) if shape else core.int32)
+        return made.shape, made.numel
+
+    def tensor_init(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = sizes(type.shape if type.is_block() else ())
+
+    def dtype_of(type: Any) -> Any:
+        if type.name not in dtypes:
+            dtypes[type.name] = numpy_type(type)
+        return dtypes[type.name]
+
+    patches.setattr(core.block_type, "__init__", block_init)
+    patches.setattr(core.tensor, "__init__", tensor_init)
+    patches.setattr(interpreter, "_get_np_dtype", dtype_of)
