@@ -63,7 +63,7 @@ test-faults: $(DEVELOPING)
 	rm -rf .reports
 	-$(TWO_WORKERS) -m "fault and not cluster" $(NIGHTLY) --junitxml .reports/tests.xml
 	-$(ON_CPU) python -m pytest -m "fault and cluster" $(NIGHTLY) --junitxml .reports/cluster.xml tests/slurm
-	python -m tests.support.fault_table .reports/*.xml
+	python -m tests.support.reports.fault_table .reports/*.xml
 
 lint: $(DEVELOPING)
 	ruff check .

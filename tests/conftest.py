@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.support import durations
+from tests.support.reports import durations
 
 if TYPE_CHECKING:
     from fastdiff.parallel.world import World
@@ -80,7 +80,7 @@ def select_trials(config: pytest.Config, items: list[pytest.Item]) -> None:
 def select_for_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With --gpu, deselect what neither needs a GPU nor is a test of the kernels, which a GPU compiles."""
     if config.getoption("--gpu"):
-        wanted = [item for item in items if item.get_closest_marker("gpu") or item.path.parent == _OPS]
+        wanted = [item for item in items if item.get_closest_marker("gpu") or _OPS in item.path.parents]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(wanted)])
         items[:] = wanted
 

@@ -33,7 +33,7 @@ from tests.support.forked import forked_ranks
 from tests.support.injected.crash_points import LOSSES, CrashPoints, cut_power, operations
 from tests.support.processes import run_ranks
 from tests.support.runs import assert_same_checkpoint, launch, newest, renew_digest, tiny, train_losses
-from tests.training.test_divergence import in_step, lines, marred, spiky
+from tests.training.callbacks.test_divergence import in_step, lines, marred, spiky
 from tests.training.test_ema import flat_of
 
 STDS = (0.05, 0.07, 0.10)

@@ -27,13 +27,13 @@ from fastdiff.config import command_line
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.parallel.world import World
 from fastdiff.train import train
-from tests.support import preflight_node
+from tests.support.injected import preflight_node
+from tests.support.injected.pretended_gpu import PRETENDED, PretendedGpu
 from tests.support.injected.system_calls import strace
 from tests.support.injected.tiny_disk import tiny_disk
-from tests.support.ports import reserved_port
-from tests.support.pretended_gpu import PRETENDED, PretendedGpu
 from tests.support.processes import ON_CPU, ROOT, Finished, start, stop
 from tests.support.scripts import COMMAND, Script, forking_script, run_with_forks
+from tests.support.servers.ports import reserved_port
 
 ANY_DEVICE = ("--preset", "digits", "--data.path", "digits", "--output.folder", "run")
 FLAGS = (*ANY_DEVICE, *ON_CPU)

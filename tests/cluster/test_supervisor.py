@@ -25,9 +25,9 @@ from fastdiff.cluster.supervisor.ranks import RankStatus
 from fastdiff.cluster.supervisor.signals import Signals
 from fastdiff.parallel import heartbeat
 from fastdiff.train import _GRACE_S
-from tests.support.ports import reserved_port
 from tests.support.processes import ROOT
 from tests.support.runs import flags, tiny
+from tests.support.servers.ports import reserved_port
 from tests.support.supervised import Supervised, end, processes_of
 from tests.support.waiting import LIMIT_S, wait_for_the_end, wait_until
 

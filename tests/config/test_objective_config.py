@@ -24,7 +24,7 @@ from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.timesteps import DENSITIES, TimestepConfig
 from fastdiff.errors import ConfigError
 from fastdiff.training.resume import config_changes
-from tests.support.objectives import objective_of
+from tests.support.inputs.objectives import objective_of
 
 LEARNED = {"variance": "learned_range"}
 FLOW, EDM = {"process": "flow"}, {"process": "edm"}

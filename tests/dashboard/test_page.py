@@ -19,11 +19,11 @@ from fastdiff.config.run_record import claim
 from fastdiff.dashboard.folders import key_of
 from fastdiff.dashboard.report import write_report
 from tests.dashboard.folders import ledger, lines, picture, record, run_folder, validation
-from tests.support.browser import ADDRESS, chromium, problems_of, until, watch, wide_parts
-from tests.support.ports import reserved_port
 from tests.support.processes import ON_CPU, stop
 from tests.support.runs import flags, tiny
 from tests.support.scripts import COMMAND, TRAIN, Script
+from tests.support.servers.browser import ADDRESS, chromium, problems_of, until, watch, wide_parts
+from tests.support.servers.ports import reserved_port
 from tests.support.waiting import LIMIT_S, steps_logged, wait_for_steps, wait_until
 
 SERVER_DIED = re.compile("net::ERR_(CONNECTION_REFUSED|CONNECTION_RESET|INCOMPLETE_CHUNKED_ENCODING|EMPTY_RESPONSE)")

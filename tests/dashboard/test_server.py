@@ -16,9 +16,9 @@ from urllib.parse import quote
 import pytest
 
 from tests.dashboard.folders import lines, picture, record, run_folder
-from tests.support.browser import watch, watched
-from tests.support.ports import reserved_port
 from tests.support.processes import ROOT, fastdiff, stop
+from tests.support.servers.browser import watch, watched
+from tests.support.servers.ports import reserved_port
 
 
 @pytest.fixture(scope="module")

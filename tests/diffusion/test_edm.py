@@ -17,7 +17,7 @@ from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.processes import build_process
 from fastdiff.rng import Stream, normal
-from tests.support.objectives import objective_of
+from tests.support.inputs.objectives import objective_of
 
 SEED = 4
 SHAPE = (4, 6, 6)

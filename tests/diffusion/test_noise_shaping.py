@@ -14,7 +14,7 @@ from fastdiff.diffusion import noise_shaping
 from fastdiff.diffusion.noise_shaping import pyramid, unit_scale
 from fastdiff.diffusion.objective import Objective
 from fastdiff.rng import Stream, normal
-from tests.support.objectives import objective_of
+from tests.support.inputs.objectives import objective_of
 
 SEED = 6
 SIZES = [(8, 8), (16, 4), (6, 10), (7, 5), (1, 1), (1, 9)]

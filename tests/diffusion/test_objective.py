@@ -17,7 +17,7 @@ from fastdiff.plugins.promises import HostSyncError, NoHostSync
 from fastdiff.rng import Stream, normal
 from fastdiff.training.metrics import Meters
 from fastdiff_kernels import dispatch
-from tests.support.objectives import objective_of
+from tests.support.inputs.objectives import objective_of
 from tests.support.references.timesteps import uniform_timesteps
 
 PREDICTIONS = ("epsilon", "v", "x0")

@@ -13,9 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fastdiff.config.data import ValidationConfig
 from fastdiff.export.run import Choice, export
 from fastdiff.models.pretrained.tiny_pipeline import IMAGE_SIZE, build
+from tests.support.inputs.text_runs import encode, text_run, train_on_rank
 from tests.support.processes import run_ranks
 from tests.support.runs import intact, launch, newest, records
-from tests.support.text_runs import encode, text_run, train_on_rank
 
 PROMPTS = ("a red cat", "a blue dog", "two birds")
 

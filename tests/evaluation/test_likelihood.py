@@ -29,7 +29,7 @@ from fastdiff.parallel.world import World
 from fastdiff.rng import Stream, normal
 from fastdiff.sampling.run import Run, config_of
 from fastdiff.train import train
-from tests.support.objectives import objective_of
+from tests.support.inputs.objectives import objective_of
 from tests.support.references.variational_reference import Array, Reference, at, cosine_betas
 from tests.support.runs import launch, newest, tiny
 

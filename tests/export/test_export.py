@@ -37,10 +37,10 @@ from fastdiff.parallel.world import World
 from fastdiff.sampling.run import Run, config_of
 from fastdiff.train import train
 from tests.support.injected.tiny_disk import tiny_disk
+from tests.support.inputs.text_runs import encode, text_run
 from tests.support.processes import run_ranks
 from tests.support.references.dit_reference import reference_position
 from tests.support.runs import launch, newest, tiny
-from tests.support.text_runs import encode, text_run
 
 
 @pytest.fixture(scope="module")

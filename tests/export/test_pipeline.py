@@ -20,8 +20,8 @@ from fastdiff.models.build import build_model
 from fastdiff.models.pretrained.tiny_pipeline import UNETS, build
 from fastdiff.parallel.world import World
 from fastdiff.train import train
+from tests.support.inputs.text_runs import encode, text_run
 from tests.support.runs import launch, newest
-from tests.support.text_runs import encode, text_run
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.models.build import build_model
 from fastdiff.models.pretrained.tiny_pipeline import Kind
 from fastdiff_kernels.names import AttentionBackend
+from tests.support.inputs.text_runs import text_run
 from tests.support.runs import tiny
-from tests.support.text_runs import text_run
 
 Stage = Literal["0", "1", "2", "3", "offload"]
 

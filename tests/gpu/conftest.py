@@ -11,7 +11,7 @@ import pytest
 from fastdiff.models.pretrained.tiny_pipeline import Kind, build
 from fastdiff.parallel.world import World
 from tests.gpu.cases import Inputs, write_weights
-from tests.support.text_runs import encode
+from tests.support.inputs.text_runs import encode
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ports import reserved_port
 from tests.support.processes import BIN, ROOT, Finished, run
 from tests.support.scripts import Script, forking_script
+from tests.support.servers.ports import reserved_port
 
 PROBE = """
 import os

@@ -13,8 +13,8 @@ import torch
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.devices import usable_gpus
 from fastdiff.parallel.unusable_gpu import _PIP, Traces, cause, traces, unusable_gpu
+from tests.support.injected.pretended_gpu import PretendedGpu
 from tests.support.inputs.images import encode, natural
-from tests.support.pretended_gpu import PretendedGpu
 from tests.support.processes import ON_CPU, ROOT, Finished, deepspeed_command
 from tests.support.runs import flags, losses, tiny
 from tests.support.scripts import COMMAND, TRAIN, run_script

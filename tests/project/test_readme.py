@@ -18,7 +18,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.evaluation.digits import real_digits
 from fastdiff.evaluation.image_metrics import frechet_distance
 from fastdiff_bench.records import record
-from tests.support.fault_table import FAULTS
+from tests.support.reports.fault_table import FAULTS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -20,9 +20,9 @@ from fastdiff.parallel import fragments
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.callbacks import previews
+from tests.support.inputs.text_runs import encode, text_run
 from tests.support.processes import run_ranks
 from tests.support.runs import intact, launch, tiny
-from tests.support.text_runs import encode, text_run
 
 PROMPTS = ("a red cat", "two birds")
 DRAWN = ValidationConfig(prompts=PROMPTS, every=1, images_per_prompt=2, steps=3, guidance_scale=3.0)

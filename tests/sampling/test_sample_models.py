@@ -34,8 +34,8 @@ from fastdiff.sampling.sample_set import SetOptions, draw_set
 from fastdiff.sampling.solvers import sample
 from fastdiff.sampling.text import as_bytes, decode
 from fastdiff.train import train
+from tests.support.inputs.text_runs import encode, text_run
 from tests.support.runs import launch, tiny
-from tests.support.text_runs import encode, text_run
 
 ADM = AdmConfig(
     channels=1, size=8, width=16, channel_mult=(1, 1), res_blocks=1, attention_resolutions=(4,), heads=2,

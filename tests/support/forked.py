@@ -22,7 +22,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, Self
 from unittest import mock
 
-from tests.support.ports import reserved_port
+from tests.support.servers.ports import reserved_port
 
 _IMPORTED = f"{__package__}.imported"
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}

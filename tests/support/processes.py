@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.forked import WITHOUT_GPU, Ranks, values
-from tests.support.ports import reserved_port
+from tests.support.servers.ports import reserved_port
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -15,8 +15,8 @@ from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Self
 
 from tests.support.forked import WITHOUT_GPU, end_with_the_tests, fork_server
-from tests.support.ports import reserved_port
 from tests.support.processes import BIN, ROOT, Finished, deepspeed_command
+from tests.support.servers.ports import reserved_port
 
 TRAIN = ROOT / "fastdiff" / "train.py"
 COMMAND = BIN / "fastdiff"

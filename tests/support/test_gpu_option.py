@@ -63,8 +63,8 @@ class Item:
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_kernels_and_what_is_marked_are_chosen(wanted: bool) -> None:
-    marked, kernel = Item(ROOT / "tests/training/test_step.py", marked=True), Item(ROOT / "tests/ops/test_loss.py")
-    other = Item(ROOT / "tests/training/test_step.py")
+    step = ROOT / "tests/training/passes/test_step.py"
+    marked, kernel, other = Item(step, marked=True), Item(ROOT / "tests/ops/adamw/test_adamw.py"), Item(step)
     left: list[Item] = []
     hook = SimpleNamespace(pytest_deselected=lambda items: left.extend(items))
     config: Any = SimpleNamespace(getoption=lambda name: wanted, hook=hook)

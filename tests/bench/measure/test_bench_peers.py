@@ -38,7 +38,7 @@ from fastdiff_bench.trainers.plain import Plain
 from fastdiff_bench.trainers.plain_torch import Noise, Samples, of_steps, untrained
 from fastdiff_bench.trainers.text_to_image import LAUNCHER, Online, TextToImage, not_in_script
 from tests.support.benches.forked_programs import forked_programs
-from tests.support.objectives import objective_of
+from tests.support.inputs.objectives import objective_of
 
 CPU = torch.device("cpu")
 BATCH, SEED = 6, 3

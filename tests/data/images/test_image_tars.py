@@ -13,7 +13,7 @@ from fastdiff.data.images.items import BadItem, ImageItem
 from fastdiff.data.shards import remote
 from fastdiff.errors import ConfigError, DataError, StorageError
 from tests.data.images.test_image_sources import contents, everything, picture, reasons, source
-from tests.support.web_servers import http_server, s3_server
+from tests.support.servers.web_servers import http_server, s3_server
 
 Members = list[tuple[str, bytes]]
 

@@ -41,8 +41,8 @@ from tests.support.inputs.encoding import captioned, files, picture
 from tests.support.inputs.images import natural
 from tests.support.runs import hexes, launch, losses, tiny
 from tests.support.scripts import COMMAND, Script
+from tests.support.servers.web_servers import http_server
 from tests.support.waiting import wait_until
-from tests.support.web_servers import http_server
 
 SIDE = 16
 SIZES = [(16, 16), (40, 52), (70, 33), (13, 90), (128, 64), (31, 32), (10, 12)]

@@ -16,7 +16,7 @@ from fastdiff.data.shards.reader import LatentReader
 from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.models.pretrained.tiny_pipeline import build
-from tests.support.text_runs import encode
+from tests.support.inputs.text_runs import encode
 
 
 def test_captions_cannot_be_dropped_without_an_embedding_of_none(tmp_path: Path) -> None:

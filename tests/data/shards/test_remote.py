@@ -19,7 +19,7 @@ from fastdiff.data.shards.remote import fetch, is_remote, join, list_folder, ope
 from fastdiff.data.shards.verify import verify
 from fastdiff.errors import ConfigError, DataError, StorageError
 from tests.support.inputs.captioned import encode as encode_captioned
-from tests.support.web_servers import WebServer, http_server, s3_server
+from tests.support.servers.web_servers import WebServer, http_server, s3_server
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 6_000_000, np.uint8).tobytes()
 # More than the 2 MiB that are read ahead, which are lost with their connection.

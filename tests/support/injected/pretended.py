@@ -7,7 +7,7 @@ import runpy
 import sys
 from typing import Any
 
-from tests.support.pretended_gpu import CHANGED, SITE
+from tests.support.injected.pretended_gpu import CHANGED, SITE
 
 names: dict[str, Any] = {}
 exec(SITE, names)

@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 from fastdiff.models.pretrained import tiny_pipeline
-from tests.support.ports import reserved_port
 from tests.support.processes import ROOT
+from tests.support.servers.ports import reserved_port
 
 NOT_RUN = {
     r"make ": "is of a clone; CI runs it",

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from fastdiff.models.pretrained.tiny_pipeline import build
 from tests.support.forked import WITHOUT_GPU
-from tests.support.hub_server import serve
 from tests.support.processes import DIE_WITH_TESTS, ROOT, Finished
+from tests.support.servers.hub_server import serve
 
 USE = """
 import json, os, sys
@@ -29,7 +29,7 @@ from fastdiff.export.weights import ExportedWeights
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.models.load import build_network, download, pretrained, resolve
 from fastdiff.export.pipeline import write_pipeline
-from tests.support.text_runs import text_run
+from tests.support.inputs.text_runs import text_run
 import fastdiff.models.pretrained.tiny_pipeline, diffusers.pipelines.pipeline_utils, transformers.models.clip
 
 def use(repository, out, variant):

@@ -400,7 +400,7 @@ def test_a_tracker_that_does_not_answer_at_the_start_is_left_out(
     assert _wandb_history(state.folder)["loss"] == 0.25
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class _Stuck:

@@ -37,7 +37,7 @@ from tests.support.runs import (
     train_losses,
 )
 from tests.support.waiting import steps_logged, wait_until
-from tests.training.test_divergence import in_step, marred
+from tests.training.callbacks.test_divergence import in_step, marred
 
 APART = {"fp32": 2e-7, "bf16": 1e-3, "8bit": 1e-5}
 """Bounds of the relative difference of losses over 8 steps; measured on 1, 2 and 4 ranks: 2.4e-8, 2.7e-4 and 0."""

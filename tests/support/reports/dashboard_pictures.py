@@ -1,4 +1,4 @@
-"""Pictures of the page for docs/dashboard.md: ``python -m tests.support.dashboard_pictures RUN [RUN ...]``."""
+"""Pictures of the page for docs/dashboard.md: ``python -m tests.support.reports.dashboard_pictures RUN [RUN ...]``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from PIL import Image
 from playwright.sync_api import Browser
 
 from fastdiff.dashboard.report import write_report
-from tests.support.browser import chromium, until, watched
 from tests.support.processes import ROOT
+from tests.support.servers.browser import chromium, until, watched
 
 _DESKTOP = {"viewport": {"width": 1280, "height": 900}}
 LOOKS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import pytest
 
 from fastdiff.parallel.world import World
 from fastdiff.train import train
-from tests.support.command_lines import SECRET, Answer, answers, random_lines
+from tests.support.inputs.command_lines import SECRET, Answer, answers, random_lines
 from tests.support.runs import launch, tiny
 
 SEED = 17

@@ -24,8 +24,8 @@ from fastdiff.models.pretrained.tiny_pipeline import UNETS
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training import build as building
+from tests.support.inputs.text_runs import text_run
 from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, records, tiny
-from tests.support.text_runs import text_run
 
 SIZES = ((8, 8), (4, 8), (8, 12))
 """The last has fewer samples than a batch."""

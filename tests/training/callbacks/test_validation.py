@@ -31,9 +31,9 @@ from fastdiff.rng import Stream, normal
 from fastdiff.train import train
 from fastdiff.training.callbacks.validation import validated
 from tests.support.inputs import captioned
+from tests.support.inputs.text_runs import encode, text_run
 from tests.support.processes import run_ranks
 from tests.support.runs import held_out, launch, newest, tiny
-from tests.support.text_runs import encode, text_run
 
 SAMPLES = 96
 SEED = 20_260_101

@@ -47,7 +47,7 @@ class Changing:
 
 sys.meta_path.insert(0, Changing())
 """
-PRETENDED = Path(__file__).parent / "injected" / "pretended.py"
+PRETENDED = Path(__file__).parent / "pretended.py"
 """A script that runs another one on the machine of its environment."""
 _MOUNT = """
 set -e

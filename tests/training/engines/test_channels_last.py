@@ -22,7 +22,7 @@ from fastdiff.training.engines.buffers import move_into, places_of
 from tests.gpu.cases import ADM, HYBRID
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, newest, tiny
-from tests.training.test_flat_engine import apart, distance, trained
+from tests.training.engines.test_flat_engine import apart, distance, trained
 
 
 def unet(data: Path, folder: Path, engine: str = "flat", steps: int = 4, **options: Any) -> RunConfig:

@@ -36,7 +36,7 @@ from tests.support.dispatch_modes import Replay
 from tests.support.injected.lack_of_memory import Lack, lacking
 from tests.support.inputs import captioned
 from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, newest, records, tiny
-from tests.training.test_divergence import in_step, marred
+from tests.training.callbacks.test_divergence import in_step, marred
 
 SMALL = DiTConfig(depth=1, hidden=32, heads=2, patch=4, channels=1, size=8, classes=10)
 EVERY_NOISE = DdpmConfig(

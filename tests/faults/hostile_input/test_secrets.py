@@ -16,11 +16,11 @@ import pytest
 
 from fastdiff import sanitize
 from fastdiff.sanitize import escape
-from tests.support.ports import reserved_port
 from tests.support.processes import ROOT, run
 from tests.support.runs import flags, tiny
 from tests.support.scripts import TRAIN, run_script
-from tests.support.web_servers import http_server
+from tests.support.servers.ports import reserved_port
+from tests.support.servers.web_servers import http_server
 
 SECRETS = {
     "password": "correct-horse",

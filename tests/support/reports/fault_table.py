@@ -1,6 +1,7 @@
-"""The faults that a run must survive, and the table of what tests saw: ``python -m tests.support.fault_table XML ...``.
+"""The faults that a run must survive, and the table of what tests saw.
 
-Tests name the fault that they show with ``@pytest.mark.fault(N)``; reports are those of ``pytest --junitxml``.
+``python -m tests.support.reports.fault_table XML ...`` writes it. Tests name the fault that they show with
+``@pytest.mark.fault(N)``; reports are those of ``pytest --junitxml``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- faults: make test-faults -->", "<!-- end of faults -->"
 

@@ -1,6 +1,6 @@
 """One node of a pre-flight, as a process.
 
-``python -m tests.support.preflight_node PORT NODE NODES AHEAD_S TRAIN FLAGS...``.
+``python -m tests.support.injected.preflight_node PORT NODE NODES AHEAD_S TRAIN FLAGS...``.
 
 Ends as a supervisor would: 0, or the message and exit code of what is wrong.
 """

@@ -28,7 +28,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.models.load import build_network, resolve
 from fastdiff.models.pretrained import tiny_pipeline
 from fastdiff.models.pretrained.pipeline import Pretrained
-from tests.support.text_runs import encode, text_run
+from tests.support.inputs.text_runs import encode, text_run
 
 CAPTIONS = ["a handwritten seven", "", "a" * 500]
 

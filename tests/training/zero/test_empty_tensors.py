@@ -16,8 +16,8 @@ from fastdiff.models.pretrained.tiny_pipeline import build
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from tests.support.forked import forked_ranks, values
+from tests.support.inputs.text_runs import encode, text_run
 from tests.support.runs import launch, newest, tiny
-from tests.support.text_runs import encode, text_run
 
 
 def empty_tensors(folder: Path) -> list[str]:

@@ -1,6 +1,6 @@
 """Seconds of each file of tests; the longest run first, so that both workers end at about the same time.
 
-`python -m tests.support.durations REPORT.xml` writes them anew, from a report of ``make test``.
+`python -m tests.support.reports.durations REPORT.xml` writes them anew, from a report of ``make test``.
 """
 
 from __future__ import annotations
