@@ -79,7 +79,7 @@ def covering(names):
 PIXELS = [name for name, (_, _, options) in SHAPES.items() if not options.get("posterior")]
 
 
-@pytest.mark.parametrize(("name", "dtype"), covering(SHAPES))
+@pytest.mark.parametrize(("name", "dtype"), list(covering(SHAPES)))
 def test_loss_and_gradient_are_as_accurate_as_eager(name, dtype, device):
     shape, channels, options = SHAPES[name]
     upstream = torch.linspace(0.3, 0.7, 2 * shape[0], device=device)[::2]

@@ -70,7 +70,7 @@ def covering():
             yield pytest.param(name, dtype, marks=() if by_day else pytest.mark.nightly)
 
 
-@pytest.mark.parametrize(("name", "dtype"), covering())
+@pytest.mark.parametrize(("name", "dtype"), list(covering()))
 def test_noisy_latents_are_as_accurate_as_eager(name, dtype, device):
     shape, options = SHAPES[name]
     if dtype == torch.uint8:
