@@ -28,6 +28,8 @@ from fastdiff_bench.scaling.command import CONSENSUS
 from fastdiff_bench.trainers import collectives
 from tests.support.processes import ROOT, run_ranks
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 STEPS = 4
 CASES = [
     ("ddp", "fp32"),
