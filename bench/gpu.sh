@@ -175,7 +175,7 @@ print(*[name for name in sys.argv[1:] if find_spec(name) is None])' $packages)
     : >"$log"
     env --default-signal=INT timeout --signal=INT --kill-after=20 "$seconds" "$@" >>"$log" 2>&1 </dev/null &
     running=$!
-    tail -n +1 -s 0.02 -f --pid="$running" "$log" &
+    tail -n +1 -s 0.1 -f --pid="$running" "$log" &
     wait "$running"
     ended=$?
     kill -KILL -- "-$running" 2>/dev/null # what is left of its process group

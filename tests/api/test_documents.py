@@ -20,8 +20,10 @@ LONGEST = 25
 
 
 @pytest.fixture
-def small_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The preset of the examples with a network that trains and draws in a tenth of the time, and without pictures."""
+def small_preset(monkeypatch: pytest.MonkeyPatch, nightly: bool) -> None:
+    """By day the preset of the examples has a network that trains and draws in a tenth of the time, and no pictures."""
+    if nightly:
+        return
     config = preset("digits")
     network = DiTConfig(depth=1, hidden=32, heads=2, patch=2, channels=1, size=8, classes=10)
     data, output = replace(config.data, loader="prefetch"), replace(config.output, sample_every=0)

@@ -19,6 +19,6 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def forked() -> Iterator[None]:
-    """The programs of a benchmark are forks; ``test_interleaved`` spawns them as a benchmark does."""
+    """The programs of a benchmark are forks; ``test_nothing_is_left_behind`` spawns them as a benchmark does."""
     with forked_programs():
         yield

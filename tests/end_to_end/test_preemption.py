@@ -58,7 +58,7 @@ def _main_signalled(world: World, argv: list[str], rank: int, number: signal.Sig
 
 
 def _main_signalled_as_it_draws(world: World, argv: list[str], rank: int, number: signal.Signals) -> int:
-    """Run the command; one rank gets a signal when it begins to draw images, which it draws until that is noticed."""
+    """Run the command; one rank gets a signal when it begins to draw, and draws until it sees the signal."""
 
     def draw(*arguments: Any, **options: Any) -> Any:
         os.kill(os.getpid(), number)

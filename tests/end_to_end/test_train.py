@@ -93,7 +93,7 @@ STAGES = {"adamw": (0, 2), "adamw8bit": (1, 3), "adamw8bit-bnb": (0,)}
 
 @pytest.mark.parametrize("optimizer", STAGES)
 def test_bf16_follows_fp32(world: World, digits: Path, tmp_path: Path, optimizer: str, nightly: bool) -> None:
-    """AdamW at every stage, the others at two; by night all at every one."""
+    """Each at one or two stages; by night all at every one."""
     exact = train_losses(world, tiny(digits, tmp_path / "fp32", 4, optim__name=optimizer), launch(0))
     for stage in range(4) if nightly else STAGES[optimizer]:
         changes = {"performance__precision": "bf16", "optim__name": optimizer}

@@ -55,10 +55,10 @@ class Moment:
     delay_s: float
 
 
-def moments(kills: int, last: int, step_s: float) -> Iterator[Moment]:
-    """Draw moments; those of steps, up to the last one, in their order, so that every start has some way to go."""
+def moments(kills: int, first: int, last: int, step_s: float) -> Iterator[Moment]:
+    """Draw moments; those of steps (``first`` to ``last``) in their order, so that every start has some way to go."""
     draw = random.Random(SEED)
-    targets = iter(sorted(draw.randint(1, last) for _ in range(kills - kills // 3)))
+    targets = iter(sorted(draw.randint(first, last) for _ in range(kills - kills // 3)))
     for number in range(kills):
         if number % 3 == 2:
             yield Moment(None, draw.uniform(0, START_S))
@@ -108,7 +108,8 @@ def kill_again_and_again(config: RunConfig, kills: int, step_s: float) -> None:
     """Train in sessions that are killed at random moments, and then to the end."""
     folder, every = Path(config.output.folder), config.output.checkpoint_every
     newest = taken = 0
-    for number, moment in enumerate(moments(kills, config.steps - AFTER, step_s)):
+    # From this step on a kill finds a checkpoint, as is asserted below.
+    for number, moment in enumerate(moments(kills, 2 * every + 1, config.steps - AFTER, step_s)):
         before, log = last_start(folder), log_of(folder)
         with Ranks(train_losses, config, launch(3)) as ranks:
             wait_for(ranks, folder, moment, before)
@@ -171,7 +172,7 @@ def test_a_run_that_is_killed_at_random_moments_ends_hex_equal(
     """4 kills, by night 300: losses, weights, moments and averages have equal bytes."""
     kills = by_night if nightly else by_day
     record_property("trials", kills)
-    steps = 3 * kills + AFTER
+    steps = max(3 * kills, 9) + AFTER
     assert_survives(config_of(digits, tmp_path, optimizer, steps, every=3), kills, undisturbed(optimizer, steps))
 
 
@@ -185,6 +186,6 @@ def test_a_long_run_that_is_killed_now_and_then_ends_hex_equal(
     record_property: Callable[[str, object], None],
 ) -> None:
     """By night 10,000 steps (89 epochs of the digits), killed about every 200; by day the run above, killed once."""
-    steps, kills, every = (10_000, 50, 20) if nightly else (9 + AFTER, 1, 5)
+    steps, kills, every = (10_000, 50, 20) if nightly else (9 + AFTER, 1, 3)
     record_property("trials", kills)
     assert_survives(config_of(digits, tmp_path, "adamw", steps, every), kills, undisturbed("adamw", steps))

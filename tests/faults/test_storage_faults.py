@@ -365,9 +365,9 @@ def test_the_training_goes_on_during_a_save(digits: Path, tmp_path: Path) -> Non
 
 @pytest.mark.fault(11)
 def test_slow_storage_delays_and_does_not_end_a_run(digits: Path, tmp_path: Path) -> None:
-    """An fsync of the first save takes 3 s longer: the save is still being written when the next one is due."""
+    """An fsync of the first save takes 6 s longer: the save is still being written when the next one is due."""
     config = config_of(digits, tmp_path / "run", steps=6)
-    done = run_under_strace("fsync:delay_enter=3000000:when=2", config)
+    done = run_under_strace("fsync:delay_enter=6000000:when=2", config)
     assert done.code == 0, done.output
     assert "waiting: the checkpoint of step 2 is still being written" in done.output
     assert intact(tmp_path / "run") == [6, 4]
@@ -376,12 +376,12 @@ def test_slow_storage_delays_and_does_not_end_a_run(digits: Path, tmp_path: Path
 def wait_longer_than_a_hang(world: World, folder: Path) -> None:
     """Wait for a save, and at the end for another; a rank that hangs ends itself."""
     async_saves._SILENT_S = 0.1
-    heart = Heartbeat(folder, world.rank, hang_timeout_s=2)
+    heart = Heartbeat(folder, world.rank, hang_timeout_s=4)
     heart.beat(2, "callbacks")
     with AsyncSaves(world, 0, heart.again) as background:
-        background.begin("checkpoint", 2, lambda: time.sleep(2.5))
+        background.begin("checkpoint", 2, lambda: time.sleep(5))
         background.wait("checkpoint")
-        background.begin("checkpoint", 3, lambda: time.sleep(2.5))
+        background.begin("checkpoint", 3, lambda: time.sleep(5))
     heart.close()
 
 

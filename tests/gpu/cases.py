@@ -95,7 +95,7 @@ ON_CPU = [
 """What ``make test`` takes, on a CPU."""
 
 BRIEFLY = [CASES[n] for n in (3, 7, 10, 15, 17, 19, 20)]
-"""What ``make test`` takes for one step, on a CPU: each family, stage, optimizer and adapter that ``ON_CPU`` lacks."""
+"""What ``make test`` takes for one step, on a CPU: what ``ON_CPU`` lacks of the values of each field."""
 
 
 def each(on_gpu: list[Case], on_cpu: list[Case], by_day: list[Case] | None = None) -> list[Any]:

@@ -52,6 +52,9 @@ def test_the_cases_cover_what_they_should() -> None:
     assert {(case.optimizer, case.recompute) for case in CASES} >= set(product(("adamw", "adamw8bit"), (False, True)))
     assert {case.adapter for case in CASES} == {"", "none", "8bit", "4bit"}
     assert any(case.optimizer == "adamw8bit-bnb" for case in CASES)
+    for name in ("family", "stage", "precision", "optimizer", "recompute", "adapter", "attention"):
+        by_day = {getattr(case, name) for case in [*ON_CPU, *BRIEFLY]}
+        assert by_day == {getattr(case, name) for case in CASES}, name
 
 
 @pytest.mark.parametrize(("on", "case"), each([], CASES, by_day=BRIEFLY), indirect=["on"])

@@ -32,9 +32,12 @@ def step(counter: CompileCounterWithBackend, res_blocks: int, dropout: float, *,
     eager, model = built(config), built(config, recompute=recompute).compile_blocks(backend=counter)
     assert sum(isinstance(module, ResBlock) for module in model.modules()) == 4 * res_blocks + 4
     arguments = {**inputs(config), "position": POSITION}
-    expected, got = (
-        {"output": out, **gradients(network, out)} for network in (eager, model) for out in [network(**arguments)]
-    )
+
+    def results(network: AdmUNet) -> dict[str, Tensor]:
+        output = network(**arguments)
+        return {"output": output, **gradients(network, output)}
+
+    expected, got = results(eager), results(model)
     assert all(torch.equal(got[name], value) for name, value in expected.items())
     assert got.keys() == expected.keys()
     assert model.state_dict().keys() == eager.state_dict().keys()

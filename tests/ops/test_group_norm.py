@@ -111,10 +111,10 @@ def test_channel_counts_of_stable_diffusion(shape, groups, dtype, order, device)
     ],
 )
 def test_awkward_shapes(shape, groups, form, device, nightly):
-    """By day one order in each form, by night both in both."""
+    """By day one order in each form; by night, and on a GPU, both in both."""
     cases = {channels_last: "shift and residual", torch.Tensor.contiguous: "per sample"}
     by_day = ORDERS[(sum(shape) + FORMS.index(form)) % 2]
-    for order in ORDERS if nightly else [by_day]:
+    for order in ORDERS if nightly or torch.cuda.is_available() else [by_day]:
         check(groups, *problem(shape, FP16, device, order=order, extras=cases[order]))
 
 

@@ -70,9 +70,9 @@ def loss_and_gradient(inputs, backend, **options):
 
 
 def covering(names):
-    """By day each name with one dtype, by night with all."""
+    """By day each name with one dtype; by night, and on a GPU, with all."""
     for number, (name, dtype) in enumerate(product(names, DTYPES)):
-        by_day = number // 3 % 3 == number % 3
+        by_day = number // 3 % 3 == number % 3 or torch.cuda.is_available()
         yield pytest.param(name, dtype, marks=() if by_day else pytest.mark.nightly)
 
 

@@ -63,10 +63,10 @@ def assert_close_in_ulps(value, expected, ulps):
 
 
 def covering():
-    """By day each shape with two dtypes and each dtype with three shapes or more, by night all of both."""
+    """By day each shape with two dtypes, each dtype with three shapes or more; by night, and on a GPU, all of both."""
     for row, name in enumerate(SHAPES):
         for column, dtype in enumerate(LATENT_DTYPES):
-            by_day = (row - column) % len(LATENT_DTYPES) < 2
+            by_day = (row - column) % len(LATENT_DTYPES) < 2 or torch.cuda.is_available()
             yield pytest.param(name, dtype, marks=() if by_day else pytest.mark.nightly)
 
 

@@ -175,7 +175,7 @@ def test_the_trainer_shows_no_credentials(words: list[str], address: str, tmp_pa
 )
 @BY_NIGHT
 @given(address=ADDRESSES)
-def test_neither_shows_credentials_in_more_forms(
+def test_more_addresses_show_no_credentials(
     run: Callable[[Sequence[str]], object], words: list[str], address: str, tmp_path: Path
 ) -> None:
     check(run, words, address, tmp_path)

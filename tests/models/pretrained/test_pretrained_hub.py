@@ -71,7 +71,8 @@ def server() -> Iterator[Any]:
 def user(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
     cache = {"HF_HOME": str(tmp_path_factory.mktemp("cache"))}
     command = [*DIE_WITH_TESTS, sys.executable, "-c", USE]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **WITHOUT_GPU, **server.environment, **cache}
+    given = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {**given, "OMP_NUM_THREADS": "1", **WITHOUT_GPU, **server.environment, **cache}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -85,7 +86,9 @@ def use(user: subprocess.Popen[str], repository: str, tmp_path: Path, variant: s
     assert user.stdout is not None
     user.stdin.write(json.dumps([repository, str(tmp_path / "out"), variant, str(output)]) + "\n")
     user.stdin.flush()
-    return Finished(int(user.stdout.readline()), output.read_text())
+    code = user.stdout.readline()
+    assert code, "the program has ended"
+    return Finished(int(code), output.read_text())
 
 
 def publish(server: Any, folder: Path, repository: str) -> str:

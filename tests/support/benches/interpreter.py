@@ -57,6 +57,7 @@ def _keep_types(patches: pytest.MonkeyPatch, core: Any, interpreter: Any) -> Non
     def sizes(shape: tuple[int, ...]) -> tuple[Any, Any]:
         made = object.__new__(core.tensor)
         make_tensor(made, None, core.block_type(core.int32, shape) if shape else core.int32)
+        assert vars(made).keys() == {"handle", "shape", "numel", "type", "dtype"}, "what tensor_init sets"
         return made.shape, made.numel
 
     def tensor_init(self: Any, handle: Any, type: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from fastdiff_bench.measure import roofline
 from fastdiff_bench.measure.roofline import Limits
 from fastdiff_bench.measure.session import Enough, StepTimer
-from fastdiff_bench.measure.timing import Effort as Care
+from fastdiff_bench.measure.timing import Effort
 from fastdiff_bench.measure.workload import Workload
 
 BROKEN_BATCH = 24
@@ -167,7 +167,7 @@ def wrong(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> Non
     raise ValueError("wrong")
 
 
-def small_limits(device: str, care: Care) -> Limits:
+def small_limits(device: str, care: Effort) -> Limits:
     """Limits of the machine from small products, in whatever process: a large one in bf16 takes seconds."""
     copied, side = roofline._COPIED_BYTES, roofline._SIDE
     with mock.patch.dict(copied, {device: 2**20}), mock.patch.dict(side, {device: 64}):

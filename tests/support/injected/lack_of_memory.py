@@ -15,11 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import fastdiff.train
-from fastdiff.config.launch_options import Launch
-from fastdiff.config.run import RunConfig
 from fastdiff.diffusion.levels import Corruption
 from fastdiff.parallel.world import World
-from fastdiff.progress import Progress
 from fastdiff.training.build import Run, build
 
 Where = Literal["forward", "backward", "step"]
@@ -99,9 +96,3 @@ def _plant(run: Run, lack: Lack, occurred: list[Lack]) -> None:
             own(*arguments)
 
         setattr(update, name, take)
-
-
-def train_lacking(world: World, config: RunConfig, start: Launch, *lacks: Lack) -> tuple[Progress, list[Lack]]:
-    """Train with these lacks of memory; return the progress, and those that occurred on this rank."""
-    with lacking(world, *lacks) as occurred:
-        return fastdiff.train.train(config, start, world), occurred

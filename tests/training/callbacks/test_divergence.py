@@ -167,6 +167,19 @@ def test_a_spike_is_six_sigma_above_the_mean(world: World) -> None:
     assert later.in_a_row == 1
 
 
+def test_a_restored_window_that_was_full_decides_alike(world: World) -> None:
+    drawn = np.random.default_rng(0).normal(1.0, 0.1, 150)  # more than the window of 128 holds
+    whole, restored = spikes_of(world), spikes_of(world)
+    for loss in drawn:
+        whole.see(2 * loss, 2, applied=True)
+    restored.restore(whole.state())
+    for spikes in (whole, restored):
+        spikes.see(2.0, 2, applied=True)
+    found = [spikes.see(2e9, 2, applied=True) for spikes in (whole, restored)]
+    assert found[0] is not None
+    assert found[0] == found[1]
+
+
 def test_nothing_is_a_spike_before_half_of_the_window(world: World) -> None:
     spikes = spikes_of(world, window=8)
     for loss in (1.0, 9.0, 1.1):
