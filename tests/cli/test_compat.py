@@ -369,6 +369,7 @@ def test_the_printed_commands_run(tmp_path: Path) -> None:
     elsewhere.mkdir()
     for command in commands[:3]:
         read = run(["bash", "-c", f"printf '%s\\0' {command}"]).output.split("\0")[:-1]
+        assert read[0] == "fastdiff"
         done = run_with_forks(forks, COMMAND, *read[1:], cwd=elsewhere)
         assert done.code == 0, done.output
     assert (tmp_path / "runs" / "iddpm-images-32-export" / "model000002.pt").is_file()

@@ -70,6 +70,7 @@ def test_ctrl_c_ends_it_and_its_training(digits: Path, tmp_path: Path) -> None:
     with demo(digits, runs, 10_000) as script:  # logged 60 times
         ended = script.process
         wait_until(lambda: not ended.is_alive() or (metrics.exists() and metrics.stat().st_size > 0), "a step")
+        assert ended.is_alive(), script.wait().output
         assert ended.pid is not None
         os.killpg(ended.pid, signal.SIGINT)
         done = script.wait()

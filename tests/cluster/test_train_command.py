@@ -75,6 +75,7 @@ def test_ctrl_c_saves_and_another_length_resumes(digits: Path, tmp_path: Path) -
     forks, command = tmp_path / "forks", [COMMAND, "train", *flags(config)]
     with forking_script(forks, *command) as script:
         wait_until(lambda: not script.process.is_alive() or steps_logged(tmp_path / "run") >= 3, "step 3")
+        assert script.process.is_alive(), script.wait().output
         assert script.process.pid is not None
         os.kill(script.process.pid, signal.SIGINT)
         done = script.wait(LIMIT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from fastdiff.exit_message import started_s
 from tests.support.injected import forking
 from tests.support.processes import ON_CPU
 from tests.support.scripts import Script
@@ -24,7 +26,7 @@ class SupervisorProcess:
         self._script, self.pid = script, script.process.pid
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             os.kill(self.pid, number)
 
     def poll(self) -> int | None:
@@ -111,7 +113,10 @@ def _forks(run: Path) -> Path:
 def _rank_of(run: Path, process: psutil.Process) -> str | None:
     """Return the number of a rank, "" for another fork of the supervisor; None: it is none of its forks."""
     note = _forks(run) / str(process.pid)
-    return note.read_text() if note.exists() else None
+    if not note.exists():
+        return None
+    started, _, rank = note.read_text().partition(" ")
+    return rank if float(started) == started_s(process.pid) else None  # another process may have its number
 
 
 def processes_of(run: Path) -> list[psutil.Process]:

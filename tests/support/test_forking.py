@@ -36,18 +36,18 @@ True b'another program\\n'
 """
 
 
-def test_a_fork_is_as_a_new_interpreter(tmp_path: Path) -> None:
+def test_a_fork_begins_like_a_new_interpreter(tmp_path: Path) -> None:
     """With arguments, variables, descriptors and streams of its own; another program is started as ever."""
     (tmp_path / "parent.py").write_text(PARENT)
     done = run_with_forks(tmp_path / "forks", tmp_path / "parent.py")
     assert done.output == SAID
     assert done.code == 0
-    notes = sorted(note.read_text() for note in (tmp_path / "forks").iterdir())
+    notes = sorted(note.read_text().partition(" ")[2] for note in (tmp_path / "forks").iterdir())
     assert notes == ["", "3", "3"]
 
 
 @pytest.mark.parametrize("end", ["sys.exit('why')", "os.kill(os.getpid(), 9)", "1 / 0"])
-def test_a_fork_ends_as_a_new_interpreter(tmp_path: Path, end: str) -> None:
+def test_a_fork_ends_like_a_new_interpreter(tmp_path: Path, end: str) -> None:
     (tmp_path / "parent.py").write_text(
         "import subprocess, sys\n"
         f"done = subprocess.run([sys.executable, '-c', 'import os, sys; ' + {end!r}], capture_output=True)\n"
@@ -55,3 +55,26 @@ def test_a_fork_ends_as_a_new_interpreter(tmp_path: Path, end: str) -> None:
     )
     code, said = {"sys": (1, ["why"]), "os.": (-9, []), "1 /": (1, ["ZeroDivisionError: division by zero"])}[end[:3]]
     assert run_with_forks(tmp_path / "forks", tmp_path / "parent.py").output == f"{code} {said}\n"
+
+
+def test_a_fork_that_cannot_begin_ends_and_its_parent_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(
+        "import subprocess, sys\n"
+        "done = subprocess.run([sys.executable, '-c', 'pass'], cwd='/nowhere', stderr=subprocess.PIPE)\n"
+        "print(done.returncode, b'FileNotFoundError' in done.stderr)\n"
+    )
+    done = run_with_forks(tmp_path / "forks", tmp_path / "parent.py")
+    assert (done.code, done.output) == (0, "1 True\n")
+
+
+def test_a_fork_removes_what_it_leaves_at_its_end(tmp_path: Path) -> None:
+    """And its last line arrives, which has no end."""
+    (tmp_path / "parent.py").write_text(
+        "import os, subprocess, sys\n"
+        "code = 'import sys, tempfile; kept = tempfile.TemporaryDirectory(); sys.stderr.write(kept.name)'\n"
+        "done = subprocess.run([sys.executable, '-c', code], stderr=subprocess.PIPE, text=True)\n"
+        "name = done.stderr.splitlines()[-1]\n"
+        "print(done.returncode, name.startswith('/'), os.path.exists(name))\n"
+    )
+    done = run_with_forks(tmp_path / "forks", tmp_path / "parent.py")
+    assert done.output.splitlines()[-1] == "0 True False"

@@ -1,8 +1,9 @@
 """A script or module whose processes of Python are forks: ``forking.py FOLDER SCRIPT ARGUMENTS...``, or ``-m MODULE``.
 
-They have imported everything, so that a rank starts in a second. All else of ``subprocess.Popen``, of the command and
-of its environment stays as it is, and what Python would run in a new interpreter runs in the fork. FOLDER gets a file
-per fork, its process id, with its rank.
+They have imported everything, so that a rank starts in a second. A fork has the command line, variables, descriptors,
+folder and session that its command is given, and runs at its end what it has registered. An error before its first
+line, such as a missing folder, ends the fork and raises nothing in its parent. Other programs are started as ever.
+FOLDER gets a file per fork, its process id, with its start time and its rank.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
-from multiprocessing import resource_tracker, util
+from multiprocessing import process, resource_tracker, util
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fastdiff import exit_message
+from fastdiff.exit_message import started_s
 
 FOLDER = "FORKS"
 """Environment variable: the folder."""
@@ -48,23 +51,49 @@ class Forking(subprocess.Popen[bytes]):
             given = (args, executable, preexec, close, pass_fds, cwd, env, info, flags, shell)
             super()._execute_child(*given, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more)  # type: ignore[misc]
             return
+        assert (executable, preexec, close, shell) == (None, None, True, False), "a fork does not know these options"
         self.pid = os.fork()
         if not self.pid:
-            if more[5]:  # start_new_session
-                os.setsid()
-            if cwd is not None:
-                os.chdir(cwd)
-            _become(args, os.environ if env is None else env, pass_fds, (p2cread, c2pwrite, errwrite))
+            session, environment = more[5], os.environ if env is None else env
+            _live(args, environment, cwd, session, pass_fds, (p2cread, c2pwrite, errwrite))
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
 
-def _become(words: Sequence[str], env: Mapping[str, str], kept: Sequence[int], streams: Sequence[int]) -> NoReturn:
-    """Run a command of Python as a new process would, without the threads, files and signals of this one."""
-    atexit._clear()  # what this process removes at its end
+def _live(
+    words: Sequence[str], env: Mapping[str, str], cwd: str | None, session: bool, kept: Sequence[int],
+    streams: Sequence[int],
+) -> NoReturn:  # fmt: skip
+    """Run a command of Python from its start to its end; no exception reaches the code of the parent."""
+    code = 1
+    try:
+        if session:
+            os.setsid()
+        _become(words, dict(env), kept, streams)
+        if cwd is not None:
+            os.chdir(cwd)
+        code = _run(list(words))
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        util._exit_function()  # type: ignore[attr-defined]
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # closed by the command, or by its reader
+                stream.flush()
+        os._exit(code)
+
+
+def _become(words: Sequence[str], env: dict[str, str], kept: Sequence[int], streams: Sequence[int]) -> None:
+    """Drop the files, signals, children and exit functions of the parent; take over the variables."""
+    atexit._clear()  # what the parent removes at its end
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # atexit has just forgotten it
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
-    env = dict(env)
-    (Path(os.environ[FOLDER]) / str(os.getpid())).write_text(env.get("RANK", ""))
+    process._children.clear()  # type: ignore[attr-defined]
+    note = f"{started_s(os.getpid())} {env.get('RANK', '')}"
+    (Path(os.environ[FOLDER]) / str(os.getpid())).write_text(note)
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
@@ -83,15 +112,8 @@ def _become(words: Sequence[str], env: Mapping[str, str], kept: Sequence[int], s
     os.environ.update(env)
     _show(words, env)
     # Computed on the import of the module, from the parent of the process.
-    exit_message._LAUNCHER = f"{os.getppid()}-{exit_message.started_s(os.getppid())}"
-    sys.path[:0] = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path]
-    code = _run(list(words))
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    util._exit_function()  # type: ignore[attr-defined]
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-    os._exit(code)
+    exit_message._LAUNCHER = f"{os.getppid()}-{started_s(os.getppid())}"
+    sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
 
 
 def _show(words: Sequence[str], environment: Mapping[str, str]) -> None:
