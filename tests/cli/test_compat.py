@@ -359,9 +359,8 @@ def test_the_printed_commands_run(tmp_path: Path) -> None:
         (tmp_path / "images").mkdir(exist_ok=True)
         (tmp_path / "images" / f"{number}.png").write_bytes(encode(natural(40, 50), "PNG"))
     shape = "--image_size 32 --num_channels 32 --num_res_blocks 1 --num_heads 1 --batch_size 2 --lr_anneal_steps 2"
-    forks = tmp_path / "forks"
     words = ["compat", "iddpm", "--", "--data_dir", "images", *shape.split()]
-    translated = run_with_forks(forks, COMMAND, *words, cwd=tmp_path)
+    translated = run_with_forks(COMMAND, *words, cwd=tmp_path)
     assert translated.code == 0, translated.output
     commands = re.split(r"(?<!\\)\n", translated.output.partition("\n\n")[0])
     assert [command.split()[1] for command in commands] == ["encode", "launch", "export", "sample"]
@@ -370,7 +369,7 @@ def test_the_printed_commands_run(tmp_path: Path) -> None:
     for command in commands[:3]:
         read = run(["bash", "-c", f"printf '%s\\0' {command}"]).output.split("\0")[:-1]
         assert read[0] == "fastdiff"
-        done = run_with_forks(forks, COMMAND, *read[1:], cwd=elsewhere)
+        done = run_with_forks(COMMAND, *read[1:], cwd=elsewhere)
         assert done.code == 0, done.output
     assert (tmp_path / "runs" / "iddpm-images-32-export" / "model000002.pt").is_file()
     assert not list(elsewhere.iterdir())

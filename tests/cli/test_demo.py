@@ -14,16 +14,16 @@ import pytest
 from fastdiff.checkpoint.manifest import committed
 from fastdiff.cli.demo.bits import compare
 from fastdiff.errors import StorageError
-from tests.support.scripts import COMMAND, Script, forking_script
+from tests.support.scripts import COMMAND, Launcher
 from tests.support.waiting import wait_until
 
 SMALL = ("--model.depth", "1", "--model.hidden", "32", "--model.heads", "2", "--output.sample-steps", "2")
 
 
-def demo(digits: Path, runs: Path, steps: int) -> Script:
+def demo(digits: Path, runs: Path, steps: int) -> Launcher:
     """A demo whose commands and ranks are forks."""
     words = ["demo", "--steps", str(steps), "--data", str(digits), "--runs", str(runs), "--", *SMALL]
-    return forking_script(runs.parent / "forks", COMMAND, *words, cwd=runs.parent)
+    return Launcher(COMMAND, *words, cwd=runs.parent)
 
 
 @pytest.fixture(scope="module")

@@ -435,12 +435,11 @@ def test_local_runs_here_and_gives_the_exit_code_of_the_run(tmp_path: Path, digi
         "--preset", "digits", "--data.path", digits, "--output.folder", tmp_path / "run", "--batch.samples", "32",
         "--samples", "64", "--output.sample_every", "0", "--model.depth", "1",
     ]  # fmt: skip
-    forks = tmp_path / "forks"
-    done = run_with_forks(forks, COMMAND, "launch", "local", "--ranks", "2", "--", *flags)
+    done = run_with_forks(COMMAND, "launch", "local", "--ranks", "2", "--", *flags)
     assert done.code == 0, done.output
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
     nothing = ["--data.path", tmp_path / "none"]
-    missing = run_with_forks(forks, COMMAND, "launch", "local", "--ranks", "1", "--", *flags, *nothing)
+    missing = run_with_forks(COMMAND, "launch", "local", "--ranks", "1", "--", *flags, *nothing)
     assert missing.code == 65, missing.output
 
 

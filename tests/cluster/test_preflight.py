@@ -32,7 +32,7 @@ from tests.support.injected.pretended_gpu import PRETENDED, PretendedGpu
 from tests.support.injected.system_calls import strace
 from tests.support.injected.tiny_disk import tiny_disk
 from tests.support.processes import ON_CPU, ROOT, Finished, start, stop
-from tests.support.scripts import COMMAND, Script, forking_script, run_with_forks
+from tests.support.scripts import COMMAND, Launcher, Script, run_with_forks
 from tests.support.servers.ports import reserved_port
 
 ANY_DEVICE = ("--preset", "digits", "--data.path", "digits", "--output.folder", "run")
@@ -74,7 +74,7 @@ class Nodes:
                 else:
                     words = [*self.machines[node], preflight_node.__file__, *arguments]
                     own = self.environments[node]
-                    script = forking_script(folder.parent / "forks", *words, cwd=folder, **own)
+                    script = Launcher(*words, cwd=folder, **own)
                     running.append(stack.enter_context(script))
             return [_finished(node, timeout_s) for node in running]
 
@@ -231,7 +231,7 @@ def test_rank_0_checks_a_single_node(digits: Path, tmp_path: Path) -> None:
     few_steps = ["--samples", "32", "--batch.samples", "16", "--output.sample_every", "0"]
     size = checkpoint_bytes(command_line.parse(run_flags)[1])
     with tiny_disk(tmp_path / "disk", 2.5 * size / 2**20):
-        command = [tmp_path / "forks", COMMAND, "launch", "local", "--ranks"]
+        command = [COMMAND, "launch", "local", "--ranks"]
         done = run_with_forks(*command, "2", "--", *run_flags, *few_steps)
         assert done.code == StorageError.exit_code, done.output
         assert done.output.count("pre-flight: 1 problem on 1 of 1 nodes\n  node 0 (") == 1, done.output

@@ -41,6 +41,7 @@ import ctypes, os, pathlib, threading, time
 def lock():
     while not pathlib.Path(os.environ["LOCK_FILE"]).exists():
         time.sleep(0.05)
+    pathlib.Path(os.environ["LOCK_FILE"]).with_name("locks").touch()
     ctypes.PyDLL(None).sleep(3600)  # PyDLL: without letting the interpreter's lock go
 
 if os.environ.get("RANK") == "1":
@@ -137,6 +138,7 @@ def test_a_rank_that_hangs_is_named_with_the_stacks_of_the_others(start: Start, 
         supervised.rank(1).send_signal(signal.SIGSTOP)
     else:
         (tmp_path / "now").touch()
+        wait_until((tmp_path / "locks").exists, "the lock of the interpreter")
     (beats,) = tmp_path.glob("fastdiff-*/rank-00001.beat")
     wait_until(lambda: ended_or_silent_for_hours(supervised, beats), "the end of a hang")
     assert supervised.wait() == UNAVAILABLE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import sys
@@ -14,7 +13,7 @@ import pytest
 from fastdiff.parallel import preemption, visible_gpus
 from tests.support.processes import run
 from tests.support.runs import flags, intact, losses, tiny
-from tests.support.scripts import COMMAND, forking_script, run_with_forks
+from tests.support.scripts import COMMAND, Launcher, run_with_forks
 from tests.support.supervised import Supervised, end
 from tests.support.waiting import LIMIT_S, steps_logged, wait_until
 
@@ -72,12 +71,11 @@ def test_what_files_and_flags_tell_is_told_before_torch_is_imported(digits: Path
 def test_ctrl_c_saves_and_another_length_resumes(digits: Path, tmp_path: Path) -> None:
     """The rest of so long a run is announced."""
     config = tiny(digits, tmp_path / "run", steps=1_000_000)
-    forks, command = tmp_path / "forks", [COMMAND, "train", *flags(config)]
-    with forking_script(forks, *command) as script:
+    command = [COMMAND, "train", *flags(config)]
+    with Launcher(*command) as script:
         wait_until(lambda: not script.process.is_alive() or steps_logged(tmp_path / "run") >= 3, "step 3")
         assert script.process.is_alive(), script.wait().output
-        assert script.process.pid is not None
-        os.kill(script.process.pid, signal.SIGINT)
+        script.send_signal(signal.SIGINT)
         done = script.wait(LIMIT_S)
     output = done.output
     assert done.code == 75, output
@@ -90,7 +88,7 @@ def test_ctrl_c_saves_and_another_length_resumes(digits: Path, tmp_path: Path) -
     assert "Traceback" not in output
 
     place = command.index("--samples")
-    again = run_with_forks(forks, *command[:place], *command[place + 2 :], "--steps", str(step + 2))
+    again = run_with_forks(*command[:place], *command[place + 2 :], "--steps", str(step + 2))
     assert again.code == 0, again.output
     assert len(losses(tmp_path / "run")) == step + 2
 

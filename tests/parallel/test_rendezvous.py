@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import BIN, ROOT, Finished, run
-from tests.support.scripts import Script, forking_script
+from tests.support.scripts import Launcher
 from tests.support.servers.ports import reserved_port
 
 PROBE = """
@@ -66,9 +66,9 @@ PATH = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
 LAUNCH = [BIN / "deepspeed", "--num_accelerators", "2"]
 
 
-def launched(probe: Path, *launcher: str | Path, **environment: str) -> Script:
+def start(probe: Path, *launcher: str | Path, **environment: str) -> Launcher:
     """Start the launcher; its processes are forks."""
-    return forking_script(probe.with_name("forks"), *launcher, probe, PYTHONPATH=PATH, **environment)
+    return Launcher(*launcher, probe, PYTHONPATH=PATH, **environment)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_two_runs_of_the_default_port_at_once(probe: Path) -> None:
             other.bind(("127.0.0.1", 29_500))
             other.listen()
         with ExitStack() as stack:
-            jobs = [stack.enter_context(launched(probe, *LAUNCH, JOB=name, TMPDIR=str(probe.parent))) for name in "ab"]
+            jobs = [stack.enter_context(start(probe, *LAUNCH, JOB=name, TMPDIR=str(probe.parent))) for name in "ab"]
             ended = [job.wait() for job in jobs]
     assert [done.code for done in ended] == [0, 0], ended
     outputs = [done.output for done in ended]
@@ -95,7 +95,7 @@ def test_two_runs_of_the_default_port_at_once(probe: Path) -> None:
 
 def test_a_port_that_is_given_is_used(probe: Path) -> None:
     port = reserved_port()
-    with launched(probe, *LAUNCH, "--master_port", str(port), JOB="c", TMPDIR=tempfile.gettempdir()) as job:
+    with start(probe, *LAUNCH, "--master_port", str(port), JOB="c", TMPDIR=tempfile.gettempdir()) as job:
         done = job.wait()
     assert done.code == 0, done.output
     assert f"met c {port} {port}\n" in done.output

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
-from typing import Self
+from typing import Any, Self
 
 from tests.support.forked import WITHOUT_GPU, end_with_the_tests, fork_server
 from tests.support.processes import BIN, ROOT, Finished, deepspeed_command
@@ -30,18 +30,10 @@ def run_script(path: Path, *arguments: str | Path, timeout_s: float = 240, **env
         return script.wait(timeout_s)
 
 
-def run_with_forks(
-    folder: Path, *words: str | Path, cwd: Path = ROOT, timeout_s: float = 240, **environment: str
-) -> Finished:
-    """Run a script whose own processes of Python, such as its ranks, are forks, too; notes of them go to a folder."""
-    with forking_script(folder, *words, cwd=cwd, **environment) as script:
-        return script.wait(timeout_s)
-
-
-def forking_script(folder: Path, *words: str | Path, cwd: Path = ROOT, **environment: str) -> Script:
-    """Start such a script."""
-    folder.mkdir(exist_ok=True)
-    return Script(_FORKING, folder, *words, cwd=cwd, **environment)
+def run_with_forks(*words: str | Path, timeout_s: float = 240, **options: Any) -> Finished:
+    """Run a command to its end as ``Launcher`` does."""
+    with Launcher(*words, **options) as launcher:
+        return launcher.wait(timeout_s)
 
 
 def run_job(path: Path, *arguments: str | Path, ranks: int, timeout_s: float = 240, **environment: str) -> Finished:
@@ -96,11 +88,17 @@ class Script:
 
 
 class Launcher(Script):
-    """A command that starts others, all of them forked, in a session of its own; leaving the context kills them all."""
+    """A command whose processes of Python, such as its ranks, are forks; leaving the context kills its session.
 
-    def __init__(self, *command: str | Path, **environment: str) -> None:
+    Args:
+        words: a script of Python and its command line, or ``-m`` and a module.
+        notes: folder for a note of each fork; None: a folder of its own.
+        options: of ``Script``.
+    """
+
+    def __init__(self, *words: str | Path, notes: Path | None = None, **options: Any) -> None:
         self._notes = TemporaryDirectory()
-        super().__init__(_FORKING, self._notes.name, *command, **environment)
+        super().__init__(_FORKING, notes or self._notes.name, *words, **options)
 
     def __exit__(self, *error: object) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -114,6 +112,11 @@ class Launcher(Script):
         assert self.process.pid is not None
         return self.process.pid
 
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
     def poll(self) -> int | None:
         """Return the exit code; None while it runs."""
         return self.process.exitcode
@@ -123,10 +126,9 @@ class Launcher(Script):
         return self.wait().output, None
 
 
-def launched(*flags: str | Path, ranks: int) -> Finished:
+def deepspeed_with_forks(*flags: str | Path, ranks: int) -> Finished:
     """Run ``deepspeed fastdiff/train.py`` with ``flags`` on a free port, its processes forked."""
-    with Launcher(*deepspeed_command(*flags, ranks=ranks)) as launcher:
-        return launcher.wait()
+    return run_with_forks(*deepspeed_command(*flags, ranks=ranks))
 
 
 def _end_of(ranks: list[ForkServerProcess], timeout_s: float) -> int:

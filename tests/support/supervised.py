@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
 
 from fastdiff.exit_message import started_s
-from tests.support.injected import forking
 from tests.support.processes import ON_CPU
-from tests.support.scripts import Script
+from tests.support.scripts import Launcher
 from tests.support.waiting import LIMIT_S, steps_logged, wait_until
-
-
-class SupervisorProcess:
-    """The process of a supervisor, from the fork server, with the methods of ``subprocess.Popen``."""
-
-    def __init__(self, script: Script) -> None:
-        assert script.process.pid is not None
-        self._script, self.pid = script, script.process.pid
-
-    def send_signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.kill(self.pid, number)
-
-    def poll(self) -> int | None:
-        return self._script.process.exitcode
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        self._script.process.join(timeout_s)
-        code = self.poll()
-        if code is None:
-            raise subprocess.TimeoutExpired("supervisor", timeout_s or 0.0)
-        return code
 
 
 class Supervised:
@@ -69,8 +44,7 @@ class Supervised:
         command = ["-m", "fastdiff.cluster.supervisor.main", "--node-rank", str(node), *options, "--", *flags, *ON_CPU]
         env = {"TMPDIR": str(run.parent), **(environment or {})}
         place = str(output or self._log)
-        script = Script(Path(forking.__file__), str(_forks(run)), *command, output=place, **env)
-        self.process = SupervisorProcess(script)
+        self.process = Launcher(*command, notes=_forks(run), output=place, **env)
 
     @property
     def output(self) -> str:
@@ -91,10 +65,10 @@ class Supervised:
 
     def wait(self, timeout_s: float = LIMIT_S) -> int:
         """Return its exit code; fail after ``timeout_s``."""
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still there after {timeout_s} s; the output:\n{self.output}") from None
+        self.process.process.join(timeout_s)
+        code = self.process.poll()
+        assert code is not None, f"still there after {timeout_s} s; the output:\n{self.output}"
+        return code
 
     def wait_for_steps(self, steps: int) -> None:
         """Return when the run has logged so many steps; fail if the supervisor ends before."""
@@ -135,9 +109,8 @@ def processes_of(run: Path) -> list[psutil.Process]:
 def end(supervisors: Iterable[Supervised]) -> None:
     """Kill supervisors and their ranks."""
     for supervised in supervisors:
-        for process in [supervised.process.pid, *(p.pid for p in processes_of(supervised.run))]:
-            try:
-                os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        supervised.process.wait()
+        with supervised.process:
+            supervised.process.send_signal(signal.SIGKILL)
+            for process in processes_of(supervised.run):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()

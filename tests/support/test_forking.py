@@ -39,10 +39,11 @@ True b'another program\\n'
 def test_a_fork_begins_like_a_new_interpreter(tmp_path: Path) -> None:
     """With arguments, variables, descriptors and streams of its own; another program is started as ever."""
     (tmp_path / "parent.py").write_text(PARENT)
-    done = run_with_forks(tmp_path / "forks", tmp_path / "parent.py")
+    (tmp_path / "notes").mkdir()
+    done = run_with_forks(tmp_path / "parent.py", notes=tmp_path / "notes")
     assert done.output == SAID
     assert done.code == 0
-    notes = sorted(note.read_text().partition(" ")[2] for note in (tmp_path / "forks").iterdir())
+    notes = sorted(note.read_text().partition(" ")[2] for note in (tmp_path / "notes").iterdir())
     assert notes == ["", "3", "3"]
 
 
@@ -54,7 +55,7 @@ def test_a_fork_ends_like_a_new_interpreter(tmp_path: Path, end: str) -> None:
         "print(done.returncode, done.stderr.decode().splitlines()[-1:])\n"
     )
     code, said = {"sys": (1, ["why"]), "os.": (-9, []), "1 /": (1, ["ZeroDivisionError: division by zero"])}[end[:3]]
-    assert run_with_forks(tmp_path / "forks", tmp_path / "parent.py").output == f"{code} {said}\n"
+    assert run_with_forks(tmp_path / "parent.py").output == f"{code} {said}\n"
 
 
 def test_a_fork_that_cannot_begin_ends_and_its_parent_goes_on(tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_a_fork_that_cannot_begin_ends_and_its_parent_goes_on(tmp_path: Path) ->
         "done = subprocess.run([sys.executable, '-c', 'pass'], cwd='/nowhere', stderr=subprocess.PIPE)\n"
         "print(done.returncode, b'FileNotFoundError' in done.stderr)\n"
     )
-    done = run_with_forks(tmp_path / "forks", tmp_path / "parent.py")
+    done = run_with_forks(tmp_path / "parent.py")
     assert (done.code, done.output) == (0, "1 True\n")
 
 
@@ -76,5 +77,5 @@ def test_a_fork_removes_what_it_leaves_at_its_end(tmp_path: Path) -> None:
         "name = done.stderr.splitlines()[-1]\n"
         "print(done.returncode, name.startswith('/'), os.path.exists(name))\n"
     )
-    done = run_with_forks(tmp_path / "forks", tmp_path / "parent.py")
+    done = run_with_forks(tmp_path / "parent.py")
     assert done.output.splitlines()[-1] == "0 True False"

@@ -29,7 +29,7 @@ from fastdiff.train import main, train
 from tests.support.injected.tiny_disk import tiny_disk
 from tests.support.processes import deepspeed, start, stop
 from tests.support.runs import flags, hexes, intact, launch, losses, records, tiny, train_losses
-from tests.support.scripts import COMMAND, TRAIN, launched, run_job, run_script
+from tests.support.scripts import COMMAND, TRAIN, deepspeed_with_forks, run_job, run_script
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_an_error_on_one_rank_is_the_message_and_the_exit_code(digits: Path, tmp
     content[place.offset + place.length - 1] ^= 1
     path.write_bytes(content)
     for _ in range(5 if nightly else 1):
-        done = deepspeed(*flags(config), ranks=2) if nightly else launched(*flags(config), ranks=2)
+        done = deepspeed(*flags(config), ranks=2) if nightly else deepspeed_with_forks(*flags(config), ranks=2)
         assert done.code == 65, done.output
         assert done.output.count("fastdiff: error (rank 1)") == 1
         assert place.key in done.output

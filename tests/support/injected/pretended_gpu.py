@@ -146,9 +146,7 @@ class PretendedGpu:
 
     def run_with_forks(self, path: Path, *arguments: str | Path, **environment: str) -> Finished:
         """Run a script there whose own processes are forks, which see the same machine."""
-        done = run_with_forks(
-            self.folder / "forks", PRETENDED, path, *arguments, **self.environment(mounted=False, **environment)
-        )
+        done = run_with_forks(PRETENDED, path, *arguments, **self.environment(mounted=False, **environment))
         self._look_at_smi()
         return done
 
