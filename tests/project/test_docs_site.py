@@ -36,8 +36,9 @@ def script(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.nightly
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
-    """With every link and anchor, and every name of the reference."""
+    """With every link and anchor, and every name of the reference; ``make docs`` builds it too."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,12 @@ def train_losses(world: World, config: RunConfig, start: Launch) -> list[float]:
     """Train, and return the losses of all steps."""
     train(config, start, world)
     return losses(Path(config.output.folder))
+
+
+def copy_run(world: World, start: Path, run: Path) -> None:
+    """Copy a run once all ranks have left it."""
+    world.agree(None)
+    world.on_first(lambda: shutil.copytree(start, run))
 
 
 def flags(config: RunConfig) -> list[str]:

@@ -22,7 +22,7 @@ from fastdiff.training.checkpoints import Checkpoints
 from fastdiff.training.optimizer.build import PER_BLOCK, create_8bit_state
 from fastdiff_kernels.adamw8bit import BLOCK, AdamW8bit
 from tests.support.processes import run_ranks
-from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, newest, tiny, train_losses
+from tests.support.runs import assert_same_checkpoint, copy_run, hexes, launch, losses, newest, tiny, train_losses
 
 CODES = ("exp_avg_codes", "exp_avg_sq_codes")
 
@@ -59,7 +59,7 @@ def train_on_two(world: World, digits: Path, folder: Path) -> TwoRanks:
 def save_again(world: World, digits: Path, start: Path, folder: Path) -> None:
     for stage in range(4):
         run = folder / str(stage)
-        world.on_first(lambda run=run: shutil.copytree(start, run))  # type: ignore[misc]
+        copy_run(world, start, run)
         with ExitStack() as stack:
             state = build(config_of(digits, run, 9), launch(stage), world, stack).state
             checkpoints = Checkpoints(run / "again" / "checkpoints", 2, world)

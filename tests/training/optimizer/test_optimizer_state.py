@@ -30,7 +30,7 @@ from fastdiff.training.optimizer.build import build_optimizer
 from fastdiff.training.optimizer.state import check_groups
 from fastdiff.training.resume import config_changes
 from tests.support.forked import forked_ranks, values
-from tests.support.runs import launch, newest, renew_digest, tiny
+from tests.support.runs import copy_run, launch, newest, renew_digest, tiny
 
 Moments = dict[str, dict[str, Tensor]]
 """By moment ("1", "2") and parameter."""
@@ -79,7 +79,7 @@ def load_at_every_stage(world: World, digits: Path, start: Path, folder: Path, t
     """Load the run in ``start`` and compare its moments with ``truth``."""
     for stage in range(4):
         run = folder / f"{world.size}-{stage}"
-        world.on_first(lambda run=run: shutil.copytree(start, run))  # type: ignore[misc]
+        copy_run(world, start, run)
         with ExitStack() as stack:
             state = build(blockwise_config(digits, run), launch(stage), world, stack).state
             assert state.progress.steps == 3

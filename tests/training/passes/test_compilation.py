@@ -97,7 +97,11 @@ def assert_sizes_counted(output: str) -> None:
 @pytest.mark.parametrize(
     ("start", "changes"),
     [
-        (launch(0), {"timesteps__density": "importance", "performance__precision": "bf16", "batch__micro": 4}),
+        pytest.param(
+            launch(0),
+            {"timesteps__density": "importance", "performance__precision": "bf16", "batch__micro": 4},
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(launch(1), {"performance__precision": "bf16", "batch__micro": 4}, marks=pytest.mark.nightly),
         (launch(3), {"performance__recompute": True}),
         pytest.param(
