@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, Self
 from unittest import mock
@@ -132,24 +132,23 @@ class Ranks:
         deadline = time.monotonic() + timeout_s
         found: dict[int, tuple[Any, str | None]] = {}
         with self:
-            while any(process.is_alive() for process in self.processes):
-                self._take(found, 0.05)
+            while running := [process.sentinel for process in self.processes if process.is_alive()]:
+                connection.wait([self._results._reader, *running], deadline - time.monotonic())
+                self._take(found)
                 if any((process.exitcode or 0) < 0 for process in self.processes):
                     self.kill()
                 assert time.monotonic() < deadline, f"ranks still run after {timeout_s} s; results of {sorted(found)}"
-            while self._take(found, 0.05):
-                pass
+            self._take(found)
         return [
             Ended(process.exitcode or 0, *found.get(rank, (None, None))) for rank, process in enumerate(self.processes)
         ]
 
-    def _take(self, found: dict[int, tuple[Any, str | None]], timeout_s: float) -> bool:
-        try:
-            rank, value, trace = self._results.get(timeout=timeout_s)
-        except queue.Empty:
-            return False
-        found[rank] = (pickle.loads(value), trace)
-        return True
+    def _take(self, found: dict[int, tuple[Any, str | None]]) -> None:
+        """Take the results that are there."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                rank, value, trace = self._results.get_nowait()
+                found[rank] = (pickle.loads(value), trace)
 
 
 def forked_ranks(function: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 240) -> list[Ended]:
