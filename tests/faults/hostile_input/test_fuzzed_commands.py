@@ -54,7 +54,7 @@ def check(seed: int, count: int, there: list[Path], folder: Path) -> None:
 
 @pytest.mark.fault(28)
 def test_random_command_lines_are_answered(there: list[Path], tmp_path: Path) -> None:
-    check(SEED, 50, there, tmp_path)
+    check(SEED, 30, there, tmp_path)
 
 
 @pytest.mark.nightly

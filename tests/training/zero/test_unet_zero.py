@@ -67,7 +67,7 @@ def learn(
     engine = DeepSpeedEngine(model, config, resolve(launch(stage).deepspeed, config, world.size), world, blocks)
     losses = []
     for step in range(_STEPS):
-        arguments = inputs(_UNETS[kind], batch=4)
+        arguments = inputs(_UNETS[kind], batch=2)
         target = torch.randn(arguments["noisy"].shape, generator=torch.Generator().manual_seed(10 * step + world.rank))
         loss = (engine(arguments.pop("noisy"), arguments.pop("time"), **arguments) - target).square().mean()
         engine.backward(loss)
