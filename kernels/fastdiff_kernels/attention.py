@@ -171,7 +171,7 @@ def reasons(
 def _xformers_reason(dtype: torch.dtype, head_dim: int, here: Machine) -> str | None:
     if here.xformers is not None:
         return here.xformers
-    if dtype not in _HALF and (dtype != torch.float32 or here.capability > (9, 0)):
+    if dtype not in _HALF and (dtype != torch.float32 or here.capability[0] > 9):
         return f"computes in fp16 and bf16, up to sm_90 in fp32; the tensors are {_name(dtype)} on {here.architecture}"
     if head_dim % 8 or head_dim > 256:
         return f"takes head dims that are multiples of 8 up to 256, this is {head_dim}"

@@ -18,6 +18,14 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@pytest.fixture(params=["triton", "reference"])
+def backend_on_cpu(request: pytest.FixtureRequest) -> str:
+    """A backend that takes tensors of the CPU: beside a GPU, Triton's kernels are compiled for that alone."""
+    if request.param == "triton" and not launch.INTERPRETED:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    return str(request.param)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def nearest_even() -> Iterator[None]:
     """Round fp32 to the nearest bf16, as every GPU does; Triton's interpreter cuts the low bits off."""

@@ -65,7 +65,9 @@ def kernel(groups, **options):
 
 def check(groups, inputs, upstream, silu=True):
     reference = partial(group_norm_reference, groups=groups, silu=silu)
-    assert_as_accurate_as_eager(kernel(groups, silu=silu), reference, inputs, upstream)
+    assert_as_accurate_as_eager(
+        kernel(groups, silu=silu), reference, inputs, upstream, sums={"dweight", "dbias", "dshift"}
+    )
 
 
 EXTRAS = ("", "shift and residual", "per sample", "shift", "residual", "per sample, shift and residual")
@@ -401,10 +403,9 @@ P = torch.ones(6)
         ({"backend": "cuda"}, "backend 'cuda': expected 'triton', 'reference'"),
     ],
 )
-@pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_refusals_say_what_was_given_and_what_to_do(backend, change, message):
+def test_refusals_say_what_was_given_and_what_to_do(backend_on_cpu, change, message):
     with pytest.raises(ValueError, match=message):
-        group_norm(**{"x": X, "groups": 3, "weight": P, "bias": P, "backend": backend} | change)
+        group_norm(**{"x": X, "groups": 3, "weight": P, "bias": P, "backend": backend_on_cpu} | change)
 
 
 def test_fp64_is_for_the_reference_alone(device):

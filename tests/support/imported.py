@@ -1,5 +1,7 @@
 """Imports all that a run imports, at once or later, so that a process forked from here does not; then freezes it.
 
+Also does what a thread must not be doing for the first time when its process forks: see ``_count_waiting``.
+
 Frozen objects are not looked at by the garbage collector, which ZeRO-3 calls at every start: that took half a second.
 A test that asks whether something is released unfreezes them.
 """
@@ -7,6 +9,7 @@ A test that asks whether something is released unfreezes them.
 from __future__ import annotations
 
 import gc
+from datetime import timedelta
 from importlib import import_module
 
 for name in (
@@ -37,5 +40,26 @@ for name in (
 ):
     import_module(name)
 import_module("fastdiff.config.run_record").versions()  # parses the metadata of nine packages
+
+
+def _count_waiting() -> None:
+    """Call what a thread of a supervisor calls of a TCPStore.
+
+    The first call of each makes a counter of torch under a lock. A rank that is forked meanwhile inherits the lock, and
+    waits for it in its own first call for ever.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
+    store.set("a", "")
+    store.add("b", 1)
+    store.compare_set("a", "", "c")
+    store.check(["a"])
+    store.wait(["a"], timedelta(seconds=60))
+    store.get("a")
+
+
+_count_waiting()
 gc.collect()
 gc.freeze()

@@ -87,8 +87,9 @@ def assert_no_worse(
 ) -> None:
     """Apply the criterion to existing results, by name; ``oracle`` holds the results in fp64.
 
-    Results named in ``sums`` are sums over many rows, compared in RMS alone: two orders of addition round differently,
-    so that the largest of a few hundred errors exceeds twice that of the other order by chance.
+    Results named in ``sums`` are sums over many rows, compared in RMS alone, up to three times: two orders of addition
+    round differently, so that the largest of a few hundred errors exceeds twice that of the other order by chance, and
+    the RMS of a few sums does.
 
     Raises:
         AssertionError: they are less accurate, or of another dtype or shape; also under ``python -O``.
@@ -99,9 +100,10 @@ def assert_no_worse(
         shapes = f"{name}: {tuple(value.shape)}, eager {tuple(oracle[name].shape)}"
         _hold(value.shape == oracle[name].shape, shapes)
         rounded = oracle[name].to(value.dtype)
-        for measure in (_rms,) if name in sums else (_maximum, _rms):
+        factor, measures = (3.0, [_rms]) if name in sums else (2.0, [_maximum, _rms])
+        for measure in measures:
             least = measure(rounded, oracle[name])
-            allowed = 2.0 * max(measure(eager[name], oracle[name]), least)
+            allowed = factor * max(measure(eager[name], oracle[name]), least)
             got = measure(value, oracle[name])
             _hold(got <= allowed, f"{name}: {measure.__name__} error {got:.3e}, allowed {allowed:.3e}")
 

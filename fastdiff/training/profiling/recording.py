@@ -45,7 +45,8 @@ class Recording:
         )
         self._runs = False
         if self._on_gpu and detailed:  # first: if it fails, no profiler runs
-            torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
+            # Without stacks of frees: torch 2.11 lost the exception that ends a recomputation, which frees tensors.
+            torch.cuda.memory._record_memory_history(context="alloc", max_entries=_ALLOCATIONS)
         try:
             self._profiler.start()
         except BaseException:

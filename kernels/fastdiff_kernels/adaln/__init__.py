@@ -196,7 +196,8 @@ def _adaln_plain(
     # In fp32, because on a CPU the statistics come in the dtype of the argument.
     normed, mean, rstd = torch.native_layer_norm(h.float(), h.shape[-1:], None, None, eps)
     y = modulate(normed.to(x.dtype), shift, scale)
-    return [y, mean, rstd] if branch is None else [y, mean, rstd, h]
+    # A view: in fp32 h.float() is h itself, and code compiled by torch 2.11 then drops the gradient of this output.
+    return [y, mean, rstd] if branch is None else [y, mean, rstd, h.view_as(h)]
 
 
 class _AdaLN(torch.autograd.Function):

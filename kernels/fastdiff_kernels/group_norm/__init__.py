@@ -77,6 +77,8 @@ def group_norm_reference(
         normal = F.group_norm(h.to(exact), groups, eps=eps)
         y = torch.addcmul(per_channel(bias, exact), normal, per_channel(weight, exact))
     y = (F.silu(y) if silu else y).to(x.dtype)
+    if channels_last(x):  # on CUDA torch's norm is contiguous whatever x is
+        y = y.movedim(1, -1).contiguous().movedim(-1, 1)
     return y if residual is None else (y, h)
 
 

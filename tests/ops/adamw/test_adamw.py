@@ -147,7 +147,8 @@ def long_gradient(dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_norm_is_that_of_fp64_rounded_once(device, backend, dtype):
-    for grad in (long_gradient(dtype, device), values(6, 9).to(device, dtype), torch.zeros(0, dtype=dtype)):
+    none = torch.zeros(0, dtype=dtype, device=device)
+    for grad in (long_gradient(dtype, device), values(6, 9).to(device, dtype), none):
         expected = grad.double().square().sum().sqrt()
         found = norm(grad, backend)
         assert found.dtype == torch.float32
