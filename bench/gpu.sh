@@ -243,8 +243,11 @@ sed -i '/^interrupted$/d' "$out/summary.txt"
 trap interrupted INT TERM
 has() { python3 -c "import $1" >/dev/null 2>&1; }
 ! has xdist || workers=(-n auto) few_workers=(-n 4)
-has nvidia.dali || without_dali=(-k "not dali")
 mapfile -t on_gpu_files < <(grep -rl --include='test_*.py' --exclude-dir={ops,gpu} 'pytest\.mark\.gpu' tests)
+if ! has nvidia.dali; then
+    without_dali=(-k "not dali")
+    mapfile -t on_gpu_files < <(grep -L decode_dali "${on_gpu_files[@]}") # those import it
+fi
 PATH=$PATH:/usr/local/cuda/bin
 command -v compute-sanitizer >/dev/null || no_sanitizer=compute-sanitizer
 checked=(compute-sanitizer --tool memcheck --error-exitcode 9 --target-processes all)

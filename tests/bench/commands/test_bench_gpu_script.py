@@ -181,6 +181,9 @@ def test_readers_and_tests_that_are_named_exist(tmp_path: Path) -> None:
     without = echo.replace("*find_spec*|", '*"import nvidia.dali"*) exit 1 ;;\n    *find_spec*|')
     script(tmp_path, without, str(out), "gpu")
     assert commands(out)["gpu"][commands(out)["gpu"].index("-k") + 1] == "not dali"
+    needs_it = "tests/data/images/test_image_decode.py"
+    assert needs_it in found["gpu"]
+    assert needs_it not in commands(out)["gpu"]
 
 
 def test_parts_run_singly_and_in_groups(tmp_path: Path) -> None:
