@@ -50,7 +50,8 @@ def _count_waiting() -> None:
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # Without libuv, which closes descriptors of its own in every later fork, whatever they have become there.
+    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
     store = TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
     store.set("a", "")
     store.add("b", 1)
