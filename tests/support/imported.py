@@ -1,6 +1,6 @@
 """Imports all that a run imports, at once or later, so that a process forked from here does not; then freezes it.
 
-Also does what a thread must not be doing for the first time when its process forks: see ``_count_waiting``.
+Also does what a thread must not be doing for the first time when its process forks: see ``_use_a_store``.
 
 Frozen objects are not looked at by the garbage collector, which ZeRO-3 calls at every start: that took half a second.
 A test that asks whether something is released unfreezes them.
@@ -42,7 +42,7 @@ for name in (
 import_module("fastdiff.config.run_record").versions()  # parses the metadata of nine packages
 
 
-def _count_waiting() -> None:
+def _use_a_store() -> None:
     """Call what a thread of a supervisor calls of a TCPStore.
 
     The first call of each makes a counter of torch under a lock. A rank that is forked meanwhile inherits the lock, and
@@ -61,6 +61,6 @@ def _count_waiting() -> None:
     store.get("a")
 
 
-_count_waiting()
+_use_a_store()
 gc.collect()
 gc.freeze()

@@ -45,7 +45,7 @@ class Recording:
         )
         self._runs = False
         if self._on_gpu and detailed:  # first: if it fails, no profiler runs
-            # Without stacks of frees: torch 2.11 lost the exception that ends a recomputation, which frees tensors.
+            # Without stacks of frees: they are suspected of a SystemError in recomputed blocks under torch 2.11.
             torch.cuda.memory._record_memory_history(context="alloc", max_entries=_ALLOCATIONS)
         try:
             self._profiler.start()

@@ -131,6 +131,6 @@ def encode_root_v(root, scales, dither):  # type: ignore[no-untyped-def]
     """As ``encode_root_v_reference``, with the second of ``dither``."""
     place = root * (tl.math.div_rn(1.0, tl.maximum(scales, 1e-33)) * 255)
     code = tl.maximum(tl.minimum(place + dither + 0.5, 255.0), 1.0)
-    # An infinite root has the place NaN, and its code is 0, which decodes to NaN: all others decode to infinity, and
-    # steps of 0. On a GPU minimum and maximum would turn NaN into 255.
+    # The place of an infinite root is NaN. Code 0 times an infinite scale is NaN, too; any other code is infinity, and
+    # its steps of 0 would hide it. On a GPU minimum and maximum turn NaN into 255.
     return tl.where(place == place, code, 0.0).to(tl.int32).to(tl.uint8)
