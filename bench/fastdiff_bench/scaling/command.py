@@ -39,9 +39,6 @@ _STAGES = ("ddp", "zero1", "zero2", "zero3")
 FULL, SMOKE = Effort(rounds=8, steps=5, warm_up=10), Effort(rounds=2, steps=2, warm_up=4)
 _SAMPLES = 256
 
-CONSENSUS = Message("all-reduce", 6 * 8)
-"""Per-step consensus of the ranks (``fastdiff.parallel.consensus``), for any model and stage."""
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -69,7 +66,16 @@ class Plan:
         config = self.workload.config(Path(), Path())
         performance = config.performance
         widths = width_of(performance.precision), ranks, width_of(performance.sums)
-        return [*self.zero(stage).messages(parameters_of(config.model), *widths), CONSENSUS]
+        zero = self.zero(stage)
+        return [*zero.messages(parameters_of(config.model), *widths), consensus(zero.stage)]
+
+
+def consensus(stage: int) -> Message:
+    """Return the all-reduce of flags and losses in a step (``fastdiff.parallel.consensus``).
+
+    Five numbers of 8 bytes, or six with the engine of stage 0, which leaves on the device whether the step is skipped.
+    """
+    return Message("all-reduce", 8 * (6 if stage == 0 else 5))
 
 
 def add(commands: Commands) -> None:

@@ -132,7 +132,7 @@ class Zero:
             yield from (Message("all-gather", width * size, part) for size in _buckets(sizes, self.prefetch_bucket))
         for size in _buckets(padded[::-1], self.reduce_bucket):
             yield Message("reduce-scatter", sums * size, "backward")
-        yield Message("all-reduce", 8)  # the norm of the gradients
+        yield Message("all-reduce", 4)  # the norm of the gradients
         yield from (
             Message("all-gather", width * size) for size, whole in zip(padded, persistent, strict=True) if whole
         )
