@@ -85,7 +85,7 @@ def test_stage_3_gathers_small_parameters_alone_and_large_ones_twice_only_if_the
         ("all-gather", 400, "forward"),
         ("reduce-scatter", 800, "backward"),
         ("reduce-scatter", 4 * 108, "backward"),
-        ("all-reduce", 8, "step"),
+        ("all-reduce", 4, "step"),
         ("all-gather", 4 * 8, "step"),
     ]
     # Behind the first lie 207 elements, which are used twice before it is used again; behind the others fewer.
