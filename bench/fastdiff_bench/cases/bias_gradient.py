@@ -57,6 +57,7 @@ def _case(form: str, letter: str, dtype: torch.dtype) -> Case:
         build=partial(build, samples=SAMPLES),
         build_large=partial(build, samples=SAMPLES_LARGE),
         call=_gelu if form == "gelu" else _unpacked,
+        sums=("dbias",),
         # Unpacking writes nothing, and nothing reads the bias.
         forward_bytes=lambda i: 2 * int(i["u"].nbytes) if form == "gelu" else 0,
         backward_bytes=_backward_bytes(form),

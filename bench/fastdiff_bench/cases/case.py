@@ -32,6 +32,8 @@ class Case:
     """Runs the op on these inputs by one of ``backends``."""
     exact: Callable[[Inputs], Outputs] | None = None
     """The op in fp64, for inputs in fp64; None: the reference."""
+    sums: tuple[str, ...] = ()
+    """Results that are sums over many rows, such as ``dbias``; ``assert_no_worse`` compares them in RMS alone."""
     narrow: tuple[str, ...] = ()
     """Kernels that move almost no data at this shape; their accesses may be narrower than 128 bits."""
     forward_bytes: Callable[[Inputs], int] | None = None

@@ -97,6 +97,7 @@ def _case(
         build_large=partial(build, samples=_BATCH),
         call=call,
         exact=exact,
+        sums=("dweight", "dbias", *(["dshift"] if extra == "shift" else [])),
         # The sum and three gradients or outputs: both summands share one gradient.
         backward_bytes=(lambda inputs: 4 * inputs["x"].nbytes) if extra == "residual" else None,
         forward_operations=elements("x", _forward_operations(silu, extra)),

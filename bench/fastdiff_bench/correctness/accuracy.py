@@ -1,4 +1,4 @@
-"""Accuracy criterion: at most twice the error of eager PyTorch in the same dtype, against fp64."""
+"""Accuracy criterion: at most twice the error of eager PyTorch in the same dtype, against fp64; of sums three times."""
 
 from __future__ import annotations
 

@@ -89,7 +89,10 @@ class Zero:
         return ("optimizer", "ema") if self.stage else ("ema",)
 
     def messages(self, parameters: Sequence[int], width: int, ranks: int, sums: int | None = None) -> list[Message]:
-        """Return all collectives of a step.
+        """Return the collectives of a step.
+
+        Not among them: the map of used parameters that DDP adds up at stage 0 (4 bytes per parameter tensor), and what
+        DeepSpeed sends for the norm when the optimizer is on the host.
 
         Args:
             parameters: elements of each, in the order of the model; all are trained. Their gradients are assumed to be

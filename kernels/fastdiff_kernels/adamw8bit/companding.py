@@ -19,8 +19,8 @@ step of the first code of m against it is ``(s_m / 127^2) / (s_v / 255) = s_m / 
 block's largest element: rounding cannot blow up an update. An element whose gradients stay below 1/255 of the
 largest in its block moves slower than under exact Adam.
 
-A scale of a block with a NaN is NaN and with an infinity infinite, and so decodes to no finite number; the codes of
-such a block mean nothing.
+A scale of a block with a NaN is NaN and with an infinity infinite, and so decodes to no finite number. The codes of
+such a block mean nothing, but for a code 0 of v: times an infinite scale it is NaN.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ one element per thread. Those are the last block of a parameter, everything behi
 tensor, and under ZeRO-1 and 2 nearly all blocks of a rank whose part does not begin at a multiple of 16 elements in the
 parameter that it cuts (DiT-XL/2 on 2, 4 and 8 ranks: all ranks but the first).
 
-A gradient that is not finite makes the scale of its block NaN or infinite, and with it, from the next step on, all the
-block's parameters NaN: it is never hidden. The trainer skips such steps before they reach the optimizer.
+A gradient that is not finite, or whose square overflows, makes a scale of its block NaN or infinite, and with it, two
+steps later at the latest, all the block's parameters NaN. The trainer skips such steps before they reach the optimizer.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 
 from fastdiff_bench.__main__ import main
 from fastdiff_bench.cases import cases
-from fastdiff_bench.cases.case import Case
+from fastdiff_bench.cases.case import Case, differentiable
 from fastdiff_bench.commands import op
 from fastdiff_bench.correctness import accuracy, check
 from fastdiff_bench.measure import roofline as limits
@@ -160,6 +160,28 @@ def test_optimizers_of_others_get_gradients_only_of_their_dtype() -> None:
     for case in compared:
         inputs = case.build("cpu")
         assert inputs["grad"].dtype == inputs["param"].dtype
+
+
+@pytest.mark.parametrize("sums", [(), ("out0",)])
+def test_sums_are_compared_in_rms_alone(sums: tuple[str, ...]) -> None:
+    """One of many errors is three times the largest of eager, which hardly changes their RMS."""
+
+    def off_in_one_place(inputs: Any) -> Callable[[], Any]:
+        x = inputs["x"].detach()
+        error = torch.zeros_like(x)
+        error.view(-1)[0] = 3 * (x * x - x.double() ** 2).abs().max()
+        return lambda: inputs["x"] * inputs["x"] + error
+
+    case = replace(squaring({"off": off_in_one_place}), sums=sums)
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    passed, failures = check.run_checks(case, lambda: {"x": x.clone().requires_grad_()}, check.providers(case, DEVICE))
+    assert ("off" in passed, "off" in failures) == (bool(sums), not sums)
+
+
+def test_sums_are_gradients_of_their_cases() -> None:
+    for case in cases(("adaln", "bias_gradient", "group_norm")):
+        assert case.sums
+        assert set(case.sums) <= {f"d{name}" for name in differentiable(case.build("meta"))}
 
 
 def test_a_case_that_cannot_be_checked_does_not_end_the_run(tmp_path: Path) -> None:

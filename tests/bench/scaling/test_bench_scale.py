@@ -82,6 +82,7 @@ def count(world: World, data: Path, workloads: list[Workload]) -> list[list[list
 
 
 def test_two_ranks_send_exactly_what_the_model_says(tmp_path: Path) -> None:
+    """From Python, that is: DDP's map of used parameters, sent by C++, is in neither."""
     workloads = [
         Workload(preset="digits", batch=4, deepspeed=deepspeed_file(tmp_path, name), precision=dtype, loader="prefetch")
         for name, dtype in CASES
