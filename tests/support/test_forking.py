@@ -79,3 +79,17 @@ def test_a_fork_removes_what_it_leaves_at_its_end(tmp_path: Path) -> None:
     )
     done = run_with_forks(tmp_path / "parent.py")
     assert done.output.splitlines()[-1] == "0 True False"
+
+
+def test_a_signal_at_its_start_ends_a_fork_whose_parent_has_a_handler(tmp_path: Path) -> None:
+    """As it ends a new interpreter."""
+    (tmp_path / "parent.py").write_text(
+        "import signal, subprocess, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "forks = []\n"
+        "for _ in range(10):\n"
+        "    forks.append(subprocess.Popen([sys.executable, '-c', 'pass']))\n"
+        "    forks[-1].send_signal(signal.SIGTERM)\n"
+        "print({fork.wait() for fork in forks})\n"
+    )
+    assert run_with_forks(tmp_path / "parent.py").output == "{-15}\n"

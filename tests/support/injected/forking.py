@@ -52,17 +52,20 @@ class Forking(subprocess.Popen[bytes]):
             super()._execute_child(*given, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more)  # type: ignore[misc]
             return
         assert (executable, preexec, close, shell) == (None, None, True, False), "a fork does not know these options"
+        # Until it has dropped the parent's handlers a fork would take a signal and forget it; a new program has none.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self.pid = os.fork()
         if not self.pid:
             session, environment = more[5], os.environ if env is None else env
-            _live(args, environment, cwd, session, pass_fds, (p2cread, c2pwrite, errwrite))
+            _live(args, environment, cwd, session, pass_fds, (p2cread, c2pwrite, errwrite), mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
 
 def _live(
     words: Sequence[str], env: Mapping[str, str], cwd: str | None, session: bool, kept: Sequence[int],
-    streams: Sequence[int],
+    streams: Sequence[int], mask: set[signal.Signals],
 ) -> NoReturn:  # fmt: skip
     """Run a command of Python from its start to its end; no exception reaches the code of the parent."""
     code = 1
@@ -70,6 +73,7 @@ def _live(
         if session:
             os.setsid()
         _become(words, dict(env), kept, streams)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if cwd is not None:
             os.chdir(cwd)
         code = _run(list(words))
