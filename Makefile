@@ -29,16 +29,16 @@ demo-t2i: $(INSTALLED)
 	test -d runs/digits-t2i/pipeline || fastdiff export runs/digits-t2i runs/digits-t2i/pipeline --format diffusers
 	python -m fastdiff.cli.demo_t2i judge runs/digits-t2i/pipeline --picture runs/digits-t2i/digits.png
 
-# Two workers, because most tests wait for processes that they start; one thread each, because more threads than cores
-# wait for one another. Files run in the order of conftest.py, the longest first. Bytecode is cached even where the
-# environment forbids it, because hundreds of processes would compile it again.
+# Three workers for two cores, because most tests wait for processes that they start, and some for time to pass; one
+# thread each, because more threads than cores wait for one another. Files run in the order of conftest.py, the longest
+# first. Bytecode is cached even where the environment forbids it, because hundreds of processes would compile it again.
 # They hide a GPU: the kernels run in Triton's interpreter, and two ranks need no two GPUs.
 ON_CPU := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
-TWO_WORKERS := $(ON_CPU) PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
-	python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+WORKERS := $(ON_CPU) PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
+	python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test: $(DEVELOPING)
-	$(TWO_WORKERS) --junitxml .reports/tests.xml
+	$(WORKERS) --junitxml .reports/tests.xml
 
 # On a machine with a GPU: the kernels compiled for it, and every test that needs one. Only the first command shares the
 # GPU among its tests, because some of the others time something.
@@ -49,7 +49,7 @@ test-gpu: $(DEVELOPING)
 
 # The long trials, before a release: more kills, full-size networks, every size of a kernel.
 test-nightly: $(DEVELOPING)
-	$(TWO_WORKERS) -m "nightly and not cluster" --nightly --timeout 7200 --junitxml .reports/nightly.xml
+	$(WORKERS) -m "nightly and not cluster" --nightly --timeout 7200 --junitxml .reports/nightly.xml
 
 # A real Slurm, ssh and pulled cables, on machines made of Linux namespaces; as root. Installs what is missing (Debian).
 test-cluster: $(DEVELOPING)
@@ -61,7 +61,7 @@ NIGHTLY ?= --nightly --timeout 7200
 test-faults: $(DEVELOPING)
 	bash tests/slurm/install.sh
 	rm -rf .reports
-	-$(TWO_WORKERS) -m "fault and not cluster" $(NIGHTLY) --junitxml .reports/tests.xml
+	-$(WORKERS) -m "fault and not cluster" $(NIGHTLY) --junitxml .reports/tests.xml
 	-$(ON_CPU) python -m pytest -m "fault and cluster" $(NIGHTLY) --junitxml .reports/cluster.xml tests/slurm
 	python -m tests.support.reports.fault_table .reports/*.xml
 

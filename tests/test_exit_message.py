@@ -38,6 +38,7 @@ def _rank(world: World, argv: list[str], fault: str, slow: int, where: str, fold
     os.dup2(log, 1)
     os.dup2(log, 2)
     (folder / f"{world.rank}.pid").write_text(str(os.getpid()))
+    world.agree(None)  # a rank that is late reads those of the others
     if world.rank == slow:
         for module, name in _PLACES[where]:
             setattr(module, name, _late(getattr(module, name), folder, world))
@@ -138,8 +139,9 @@ _FAULTS: dict[str, Callable[[World], None]] = {
 def ends(folder: Path, argv: list[str], fault: str, slow: int, where: str, ranks: int) -> tuple[int, set[int], str]:
     """Return what the first rank that ended badly ended with, the codes of all that ended by themselves, the output.
 
-    As from DeepSpeed's launcher, the others get SIGTERM at once; after a kill they come to their own end.
+    As from DeepSpeed's launcher, the others get SIGTERM at once; after the kill of rank 1 they come to their own end.
     """
+    killed = fault == "rank 1 is killed"
     with Ranks(_rank, argv, fault, slow, where, folder, ranks=ranks) as running:
         deadline = time.monotonic() + 240
         while True:
@@ -149,12 +151,13 @@ def ends(folder: Path, argv: list[str], fault: str, slow: int, where: str, ranks
             assert alive, "all ended well"
             assert time.monotonic() < deadline, "no rank has ended"
             time.sleep(0.005)
-        if codes != [-signal.SIGKILL]:
+        if not killed:
             running.kill(signal.SIGTERM)
         for process in running.processes:
             process.join(120)
         by_themselves = {p.exitcode for p in running.processes if p.exitcode is not None and p.exitcode >= 0}
-    return codes[0] or 0, by_themselves, (folder / "log").read_text()
+        first = running.processes[1].exitcode if killed else codes[0]
+    return first or 0, by_themselves, (folder / "log").read_text()
 
 
 CASES = {

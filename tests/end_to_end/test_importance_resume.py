@@ -20,16 +20,17 @@ from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.metrics import BY_LEVEL
 from tests.support.forked import Ranks
+from tests.support.injected.holding import HOLD, held_at
 from tests.support.processes import run_ranks
 from tests.support.runs import assert_same_checkpoint, hexes, intact, launch, newest, records, tiny, train_losses
-from tests.support.waiting import steps_logged, wait_for_steps
+from tests.support.waiting import steps_logged, wait_for_steps, wait_until
 
 STEPS, KILL_AFTER = 60, 13
 
 
 def config_of(data: Path, folder: Path, steps: int = STEPS, density: str = "importance") -> RunConfig:
     """The levels depend on the losses from about step 6 on."""
-    config = tiny(data, folder, steps, output__checkpoint_every=5)
+    config = tiny(data, folder, steps, output__checkpoint_every=5, output__callbacks=(HOLD,))
     return replace(
         config,
         objective=replace(config.objective, schedule="cosine", timesteps=5),
@@ -48,18 +49,18 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_killed_run_resumes_with_its_losses(world: World, digits: Path, tmp_path: Path) -> None:
-    """SIGKILL at about step 13, then the same configuration; and once more without a kill. The latter two in this
+    """SIGKILL behind step 13, then the same configuration; and once more without a kill. The latter two in this
     process, which has been started already; ``test_resume`` gives the same command again.
     """
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     same = Launch()
-    with Ranks(train_losses, config_of(digits, killed), same, ranks=1) as process:
+    with held_at(KILL_AFTER, killed), Ranks(train_losses, config_of(digits, killed), same, ranks=1) as process:
+        wait_until(lambda: intact(killed) == [10, 5], "two checkpoints")
         wait_for_steps(killed, KILL_AFTER)
         process.kill()
         assert process.wait()[0].code == -signal.SIGKILL
-    assert steps_logged(killed) < STEPS, "killed too late to prove anything"
-    assert newest(killed).timesteps()["count"].min() >= HISTORY, "killed too early to prove anything"
-    assert intact(killed)[0] >= 10, "not from the beginning"
+    assert steps_logged(killed) == KILL_AFTER
+    assert newest(killed).timesteps()["count"].min() >= HISTORY, "the levels are learned ones"
     resumed = train_losses(world, config_of(digits, killed), same)
     expected = train_losses(world, config_of(digits, whole), same)
     assert hexes(resumed) == hexes(expected)

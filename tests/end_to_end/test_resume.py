@@ -12,24 +12,24 @@ from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.parallel.world import World
 from fastdiff.train import train
+from tests.support.injected.holding import HOLD, held_at
 from tests.support.processes import ON_CPU, deepspeed, deepspeed_command, run_ranks, started
-from tests.support.runs import assert_same_checkpoint, flags, hexes, launch, losses, tiny, train_losses
+from tests.support.runs import assert_same_checkpoint, flags, hexes, intact, launch, losses, tiny, train_losses
 from tests.support.scripts import TRAIN, Launcher, run_job
-from tests.support.waiting import steps_logged, wait_for_steps
+from tests.support.waiting import wait_for_steps, wait_until
 
-STEPS, EVERY = 40, 5
-KILL_AFTER = 2 * EVERY + 1
-"""The checkpoint before the last one is there: a save waits for the one before."""
+STEPS, EVERY, KILL_AFTER = 40, 5, 11
 
 
 def config_of(data: Path, folder: Path) -> RunConfig:
-    return tiny(data, folder, steps=STEPS, optim__name="adamw8bit", output__checkpoint_every=EVERY, data__loader="auto")
+    output = {"output__checkpoint_every": EVERY, "output__callbacks": (HOLD,)}
+    return tiny(data, folder, steps=STEPS, optim__name="adamw8bit", data__loader="auto", **output)
 
 
 @pytest.mark.fault(1)
 @pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_killed_command_resumes_hex_equal(digits: Path, tmp_path: Path, launcher: bool) -> None:
-    """SIGKILL to all processes at about step 11, with two ranks under ZeRO-3; then the same flags.
+    """SIGKILL to all processes behind step 11, with two ranks under ZeRO-3; then the same flags.
 
     By night DeepSpeed's launcher and its ranks start Python anew. ``test_random_kills`` has many kills, and both
     optimizers.
@@ -40,15 +40,15 @@ def test_a_killed_command_resumes_hex_equal(digits: Path, tmp_path: Path, launch
 
     command = [*flags(config_of(digits, tmp_path / "killed")), "--deepspeed_config", zero3]
     words = deepspeed_command(*command, ranks=2)
-    with started(words) if launcher else Launcher(*words) as process:
+    with held_at(KILL_AFTER, tmp_path / "killed"), started(words) if launcher else Launcher(*words) as process:
         wait_for_steps(tmp_path / "killed", KILL_AFTER, process)
-    assert steps_logged(tmp_path / "killed") < STEPS, "killed too late to prove anything"
+        wait_until(lambda: intact(tmp_path / "killed") == [2 * EVERY, EVERY], "two checkpoints")
     again = deepspeed(*command, ranks=2) if launcher else run_job(TRAIN, *command, *ON_CPU, ranks=2)
     assert again.code == 0, again.output
 
     resumed = re.search(r"resuming from step (\d+)", again.output)
     assert resumed is not None
-    assert int(resumed[1]) >= EVERY, "not from the beginning"
+    assert int(resumed[1]) == 2 * EVERY
     assert hexes(losses(tmp_path / "killed")) == hexes(losses(tmp_path / "whole"))
     assert_same_checkpoint(tmp_path / "whole", tmp_path / "killed")
 

@@ -262,7 +262,7 @@ def test_make_installs_anew_for_another_choice_only(tmp_path: Path) -> None:
     (tmp_path / ".venv").mkdir()
     for name in ("cuda", "installed", "developing"):
         (tmp_path / ".venv" / name).write_text("12 12\n")
-    newer = (tmp_path / "pyproject.toml").stat().st_mtime + 10
+    newer = max(path.stat().st_mtime for path in tmp_path.rglob("*") if path.is_file()) + 10
     for name in ("installed", "developing"):
         os.utime(tmp_path / ".venv" / name, (newer, newer))
 

@@ -21,7 +21,10 @@ from tests.support.servers.ports import reserved_port
 TRAIN = ROOT / "fastdiff" / "train.py"
 COMMAND = BIN / "fastdiff"
 """The script of the ``fastdiff`` command."""
-_FORKING = ROOT / "tests" / "support" / "injected" / "forking.py"
+_INJECTED = ROOT / "tests" / "support" / "injected"
+DYING = _INJECTED / "dying.py"
+"""A script that runs another one until it dies at a call of a number."""
+_FORKING = _INJECTED / "forking.py"
 
 
 def run_script(path: Path, *arguments: str | Path, timeout_s: float = 240, **environment: str) -> Finished:

@@ -20,7 +20,7 @@ from fastdiff.models.pretrained.tiny_pipeline import build
 from tests.support.forked import Forked, fork_server
 from tests.support.injected.durable_calls import DURABLE, dying_at
 from tests.support.inputs.encoding import captioned, files
-from tests.support.scripts import COMMAND, Script, run_script
+from tests.support.scripts import COMMAND, DYING, run_script
 from tests.support.waiting import wait_until
 
 IMAGES, PER_SHARD = 24, 2
@@ -154,9 +154,8 @@ def test_the_real_command_is_killed_and_goes_on(
 ) -> None:
     out = tmp_path / "out"
     unit = out / ".encoding" / "unit-000000.json"
-    with Script(COMMAND, *command, out) as script:
-        wait_until(lambda: unit.exists() or not script.process.is_alive(), "the first unit")
-    assert script.process.exitcode == -9
+    assert run_script(DYING, str(2 * CALLS), COMMAND, *command, out).code == -9
+    assert unit.exists()
     done = run_script(COMMAND, *command, out)
     assert done.code == 0, done.output
     assert "more were already encoded" in done.output

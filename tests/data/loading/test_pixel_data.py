@@ -40,9 +40,8 @@ from fastdiff_kernels.noising import dequantised
 from tests.support.inputs.encoding import captioned, files, picture
 from tests.support.inputs.images import natural
 from tests.support.runs import hexes, launch, losses, tiny
-from tests.support.scripts import COMMAND, Script
+from tests.support.scripts import COMMAND, DYING, run_script
 from tests.support.servers.web_servers import http_server
-from tests.support.waiting import wait_until
 
 SIDE = 16
 SIZES = [(16, 16), (40, 52), (70, 33), (13, 90), (128, 64), (31, 32), (10, 12)]
@@ -203,9 +202,8 @@ def test_the_real_command_is_killed_and_goes_on(tmp_path: Path, capsys: pytest.C
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main([*command, str(whole)]) == 0
     unit = out / ".encoding" / "unit-000003.json"
-    with Script(COMMAND, *command, out) as script:
-        wait_until(lambda: unit.exists() or not script.process.is_alive(), "the fourth unit")
-    assert script.process.exitcode == -9
+    assert run_script(DYING, "60", COMMAND, *command, out).code == -9
+    assert unit.exists()
     assert not (out / "dataset.json").exists()
     capsys.readouterr()
     assert main([*command, str(out)]) == 0

@@ -7,17 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+from fastdiff_bench.measure import interleaved
 from tests.support.forked import Forked, fork_server
+from tests.support.servers.ports import reserved_port
 
 
 @contextmanager
 def forked_programs() -> Iterator[None]:
-    """Let a benchmark fork its programs instead of spawning them, which is the only difference."""
+    """Let a benchmark fork its programs instead of spawning them, with ports that no other test is given."""
     fork_server()
     known = multiprocessing.get_context
 
     def get_context(method: str | None = None) -> object:
         return Forked() if method == "spawn" else known(method)
 
-    with mock.patch.object(multiprocessing, "get_context", get_context):
+    with (
+        mock.patch.object(multiprocessing, "get_context", get_context),
+        mock.patch.object(interleaved, "free_port", reserved_port),
+    ):
         yield

@@ -1,4 +1,4 @@
-"""Seconds of each file of tests; the longest run first, so that both workers end at about the same time.
+"""Seconds of each file of tests; the longest run first, so that all workers end at about the same time.
 
 `python -m tests.support.reports.durations REPORT.xml` writes them anew, from a report of ``make test``.
 """

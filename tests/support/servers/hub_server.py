@@ -23,6 +23,7 @@ def serve(folder: Path, repository: str, commit: str = "1" * 40) -> Iterator[Any
     server.folder, server.repository, server.commit, server.sent = folder, repository, commit, []
     address = f"http://127.0.0.1:{server.server_port}"
     server.environment = {"HF_ENDPOINT": address, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    server.environment |= {"HF_HUB_ETAG_TIMEOUT": "240", "HF_HUB_DOWNLOAD_TIMEOUT": "240"}
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield server
