@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from importlib import import_module
@@ -23,6 +24,7 @@ from fastdiff.parallel.world import World
 from tests.support.forked import Ranks
 from tests.support.processes import ROOT
 from tests.support.runs import flags, tiny
+from tests.support.waiting import wait_until
 
 trainer = import_module("fastdiff.train")  # the package has a function of that name, too
 _DELAY_S = 1.0
@@ -105,6 +107,8 @@ def _signal_in_a_step(world: World) -> None:
     def on_step(self: Any, state: Any) -> None:
         if state.progress.steps == 2:
             os.kill(os.getpid(), signal.SIGTERM)
+            # A thread takes the signal, and starts this one.
+            wait_until(lambda: any(thread.name == "notice" for thread in threading.enumerate()), "the request")
         original(self, state)
 
     trainer.Callbacks.on_step = on_step  # type: ignore[method-assign]

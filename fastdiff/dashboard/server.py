@@ -58,11 +58,11 @@ def bind(port: int | None) -> socket.socket:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             found.bind((HOST, tried))
+            found.listen()  # the address is printed before the server takes its first request
         except OSError as error:
             found.close()
             reason = error.strerror
             continue
-        found.listen()  # the address is printed before the server takes its first request
         return found
     named = f"--port {port}" if port is not None else f"ports {FIRST_PORT} to {FIRST_PORT + _PORTS - 1}"
     raise ConfigError(f"{named}: cannot be listened on ({reason}); choose another --port")

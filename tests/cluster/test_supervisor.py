@@ -56,6 +56,13 @@ def patient(seconds, sleep=time.sleep):
 time.sleep = patient
 """
 """A rank that has lost another one gives the supervisor an hour to end it."""
+RANKS_WAIT = """
+import os, signal
+
+if "RANK" in os.environ:
+    signal.pause()
+"""
+"""No rank begins."""
 
 CASES: dict[str, list[object]] = {
     "number": [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT],
@@ -166,8 +173,8 @@ def test_a_signal_reaches_all_ranks_which_save_one_step(start: Start, number: si
         shutil.rmtree(supervised.run)  # the next one waits for steps of its own
 
 
-def test_a_signal_before_the_ranks_have_begun_ends_them_too(start: Start) -> None:
-    supervised = start()
+def test_a_signal_before_the_ranks_have_begun_ends_them_too(start: Start, tmp_path: Path) -> None:
+    supervised = start(PYTHONPATH=site(tmp_path, RANKS_WAIT))
     wait_until(lambda: bool(psutil.Process(supervised.process.pid).children()), "the ranks to start")
     supervised.process.send_signal(signal.SIGTERM)
     assert supervised.wait() == 75
@@ -228,7 +235,9 @@ def test_a_node_that_dies_as_a_whole_is_named(start: Start, lost: int) -> None:
     """Not the rank of another node, whose connection to it was cut."""
     nodes = two_nodes(start, "--no-preflight")
     nodes[0].wait_for_steps(3)
-    for process in (nodes[lost].process, nodes[lost].rank(lost)):
+    rank = nodes[lost].rank(lost)
+    nodes[lost].process.send_signal(signal.SIGSTOP)  # so that it does not ask its rank to save
+    for process in (rank, nodes[lost].process):
         process.send_signal(signal.SIGKILL)
     left = nodes[1 - lost]
     assert left.wait() == UNAVAILABLE, left.output

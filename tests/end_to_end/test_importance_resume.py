@@ -49,14 +49,14 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_killed_run_resumes_with_its_losses(world: World, digits: Path, tmp_path: Path) -> None:
-    """SIGKILL behind step 13, then the same configuration; and once more without a kill. The latter two in this
+    """SIGKILL after step 13, then the same configuration; and once more without a kill. The latter two in this
     process, which has been started already; ``test_resume`` gives the same command again.
     """
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     same = Launch()
     with held_at(KILL_AFTER, killed), Ranks(train_losses, config_of(digits, killed), same, ranks=1) as process:
-        wait_until(lambda: intact(killed) == [10, 5], "two checkpoints")
         wait_for_steps(killed, KILL_AFTER)
+        wait_until(lambda: intact(killed) == [10, 5], "two checkpoints")
         process.kill()
         assert process.wait()[0].code == -signal.SIGKILL
     assert steps_logged(killed) == KILL_AFTER

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 from fastdiff.config.run import RunConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.parallel import preemption
-from fastdiff.parallel.preemption import listening
+from fastdiff.parallel.preemption import StopRequest, listening
 from fastdiff.parallel.world import World
 from fastdiff.sampling.solvers import sample
 from fastdiff.train import main
@@ -44,16 +45,23 @@ def _main(world: World, argv: list[str]) -> int:
 
 
 def _main_signalled(world: World, argv: list[str], rank: int, number: signal.Signals, step: int) -> int:
-    """Run the command; one rank gets a signal in the step after this one."""
+    """Run the command; one rank gets a signal in the step after this one, which ends once a thread has taken it."""
     corrupt, begun = Objective.corrupt, itertools.count()
+    make, made = StopRequest.make, threading.Event()
+
+    def noted(request: StopRequest, reason: str) -> None:
+        make(request, reason)
+        made.set()
 
     def corrupt_signalled(*arguments: Any, **options: Any) -> Any:
         if next(begun) == step:
             os.kill(os.getpid(), number)
+            made.wait()
         return corrupt(*arguments, **options)
 
     if world.rank == rank:
         Objective.corrupt = corrupt_signalled  # type: ignore[method-assign]
+        StopRequest.make = noted  # type: ignore[method-assign]
     return _main(world, argv)
 
 

@@ -29,7 +29,7 @@ def config_of(data: Path, folder: Path) -> RunConfig:
 @pytest.mark.fault(1)
 @pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_killed_command_resumes_hex_equal(digits: Path, tmp_path: Path, launcher: bool) -> None:
-    """SIGKILL to all processes behind step 11, with two ranks under ZeRO-3; then the same flags.
+    """SIGKILL to all processes after step 11, with two ranks under ZeRO-3; then the same flags.
 
     By night DeepSpeed's launcher and its ranks start Python anew. ``test_random_kills`` has many kills, and both
     optimizers.

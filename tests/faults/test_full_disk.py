@@ -32,6 +32,7 @@ from tests.faults.test_storage_faults import train_with
 from tests.support.independent_reader import leftovers, step_folder
 from tests.support.injected.tiny_disk import fill, tiny_disk
 from tests.support.runs import flags, held_out, intact, launch, losses, tiny
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.fault(7)]
 
@@ -44,14 +45,19 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @dataclass
 class Filled(Callback):
-    """The disk is full from one step to another."""
+    """The disk is full from one step to another; first the checkpoints of the steps ``kept`` are there, and no more."""
 
     disk: Path
     first: int
     last: int
+    kept: tuple[int, ...] = ()
 
     def on_step(self, state: TrainState) -> None:
         if state.progress.steps == self.first:
+            names = {f"step-{step:08d}" for step in self.kept}
+            saved = self.disk / "run" / "checkpoints"
+            if names:
+                wait_until(lambda: {path.name for path in saved.iterdir()} == names, "the saves")
             fill(self.disk)
         if state.progress.steps == self.last:
             (self.disk / "ballast").unlink()
@@ -100,7 +106,7 @@ def test_every_writer_outlasts_a_disk_that_is_full_for_forty_steps(
     world: World, digits: Path, disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(digits, disk, 48, output__failed_saves=1000)
-    train_with(world, config, Filled(disk, 3, 43))
+    train_with(world, config, Filled(disk, 3, 43, kept=(2, 3)))
     said = capfd.readouterr().err
     assert_calm(said, disk)
     assert re.search(r"the checkpoint of step \d+ failed; \d+ failed in a row, the run continues: no space on", said)

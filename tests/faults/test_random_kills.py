@@ -22,6 +22,7 @@ import pytest
 from fastdiff.config.run import RunConfig
 from fastdiff.ledger.reader import read_ledger
 from tests.support.forked import Ranks, forked_ranks, values
+from tests.support.injected.holding import HOLD, held_at
 from tests.support.runs import assert_same_checkpoint, hexes, intact, launch, losses, records, tiny, train_losses
 
 SEED = 20
@@ -44,6 +45,7 @@ def config_of(digits: Path, folder: Path, optimizer: str, steps: int, every: int
         optim__warmup_steps=5,
         ema__power_stds=(0.1,),
         output__checkpoint_every=every,
+        output__callbacks=(HOLD,),
     )
 
 
@@ -111,7 +113,8 @@ def kill_again_and_again(config: RunConfig, kills: int, step_s: float) -> None:
     # From this step on a kill finds a checkpoint, as is asserted below.
     for number, moment in enumerate(moments(kills, 2 * every + 1, config.steps - AFTER, step_s)):
         before, log = last_start(folder), log_of(folder)
-        with Ranks(train_losses, config, launch(3)) as ranks:
+        # It cannot end before it is killed.
+        with held_at(config.steps - 1, folder), Ranks(train_losses, config, launch(3)) as ranks:
             wait_for(ranks, folder, moment, before)
             ranks.kill()
             ended = ranks.wait()

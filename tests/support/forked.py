@@ -121,11 +121,12 @@ class Ranks:
             process.join()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal to all of them."""
-        for process in self.processes:
-            if process.is_alive() and process.pid is not None:
-                with contextlib.suppress(ProcessLookupError):  # it died, and the server has not yet told
-                    os.kill(process.pid, number)
+        """Send a signal to all of them; before SIGKILL stop them, so that none ends because another one is gone."""
+        for each in (signal.SIGSTOP, number) if number == signal.SIGKILL else (number,):
+            for process in self.processes:
+                if process.is_alive() and process.pid is not None:
+                    with contextlib.suppress(ProcessLookupError):  # it died, and the server has not yet told
+                        os.kill(process.pid, each)
 
     def wait(self, timeout_s: float = 240) -> list[Ended]:
         """Wait until all have ended; one that dies by a signal takes the others with it, as a launcher does."""

@@ -23,7 +23,7 @@ COMMAND = BIN / "fastdiff"
 """The script of the ``fastdiff`` command."""
 _INJECTED = ROOT / "tests" / "support" / "injected"
 DYING = _INJECTED / "dying.py"
-"""A script that runs another one until it dies at a call of a number."""
+"""Runs another script and kills it before its durable call of a given number."""
 _FORKING = _INJECTED / "forking.py"
 
 

@@ -88,8 +88,11 @@ def test_a_signal_at_its_start_ends_a_fork_whose_parent_has_a_handler(tmp_path: 
         "signal.signal(signal.SIGTERM, lambda *_: None)\n"
         "forks = []\n"
         "for _ in range(10):\n"
-        "    forks.append(subprocess.Popen([sys.executable, '-c', 'pass']))\n"
+        "    code = 'import sys; sys.stdin.read()'\n"
+        "    forks.append(subprocess.Popen([sys.executable, '-c', code], stdin=subprocess.PIPE))\n"
         "    forks[-1].send_signal(signal.SIGTERM)\n"
+        "for fork in forks:\n"
+        "    fork.stdin.close()\n"
         "print({fork.wait() for fork in forks})\n"
     )
     assert run_with_forks(tmp_path / "parent.py").output == "{-15}\n"

@@ -14,7 +14,7 @@ from tests.support.servers.ports import reserved_port
 
 @contextmanager
 def forked_programs() -> Iterator[None]:
-    """Let a benchmark fork its programs instead of spawning them, with ports that no other test is given."""
+    """Let a benchmark fork its programs instead of spawning them, with reserved ports."""
     fork_server()
     known = multiprocessing.get_context
 

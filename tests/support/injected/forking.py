@@ -97,7 +97,9 @@ def _become(words: Sequence[str], env: dict[str, str], kept: Sequence[int], stre
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
     process._children.clear()  # type: ignore[attr-defined]
     note = f"{started_s(os.getpid())} {env.get('RANK', '')}"
-    (Path(os.environ[FOLDER]) / str(os.getpid())).write_text(note)
+    place = Path(os.environ[FOLDER]) / str(os.getpid())
+    place.with_suffix(".new").write_text(note)
+    place.with_suffix(".new").replace(place)
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

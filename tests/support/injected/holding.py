@@ -26,7 +26,7 @@ HOLD = f"{__file__}:{Hold.__name__}"
 
 @contextmanager
 def held_at(step: int, run: Path) -> Iterator[None]:
-    """Let the run wait behind this step, which it has logged; its saves in the background continue."""
+    """Let the run wait after this step, which it has logged; its saves in the background continue."""
     file = _file(run)
     file.write_text(str(step))
     yield
@@ -38,4 +38,7 @@ def _file(run: Path) -> Path:
 
 
 def _step_to_wait_at(run: Path) -> int | None:
-    return int(_file(run).read_text()) if _file(run).exists() else None
+    try:
+        return int(_file(run).read_text())
+    except FileNotFoundError:
+        return None

@@ -12,7 +12,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.support.processes import BIN, start, stop
-from tests.support.waiting import wait_until
+from tests.support.waiting import LIMIT_S, wait_until
 
 _LEFT = "net::ERR_ABORTED"
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
@@ -30,7 +30,7 @@ def chromium() -> Iterator[Browser]:
     if program is None:
         raise RuntimeError("tests of the page need Chromium: bash tests/slurm/install.sh, or apt-get install chromium")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"], timeout=1000 * LIMIT_S)
         try:
             yield browser
         finally:
