@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -239,6 +240,18 @@ def test_the_writer_and_the_reader_agree(tmp_path: Path, monkeypatch: pytest.Mon
     for line in lines:
         if line["event"] == "time":
             assert sum(line["seconds"].values()) == pytest.approx(line["at"] - line["from"], abs=1e-4)
+
+
+def test_a_record_of_the_time_has_all_seconds_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that moves whenever it is read."""
+    clock = SimpleNamespace(perf_counter=itertools.count(0.0).__next__, time=lambda: 1e9)
+    monkeypatch.setattr(writer, "time", clock)
+    with Ledger(open_ledger(tmp_path), ["a"], 16) as ledger, ledger.steps():
+        ledger.rewind(5, to=2)
+    lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    records = [line for line in lines if line["event"] == "time"]
+    assert len(records) == 2
+    assert [sum(line["seconds"].values()) for line in records] == [line["at"] - line["from"] for line in records]
 
 
 def test_records_of_the_time_become_rarer_with_the_age_of_a_start(
