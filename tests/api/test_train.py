@@ -140,7 +140,12 @@ def test_a_notebook_shows_a_live_view(digits: Path, tmp_path: Path) -> None:
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])  # type: ignore[no-untyped-call]
     NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        notebook,
+        timeout=240,
+        startup_timeout=240,
+        iopub_timeout=240,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
     ).execute()
     outputs = notebook.cells[0].outputs
     (view,) = [output for output in outputs if output.output_type == "display_data"]

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,23 +15,29 @@ import pytest
 from fastdiff.checkpoint.manifest import committed
 from fastdiff.cli.demo.bits import compare
 from fastdiff.errors import StorageError
+from tests.support.injected.holding import HOLD, held_at
 from tests.support.scripts import COMMAND, Launcher
 from tests.support.waiting import wait_until
 
 SMALL = ("--model.depth", "1", "--model.hidden", "32", "--model.heads", "2", "--output.sample-steps", "2")
 
 
-def demo(digits: Path, runs: Path, steps: int) -> Launcher:
+def demo(digits: Path, runs: Path, steps: int, *more: str) -> Launcher:
     """A demo whose commands and ranks are forks."""
-    words = ["demo", "--steps", str(steps), "--data", str(digits), "--runs", str(runs), "--", *SMALL]
+    words = ["demo", "--steps", str(steps), "--data", str(digits), "--runs", str(runs), "--", *SMALL, *more]
     return Launcher(COMMAND, *words, cwd=runs.parent)
 
 
 @pytest.fixture(scope="module")
 def shown(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The runs of a short demo, and what it says."""
+    """The runs of a short demo, which waits for its kill at step 100, and what it says."""
     runs = tmp_path_factory.mktemp("demo") / "runs"
-    with demo(digits, runs, 120) as script:
+    runs.mkdir()
+    log = runs / "demo-1.log"
+    with ExitStack() as held, demo(digits, runs, 120, "--output.callbacks", HOLD) as script:
+        held.enter_context(held_at(100, runs / "demo-1"))
+        wait_until(lambda: not script.process.is_alive() or (log.exists() and "SIGKILL" in log.read_text()), "the kill")
+        held.close()
         done = script.wait(550)
     assert done.code == 0, done.output
     return runs, done.output

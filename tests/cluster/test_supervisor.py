@@ -142,7 +142,9 @@ def test_a_rank_that_hangs_is_named_with_the_stacks_of_the_others(start: Start, 
     supervised = start(more=["--hang-timeout", "3600"], **lock)
     supervised.wait_for_steps(3)
     if hang == "stopped":
-        supervised.rank(1).send_signal(signal.SIGSTOP)
+        rank = supervised.rank(1)
+        rank.send_signal(signal.SIGSTOP)
+        wait_until(lambda: rank.status() == psutil.STATUS_STOPPED, "the stop of rank 1")
     else:
         (tmp_path / "now").touch()
         wait_until((tmp_path / "locks").exists, "the lock of the interpreter")
