@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import ExitStack
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any, Self
@@ -43,12 +44,16 @@ def run_job(path: Path, *arguments: str | Path, ranks: int, timeout_s: float = 2
     """Run a file on each of ``ranks`` ranks as a launcher does.
 
     The first rank that fails ends the others with SIGTERM; its exit code is that of the job. They share an output.
+    None begins before all have started: they come from one launcher, and a message is later than the start of each.
     """
     environment |= {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved_port())}
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    begin = fork_server().Event()
     with NamedTemporaryFile("r") as output, ExitStack() as stack:
-        job = [stack.enter_context(Script(path, *arguments, output=output.name, **environment, **rank)) for rank in own]
+        given: Any = {"output": output.name, "begin": begin, **environment}
+        job = [stack.enter_context(Script(path, *arguments, **given, **rank)) for rank in own]
+        begin.set()
         return Finished(_end_of([script.process for script in job], timeout_s), output.read())
 
 
@@ -60,18 +65,25 @@ class Script:
         arguments: its command line.
         cwd: its working folder.
         output: file of its output, which others may share; None: a file of its own.
+        begin: event that it waits for; None: it begins at once.
         environment: more variables.
     """
 
     def __init__(
-        self, path: Path, *arguments: str | Path, cwd: Path = ROOT, output: str | None = None, **environment: str
+        self,
+        path: Path,
+        *arguments: str | Path,
+        cwd: Path = ROOT,
+        output: str | None = None,
+        begin: Event | None = None,
+        **environment: str,
     ) -> None:
         ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         given = {name: value for name, value in os.environ.items() if name not in ranks}
         given |= {"OMP_NUM_THREADS": "1", **WITHOUT_GPU, **environment}
         self._own = NamedTemporaryFile("r")  # noqa: SIM115
         words = [str(path), *(str(argument) for argument in arguments)]
-        self.process = fork_server().Process(target=_run, args=(output or self._own.name, words, cwd, given))
+        self.process = fork_server().Process(target=_run, args=(output or self._own.name, words, cwd, given, begin))
         self.process.start()
 
     def __enter__(self) -> Self:
@@ -152,8 +164,10 @@ def _failure(ranks: list[ForkServerProcess]) -> int:
     return next((rank.exitcode for rank in ranks if rank.exitcode), 0)
 
 
-def _run(output: str, words: list[str], cwd: Path, environment: dict[str, str]) -> None:
+def _run(output: str, words: list[str], cwd: Path, environment: dict[str, str], begin: Event | None) -> None:
     end_with_the_tests()
+    if begin is not None:
+        begin.wait()
     with open(output, "a") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
