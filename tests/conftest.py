@@ -9,13 +9,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
-from unittest import mock
 
 import pytest
 import torch
 
 from tests.support.reports import durations
-from tests.support.servers.ports import reserved_port
 
 if TYPE_CHECKING:
     from fastdiff.parallel.world import World
@@ -169,8 +167,7 @@ def world() -> World:
     import tests.support.imported  # noqa: F401
     from fastdiff.parallel.world import start_world
 
-    with mock.patch("fastdiff.parallel.world.free_port", reserved_port):
-        return start_world()
+    return start_world()
 
 
 @pytest.fixture(autouse=True)

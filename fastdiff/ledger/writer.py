@@ -138,9 +138,8 @@ class Ledger:
         return self._offset + time.perf_counter()
 
     def _write_time(self) -> None:
-        totals = self.totals()  # reads the clock, once: the seconds and their end belong together
+        self._written_s = self.totals()  # reads the clock, once: the seconds and their end belong together
         seconds = {name: round(spent, 6) for name, spent in self._seconds.items()}
-        self._written_s = totals
         before, self._written = self._written, self._since
         self._write("time", **{"from": before, "seconds": seconds, **self._ranks()})
         self._seconds.clear()

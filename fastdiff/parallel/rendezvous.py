@@ -30,7 +30,7 @@ _DEEPSPEED = 29_500
 _POLL_S = 0.05
 
 
-def meet(rank: int, host: str, port: int, timeout_s: float) -> TCPStore:
+def meet(rank: int, host: str, port: int, timeout_s: float, listener: socket.socket | None = None) -> TCPStore:
     """Open the store for ``torch.distributed.init_process_group``.
 
     Args:
@@ -39,6 +39,7 @@ def meet(rank: int, host: str, port: int, timeout_s: float) -> TCPStore:
         host: name or address of rank 0's machine.
         port: a free port there.
         timeout_s: timeout of the connection; also of the wait for all other ranks, where rank 0 notes its port.
+        listener: socket of rank 0 that listens on the port; None: one is opened or, from a supervisor, inherited.
 
     Raises:
         ConfigError: the port is taken, or the host is unknown (rank 0 only); another rank did not start.
@@ -56,7 +57,7 @@ def meet(rank: int, host: str, port: int, timeout_s: float) -> TCPStore:
         if note:
             store.set(_met(rank), "")
         return store
-    listener = _bound(host, 0 if note else port, alone=alone)
+    listener = listener or _bound(host, 0 if note else port, alone=alone)
     port = listener.getsockname()[1]
     store = TCPStore(
         host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()

@@ -119,16 +119,19 @@ def start_world(timeout_s: float = 1800.0, device: Asked = "auto") -> World:
         OSError: rank 0 cannot note its port.
     """
     _let_segments_grow()
+    listener = None
     if "RANK" not in os.environ:
+        listener = rendezvous.listen("127.0.0.1", 0, alone=True)  # from now on, so that nobody else takes the port
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = str(free_port())
+        os.environ["MASTER_PORT"] = str(listener.getsockname()[1])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     own = select_device(device, local_rank, int(os.environ.get("LOCAL_SIZE", "1")))
     _share_cores()  # also with a GPU: an offloaded optimizer steps on the cores
     if not torch.distributed.is_initialized():
         _record_collectives()
-        store = rendezvous.meet(rank, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout_s)
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = rendezvous.meet(rank, host, port, timeout_s, listener)
         torch.distributed.init_process_group(
             "nccl" if own.type == "cuda" else "gloo",
             store=store,

@@ -34,11 +34,13 @@ def shown(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     runs = tmp_path_factory.mktemp("demo") / "runs"
     runs.mkdir()
     log = runs / "demo-1.log"
-    with ExitStack() as held, demo(digits, runs, 120, "--output.callbacks", HOLD) as script:
+    with ExitStack() as held:
         held.enter_context(held_at(100, runs / "demo-1"))
-        wait_until(lambda: not script.process.is_alive() or (log.exists() and "SIGKILL" in log.read_text()), "the kill")
-        held.close()
-        done = script.wait(550)
+        with demo(digits, runs, 120, "--output.callbacks", HOLD) as script:
+            ended = script.process
+            wait_until(lambda: not ended.is_alive() or (log.exists() and "SIGKILL" in log.read_text()), "the kill")
+            held.close()
+            done = script.wait(550)
     assert done.code == 0, done.output
     return runs, done.output
 

@@ -7,14 +7,18 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
 
+from fastdiff.dashboard import server
+from fastdiff.errors import ConfigError
 from tests.dashboard.folders import lines, picture, record, run_folder
 from tests.support.processes import ROOT, fastdiff, stop
 from tests.support.servers.browser import watch, watched
@@ -167,6 +171,23 @@ def test_a_port_that_is_taken_is_an_error_with_the_remedy(runs: Path, address: s
     process, other = watch(cwd=runs)
     stop(process)
     assert other != address, "without --port the next free one is taken"
+
+
+def test_a_port_on_which_another_server_begins_to_listen_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its socket allows the reuse of the address, as the page's does, so that both can be bound."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind((server.HOST, 0))
+        port = other.getsockname()[1]
+
+        class Late(socket.socket):
+            def bind(self, address: Any) -> None:
+                super().bind(address)
+                other.listen()
+
+        monkeypatch.setattr(server.socket, "socket", Late)
+        with pytest.raises(ConfigError, match=f"--port {port}: cannot be listened on"):
+            server.bind(port)
 
 
 @pytest.mark.parametrize(

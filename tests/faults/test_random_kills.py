@@ -30,8 +30,6 @@ START_S = 2.0
 """About what a start takes; who is faster is killed at the first step."""
 _END = 16_384
 """Bytes, more than a record has."""
-AFTER = 20
-"""Steps that are left after the last kill, so that no kill comes too late to prove anything."""
 
 
 def config_of(digits: Path, folder: Path, optimizer: str, steps: int, every: int) -> RunConfig:
@@ -111,7 +109,7 @@ def kill_again_and_again(config: RunConfig, kills: int, step_s: float) -> None:
     folder, every = Path(config.output.folder), config.output.checkpoint_every
     newest = taken = 0
     # From this step on a kill finds a checkpoint, as is asserted below.
-    for number, moment in enumerate(moments(kills, 2 * every + 1, config.steps - AFTER, step_s)):
+    for number, moment in enumerate(moments(kills, 2 * every + 1, config.steps - 1, step_s)):
         before, log = last_start(folder), log_of(folder)
         # It cannot end before it is killed.
         with held_at(config.steps - 1, folder), Ranks(train_losses, config, launch(3)) as ranks:
@@ -175,7 +173,7 @@ def test_a_run_that_is_killed_at_random_moments_ends_hex_equal(
     """4 kills, by night 300: losses, weights, moments and averages have equal bytes."""
     kills = by_night if nightly else by_day
     record_property("trials", kills)
-    steps = max(3 * kills, 9) + AFTER
+    steps = max(3 * kills, 9) + 1
     assert_survives(config_of(digits, tmp_path, optimizer, steps, every=3), kills, undisturbed(optimizer, steps))
 
 
@@ -189,6 +187,6 @@ def test_a_long_run_that_is_killed_now_and_then_ends_hex_equal(
     record_property: Callable[[str, object], None],
 ) -> None:
     """By night 10,000 steps (89 epochs of the digits), killed about every 200; by day the run above, killed once."""
-    steps, kills, every = (10_000, 50, 20) if nightly else (9 + AFTER, 1, 3)
+    steps, kills, every = (10_000, 50, 20) if nightly else (10, 1, 3)
     record_property("trials", kills)
     assert_survives(config_of(digits, tmp_path, "adamw", steps, every), kills, undisturbed("adamw", steps))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from fastdiff.errors import DataError, StorageError
+from fastdiff.parallel import world as module
 from fastdiff.parallel.world import World, start_world
-from tests.support.forked import forked_ranks, values
+from tests.support.forked import Forked, forked_ranks, values
+from tests.support.waiting import LIMIT_S
 
 
 def _fails_on_rank_1(world: World, error: Exception) -> str:
@@ -70,3 +77,26 @@ def test_segments_of_the_allocator_grow_unless_the_user_has_options(monkeypatch:
     monkeypatch.setenv(name, "max_split_size_mb:128")
     start_world()
     assert {given: os.environ[given] for given in names if given in os.environ} == {name: "max_split_size_mb:128"}
+
+
+def _start_beside_a_rival() -> list[int | None]:
+    """Start a world without a launcher; return the error numbers of another server that asks for its port meanwhile."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    select, refused = module.select_device, []
+
+    def select_late(*arguments: Any) -> Any:
+        try:
+            socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))).close()
+        except OSError as error:
+            refused.append(error.errno)
+        return select(*arguments)
+
+    with mock.patch.object(module, "select_device", select_late):
+        start_world()
+    return refused
+
+
+def test_nobody_takes_the_port_of_a_run_without_a_launcher() -> None:
+    with ProcessPoolExecutor(1, Forked()) as process:
+        assert process.submit(_start_beside_a_rival).result(LIMIT_S) == [errno.EADDRINUSE]

@@ -269,7 +269,8 @@ def test_a_part_that_takes_too_long_is_interrupted(tmp_path: Path) -> None:
     out, ready = tmp_path / "out", tmp_path / "ready"
     waiting = f'sleep 600 & trap "echo last words; exit 1" INT; touch {ready}; wait'
     hanging = PYTHON.replace("*) printf", f"*largest*|*find-batch*) {waiting} ;;\n    *) printf")
-    expire = f"(until [ -e {ready} ]; do sleep 0.05; done; kill -ALRM $$) &"  # as timeout's own clock would
+    # As the clock of timeout would.
+    expire = f"(until [ -e {ready} ] || ! kill -0 $$; do sleep 0.05; done; kill -ALRM $$) &"
     limited = f'{expire} exec {shutil.which("timeout")} --signal=INT --kill-after=240 600 "$@"'
     soon = f'shift 3; case "$*" in *find-batch*) {limited} ;; esac; exec "$@"'
     done = script(tmp_path, hanging, str(out), "largest-dit", "report", timeout=soon)
