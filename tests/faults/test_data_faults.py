@@ -305,7 +305,7 @@ def test_two_ranks_replace_and_log_the_same(world: World, digits: Path, tmp_path
     data = damaged_digits(digits, tmp_path / "damaged", plain, [3, 12, 40, 60])
     one, two = (tiny(data, tmp_path / f"{ranks}", steps=4, data__damaged="skip") for ranks in (1, 2))
     run_on(world, one)
-    ended = forked_ranks(run_on, two, ranks=2, timeout_s=120)
+    ended = forked_ranks(run_on, two, ranks=2)
     assert [each.code for each in ended] == [0, 0], ended
     assert damage_log(tmp_path / "2") == damage_log(tmp_path / "1")
     assert len(damage_log(tmp_path / "1")) == 4

@@ -112,7 +112,7 @@ def run_everywhere(world: World, digits: Path, folder: Path, trials: list[Trial]
         if ranks == 1:
             found = [run_trials(world, digits, folder, own)]
         else:
-            found = values(forked_ranks(run_trials, digits, folder, own, timeout_s=20 * len(own) + 60))
+            found = values(forked_ranks(run_trials, digits, folder, own, timeout_s=240 + 60 * len(own)))
         for number, trial in enumerate(own):
             assert {lack for rank in found for lack in rank[number]} == set(trial.lacks), trial
             assert_as_if_nothing_happened(folder / f"{ranks}-{number}", folder / trial.plain, trial)

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -363,28 +362,59 @@ def test_the_training_goes_on_during_a_save(digits: Path, tmp_path: Path) -> Non
     assert one.manifest["files"] == other.manifest["files"]
 
 
+def save_until_it_is_waited_for(world: World, config: RunConfig) -> list[str]:
+    """Train while every fsync of the first save takes until the run has said that it waits for it; return its lines."""
+    told, info, fsync, said = threading.Event(), async_saves.log.info, os.fsync, list[str]()
+
+    def noted(message: str, *rest: Any) -> None:
+        info(message, *rest)
+        said.append(message)
+        if "is still being written" in message:
+            told.set()
+
+    def slow(descriptor: int) -> None:
+        if "step-00000002.tmp" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            assert told.wait(100), "the run does not wait for its save"
+        fsync(descriptor)
+
+    async_saves.log.info, os.fsync = noted, slow  # type: ignore[method-assign,assignment]
+    train(config, launch(), world)
+    return said
+
+
 @pytest.mark.fault(11)
 def test_slow_storage_delays_and_does_not_end_a_run(digits: Path, tmp_path: Path) -> None:
-    """An fsync of the first save takes 6 s longer: the save is still being written when the next one is due."""
-    config = config_of(digits, tmp_path / "run", steps=6)
-    done = run_under_strace("fsync:delay_enter=6000000:when=2", config)
-    assert done.code == 0, done.output
-    assert "waiting: the checkpoint of step 2 is still being written" in done.output
+    """The first save is still being written when the next one is due."""
+    (said,) = values(forked_ranks(save_until_it_is_waited_for, config_of(digits, tmp_path / "run", steps=6), ranks=1))
+    assert any("waiting: the checkpoint of step 2 is still being written" in line for line in said), said
     assert intact(tmp_path / "run") == [6, 4]
 
 
-def wait_longer_than_a_hang(world: World, folder: Path) -> None:
-    """Wait for a save, and at the end for another; a rank that hangs ends itself."""
-    async_saves._SILENT_S = 0.1
-    heart = Heartbeat(folder, world.rank, hang_timeout_s=4)
+def beat_while_waiting(world: World, folder: Path) -> None:
+    """Wait for a save, and at the end for another; each takes until it has been waited for over three heartbeats."""
+    async_saves._SILENT_S = 0.01
+    heart, beats = Heartbeat(folder, world.rank, hang_timeout_s=3600), threading.Semaphore(0)
+
+    def again() -> None:
+        heart.again()
+        beats.release()
+
+    def save() -> None:
+        for _ in range(3):
+            assert beats.acquire(timeout=100), "a wait without a heartbeat"
+
     heart.beat(2, "callbacks")
-    with AsyncSaves(world, 0, heart.again) as background:
-        background.begin("checkpoint", 2, lambda: time.sleep(5))
+    beaten_s = heart.at_s
+    with AsyncSaves(world, 0, again) as background:
+        background.begin("checkpoint", 2, save)
         background.wait("checkpoint")
-        background.begin("checkpoint", 3, lambda: time.sleep(5))
+        assert heart.at_s > beaten_s
+        background.begin("checkpoint", 3, save)
+        last = background._running["checkpoint"].done
+    assert last.exception() is None
     heart.close()
 
 
 @pytest.mark.fault(11)
 def test_a_save_that_is_slower_than_a_hang_is_none(tmp_path: Path) -> None:
-    values(forked_ranks(wait_longer_than_a_hang, tmp_path / "run", ranks=1))
+    values(forked_ranks(beat_while_waiting, tmp_path / "run", ranks=1))

@@ -15,9 +15,12 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any, Self
 
+import psutil
+
 from tests.support.forked import WITHOUT_GPU, end_with_the_tests, fork_server
 from tests.support.processes import BIN, ROOT, Finished, deepspeed_command
 from tests.support.servers.ports import reserved_port
+from tests.support.waiting import wait_for_the_end
 
 TRAIN = ROOT / "fastdiff" / "train.py"
 COMMAND = BIN / "fastdiff"
@@ -116,9 +119,14 @@ class Launcher(Script):
         super().__init__(_FORKING, notes or self._notes.name, *words, **options)
 
     def __exit__(self, *error: object) -> None:
+        everyone: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(self.pid)
+            everyone = [top, *top.children(recursive=True)]
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         super().__exit__(*error)
+        wait_for_the_end(everyone)  # until then a rank may hold the lock of its run
         self._notes.cleanup()
 
     @property

@@ -32,7 +32,7 @@ class TensorBoard:
     def __init__(self, run: Path, step: int, *, patient: bool) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog  # only rank 0 needs it
 
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_OPENED)}"
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_OPENED):06d}"
         self._file = AppendedFile(run / "tensorboard" / name, patient=patient)
         self._append(file_version="brain.Event:2")
         # TensorBoard hides earlier events of this step and of later ones.
@@ -86,4 +86,4 @@ def _png(pixels: Tensor) -> bytes:
 
 
 _OPENED = itertools.count()
-"""Numbers of this process's event files: two of the same second have the same name otherwise."""
+"""Numbers of this process's event files, of which two may be of one second; TensorBoard reads them by name."""

@@ -96,7 +96,12 @@ class _StandIn:
             yield
 
     def free(self) -> int:
-        return max(0, self.size - sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file()))
+        used = 0
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                with suppress(FileNotFoundError):  # a thread has just removed it
+                    used += os.stat(os.path.join(folder, name)).st_size
+        return max(0, self.size - used)
 
     def holds(self, path: object) -> bool:
         return isinstance(path, str | os.PathLike) and Path(path).absolute().is_relative_to(self.folder)
@@ -113,7 +118,8 @@ class _StandIn:
         return self._write(descriptor, data)
 
     def mkdir(self, path: Any, *args: Any, **options: Any) -> None:
-        if self.inodes and self.holds(path) and 1 + sum(1 for _ in self.folder.rglob("*")) >= self.inodes:
+        used = 1 + sum(len(folders) + len(names) for _, folders, names in os.walk(self.folder))
+        if self.inodes and self.holds(path) and used >= self.inodes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         self._mkdir(path, *args, **options)
 

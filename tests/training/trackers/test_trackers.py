@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 import json
 import logging
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from fastdiff.parallel.world import World
 from fastdiff.patient_files import WholeFiles
 from fastdiff.train import train
 from fastdiff.training.callbacks import loss_map
-from fastdiff.training.trackers import build, wandb_run
+from fastdiff.training.trackers import build, tensorboard, wandb_run
 from fastdiff.training.trackers.background import BackgroundTracker
 from fastdiff.training.trackers.build import Trackers
 from fastdiff.training.trackers.tags import shown
@@ -132,12 +133,18 @@ def test_trackio_gets_numbers_images_and_the_configuration(digits: Path, tmp_pat
     assert any("samples/one column per class" in row for row in history)
 
 
-def test_tensorboard_hides_the_steps_after_a_resume(world: World, digits: Path, tmp_path: Path) -> None:
-    """The second start repeats step 3, whose first event must go, and no other."""
+def test_tensorboard_hides_the_steps_after_a_resume(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second start repeats step 3, whose first event must go, and no other.
+
+    TensorBoard reads the files in the order of their names: here those of the numbers 9 and 10 of one second.
+    """
+    monkeypatch.setattr(tensorboard, "time", SimpleNamespace(time=lambda: 1.8e9))
+    monkeypatch.setattr(tensorboard, "_OPENED", itertools.count(9))
     run = tmp_path / "run"
     train(tiny(digits, run, steps=3, output__checkpoint_every=2), launch(0), world)
     (run / "checkpoints" / "step-00000003").rename(tmp_path / "lost")
-    _next_second()  # TensorBoard orders files by second and process; both starts are this process
     train(tiny(digits, run, steps=4, output__checkpoint_every=2), launch(0, allow_change=("samples",)), world)
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
@@ -151,12 +158,6 @@ atexit.register(lambda: print("torch was imported" if "torch" in sys.modules els
 from fastdiff.cli.main import entry
 entry()
 """
-
-
-def _next_second() -> None:
-    second = int(time.time())
-    while int(time.time()) == second:
-        time.sleep(0.01)
 
 
 def test_no_tracker_is_asked_for(world: World, digits: Path, tmp_path: Path) -> None:
@@ -255,6 +256,7 @@ def test_wandb_is_told_how_a_run_ended(
     monkeypatch.setenv("WANDB_SILENT", "true")
     state = _State(tiny(tmp_path, tmp_path / "run", output__report_to=("wandb",)), world)
     state.folder.mkdir()
+    monkeypatch.setattr(build, "BROKEN_OFF_S", 240.0)
     with suppress(FastdiffError), Trackers(state) as trackers:  # type: ignore[arg-type]
         trackers.scalars({"loss": 0.25}, 1)
         if error is not None:
@@ -389,6 +391,7 @@ def test_a_tracker_that_does_not_answer_at_the_start_is_left_out(
         stalls.set()
         to_server(monkeypatch, address)
         monkeypatch.setattr(wandb_run, "INIT_S", 12.0)
+        monkeypatch.setattr(wandb_run, "FINISH_S", 240.0)
         wandb.setup()  # starts its process, which would take a part of those seconds
         state = _State(tiny(tmp_path, tmp_path / "run", output__report_to=("wandb",)), world)
         state.folder.mkdir()
