@@ -224,12 +224,6 @@ def test_rows_name_only_rooms_below() -> None:
         assert all(order.index(other) < order.index(room) for other in below), room
 
 
-def test_at_most_twelve_modules_in_a_folder() -> None:
-    for folder in {path.parent for path in SOURCES}:
-        modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
-        assert len(modules) <= 12, f"{folder}: {modules}"
-
-
 def test_packages_build_nothing() -> None:
     """An ``__init__.py`` is a docstring; the package of the presets is their list, that of the cluster a setting."""
     for path in (ROOT / "fastdiff").rglob("__init__.py"):
@@ -312,9 +306,8 @@ def test_the_loop_reads_as_prose() -> None:
     assert not names & others
 
 
-def test_files_and_functions_stay_small() -> None:
+def test_functions_stay_small() -> None:
     for path in [*SOURCES, *BENCH]:
-        assert len(path.read_text().splitlines()) <= 400, path
         for name, lines in contents(path).functions:
             assert lines < 60, f"{path}: {name}"
 
