@@ -70,6 +70,8 @@ class Manifest(TypedDict):
     dataset: NotRequired[str]
     """Digest of the data."""
     classes: NotRequired[Count | None]
+    class_names: NotRequired[list[str]]
+    """In the order of their numbers; empty: unknown."""
     base: NotRequired[str | None]
     """Digest of the weights that a LoRA is added to."""
     versions: NotRequired[dict[str, str]]

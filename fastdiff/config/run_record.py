@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache, partial
@@ -110,10 +110,16 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
-def run_json(config: RunConfig, launch: Launch, ds_config: DsConfig, device: str) -> bytes:
-    """Return the content of ``run.json``: configuration, command line, versions, commit and device, without secrets."""
+def run_json(
+    config: RunConfig, launch: Launch, ds_config: DsConfig, device: str, class_names: Sequence[str] = ()
+) -> bytes:
+    """Return the content of ``run.json``: configuration, command line, versions, commit and device, without secrets.
+
+    ``class_names`` are those of the classes that the network learns, in the order of their numbers; empty: unknown.
+    """
     content = {
         "config": as_json(config),
+        "class_names": list(class_names),
         "argv": [sanitize.argument(argument) for argument in launch.argv],
         "versions": versions() | plugins(config),
         "git": _git_state(),

@@ -298,6 +298,7 @@ def _facts(config: RunConfig, reader: Data, world: World) -> dict[str, Any]:
         "config": as_json(config),
         "dataset": reader.info.digest,
         "classes": reader.info.classes,
+        "class_names": list(reader.info.class_names) if config.model.classes else [],
         "base": world.on_first(lambda: load.base_digest(config)),
         "versions": versions() | world.on_first(lambda: plugins(config)),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.data.encoding.builtin import encode_digits
+from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.resume import flatten
@@ -145,3 +147,10 @@ def _moved(name: str, values: Tensor) -> Tensor:
         return values.flatten()
     query, _, value = values.chunk(3)
     return torch.cat([query, value])
+
+
+def named(digits: Path, folder: Path, names: Sequence[str]) -> Path:
+    """A copy of the encoded digits with names of the classes."""
+    shutil.copytree(digits, folder)
+    replace(DatasetInfo.read(folder), class_names=tuple(names)).write(folder)
+    return folder
