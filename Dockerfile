@@ -23,14 +23,14 @@ ENV PATH=/opt/fastdiff/bin:$PATH
 
 FROM base AS wheels
 COPY . /source
-RUN python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /source/kernels /source
+RUN python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /source
 
 FROM base
 ARG CUDA
 COPY constraints*.txt /tmp/constraints/
 RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels \
     python -m pip install --no-cache-dir --constraint "/tmp/constraints/$CONSTRAINTS" \
-        /wheels/fastdiff_kernels-*.whl "$(echo /wheels/fastdiff-*.whl)[cuda${CUDA},all]" \
+        "$(echo /wheels/*.whl)[cuda${CUDA},all]" \
     && rm -r /tmp/constraints
 # Images of Ubuntu have a user 1000; pods and mounted folders use this number.
 RUN getent passwd 1000 || useradd --create-home --uid 1000 fastdiff \

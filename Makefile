@@ -14,7 +14,7 @@ export CUDA_VISIBLE_DEVICES :=
 DEVICE := --performance.device cpu
 endif
 
-.PHONY: demo demo-t2i test test-gpu test-nightly test-faults test-cluster lint docs bench
+.PHONY: demo demo-t2i wheel test test-gpu test-nightly test-faults test-cluster lint docs bench
 
 # Real digit scans -> latent shards -> a DiT whose training is killed and resumes -> new digits, measured; `fastdiff demo --watch` shows it live.
 demo: $(INSTALLED)
@@ -73,6 +73,12 @@ lint: $(DEVELOPING)
 # The site of the documentation, in .site/; a broken link is an error.
 docs: $(DEVELOPING)
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+
+# In dist/: one wheel with everything, and the versions to install it with (README).
+wheel:
+	rm -rf dist
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	cp constraints*.txt dist/
 
 # On a machine with a GPU: the kernels' tests and speed; the record goes to bench/results/.
 bench: $(DEVELOPING)

@@ -40,8 +40,8 @@ SETS = {
     "cpu": Versions("constraints.txt", "cuda13", 0),
 }
 """By the value of CUDA, the newest first."""
-EXTRAS, DEVELOPERS = "all", "dev"
-"""Extras of every set; of the tests and the checks."""
+EXTRAS, DEVELOPERS = "all", "docs,dev"
+"""Extras of every set; of the tests and the checks, comma-separated."""
 
 
 class Unfit(Exception):
@@ -128,7 +128,7 @@ def commands(name: str, python: Path, *, developers: bool = False) -> list[list[
     pip = [str(python), "-m", "pip", "install", "--quiet"]
     index = ["--extra-index-url", CPU_WHEELS] if name == "cpu" and _reachable("download.pytorch.org") else []
     extras = ",".join([versions.extra, EXTRAS, *([DEVELOPERS] if developers else [])])
-    return [[*pip, *index, "torch", "triton"], [*pip, "--editable", "./kernels", "--editable", f".[{extras}]"]]
+    return [[*pip, *index, "torch", "triton"], [*pip, "--editable", f".[{extras}]"]]
 
 
 def _reachable(host: str) -> bool:

@@ -15,6 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import fastdiff
 from fastdiff import sanitize
 from fastdiff.config.deepspeed import DsConfig
 from fastdiff.config.launch_options import Launch
@@ -28,7 +29,7 @@ _LEFTOVER = re.compile(r"(run\.json|wandb-id|trackio-id|[a-z]+\.jsonl|step-[0-9]
 """Temporary names of ``files.publish`` that a killed training leaves; those of other commands may be in use."""
 _LARGEST = 1 << 24
 """Bytes of the largest ``run.json`` that is read."""
-_PACKAGES = ("fastdiff", "torch", "triton", "deepspeed", "diffusers", "transformers", "peft", "bitsandbytes", "torchao")
+_PACKAGES = ("torch", "triton", "deepspeed", "diffusers", "transformers", "peft", "bitsandbytes", "torchao")
 
 
 def as_json(config: RunConfig) -> dict[str, Any]:
@@ -38,7 +39,8 @@ def as_json(config: RunConfig) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that affect the numbers."""
-    return {name: _version(name) for name in _PACKAGES} | {"python": sys.version.split()[0]}
+    of_packages = {name: _version(name) for name in _PACKAGES}
+    return {"fastdiff": fastdiff.__version__, **of_packages, "python": sys.version.split()[0]}
 
 
 @cache

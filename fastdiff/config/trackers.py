@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 
 from fastdiff.errors import ConfigError
+from fastdiff.optional_packages import pip_install
 
 _OPTIONAL = ("wandb", "trackio")
 
@@ -19,6 +20,5 @@ def require_installed(report_to: Sequence[str]) -> None:
     for name in _OPTIONAL:
         if name in report_to and importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"--output.report_to {name} needs {name}, which is not installed: pip install 'fastdiff[{name}]'; or "
-                "leave it out"
+                f"--output.report_to {name} needs {name}, which is not installed: {pip_install(name)}; or leave it out"
             )

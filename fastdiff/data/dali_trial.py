@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastdiff.optional_packages import pip_install
+
 _PACKAGES = {13: "nvidia-dali-cuda130", 12: "nvidia-dali-cuda120", 11: "nvidia-dali-cuda110"}
 """Package of each CUDA version; all provide the module ``nvidia.dali``."""
 
@@ -60,7 +62,7 @@ def version_problem(installed: Sequence[int], cuda: int) -> str | None:
 
 def install_dali(cuda: int | None = None) -> str:
     """Return the command that installs the DALI of a CUDA version; None: of torch's, or the newest."""
-    return f"pip install '{_PACKAGES.get(cuda or _cuda_of_torch() or 13, _PACKAGES[13])}>=2.4,<3'"
+    return pip_install(_PACKAGES[12 if (cuda or _cuda_of_torch()) == 12 else 13])
 
 
 def _cuda_of_torch() -> int | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fastdiff.errors import ConfigError
 from fastdiff.files import write_output
+from fastdiff.optional_packages import pip_install
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +31,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigError("--png needs matplotlib; pip install 'fastdiff[bench]', or leave it out") from None
+        raise ConfigError(f"--png needs matplotlib; {pip_install('matplotlib')}, or leave it out") from None
 
 
 @contextmanager

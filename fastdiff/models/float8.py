@@ -20,6 +20,7 @@ from torch import nn
 from fastdiff.errors import ConfigError, require
 from fastdiff.models.blockwise import BlockwiseModel
 from fastdiff.models.family import family_of
+from fastdiff.optional_packages import pip_install
 
 LEAST = 2048
 """Input and output features from which a layer gains."""
@@ -100,5 +101,5 @@ def _torchao() -> Any:
     try:
         from torchao import float8
     except ImportError:
-        raise ConfigError("--performance.fp8 needs torchao: pip install 'fastdiff[fp8]'") from None
+        raise ConfigError(f"--performance.fp8 needs torchao: {pip_install('torchao')}") from None
     return float8

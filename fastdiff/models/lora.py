@@ -15,6 +15,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.models.build import Model
 from fastdiff.models.family import family_of
 from fastdiff.models.quantized import Bits, QuantizedLinear
+from fastdiff.optional_packages import pip_install
 
 WEIGHTS_FILE = "pytorch_lora_weights.safetensors"
 """File name of an adapter in a folder, as diffusers expects it."""
@@ -120,7 +121,7 @@ def _inject(model: nn.Module, config: LoraConfig, targets: tuple[str, ...]) -> N
     try:
         import peft
     except ImportError:
-        raise ConfigError("--lora.rank needs peft, which is not installed: pip install 'fastdiff[peft]'") from None
+        raise ConfigError(f"--lora.rank needs peft, which is not installed: {pip_install('peft')}") from None
     adapter: Any = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.numerator,  # type: ignore[arg-type]  # peft divides it by r; a float works

@@ -14,14 +14,11 @@ from pathlib import Path
 
 import torch
 
+from fastdiff.optional_packages import CUDA_VERSIONS, pip_install_for_cuda
+
 _ROOT = Path("/")
 _DRIVERS = {13: (580, 65), 12: (525, 60)}
 """The oldest driver of each CUDA version; a driver runs every minor version of the CUDA versions that it knows."""
-_PIP = {
-    13: "pip install 'fastdiff[cuda13,all]'",
-    12: "pip install 'fastdiff[cuda12,all]'",
-}
-"""The command for each CUDA version, as in the table of README.md."""
 _TOO_OLD = re.compile(r"driver .* too old \(found version (\d+)\)", re.DOTALL)
 """Matches torch's own message, which has the newest CUDA version that the driver knows: 12080 is 12.8."""
 _ON_PURPOSE = (  # DeepSpeed's launcher sets CUDA_VISIBLE_DEVICES=0,1,... also where it was empty
@@ -170,7 +167,7 @@ def _too_old(driver: str, cuda: str, failure: str) -> str:
     needs = f", which needs {_least(_major(cuda))} or newer" if _major(cuda) in _DRIVERS else ""
     told = _TOO_OLD.search(failure)
     fitting = _newest_cuda(driver) if driver else int(told[1]) // 1000 if told else None
-    other = f", or {_install(fitting)}" if fitting in _PIP and fitting != _major(cuda) else ""
+    other = f", or {_install(fitting)}" if fitting in CUDA_VERSIONS and fitting != _major(cuda) else ""
     return f"its driver {driver or 'version'} is older than CUDA {cuda} of this torch{needs}; update the driver{other}"
 
 
@@ -183,7 +180,7 @@ def _with_cuda(driver: str) -> str:
 
 
 def _install(cuda: int) -> str:
-    return f"install for CUDA {cuda}: `CUDA={cuda} make` in a clone, or `{_PIP[cuda]}`"
+    return f"install for CUDA {cuda}: `CUDA={cuda} make` in a clone, or `{pip_install_for_cuda(cuda)}`"
 
 
 def _newest_cuda(driver: str) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastdiff.errors import ConfigError
+from fastdiff.optional_packages import pip_install
 from fastdiff.planning.options import Planned
 
 _CLASSES = {
@@ -40,7 +41,7 @@ def draw(path: Path, best: Sequence[Planned]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError(f"--picture {path} needs matplotlib: pip install 'fastdiff[bench]'") from None
+        raise ConfigError(f"--picture {path} needs matplotlib: {pip_install('matplotlib')}") from None
     figure = Figure(figsize=(9, 1.4 + 0.42 * len(best)), layout="constrained")
     axes = figure.subplots()
     lefts = [0.0] * len(best)

@@ -115,7 +115,7 @@ def xformers_problem() -> str | None:
     Its package imports without that library, and then refuses every tensor.
     """
     if find_spec("xformers") is None:
-        return "xformers is not installed; pip install 'fastdiff[xformers]'"
+        return "xformers is not installed; pip install 'xformers>=0.0.35,<0.0.36'"
     logger = logging.getLogger("xformers")
     before = logger.disabled
     logger.disabled = True

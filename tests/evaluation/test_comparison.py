@@ -238,4 +238,4 @@ def test_the_command_compares_real_runs(
     assert main(["compare", str(tmp_path / "slow"), str(tmp_path / "fast"), "--step", "5"]) == 2
     said = capsys.readouterr()
     assert "all samples" in said.out
-    assert "pip install 'fastdiff[bench]'" in said.err
+    assert "pip install 'matplotlib>=" in said.err

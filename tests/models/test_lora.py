@@ -146,7 +146,7 @@ def test_bad_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--lora.targets fc: "):
         add_lora(model, LoraConfig(rank=2, targets=("fc",)), seed=1)
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"pip install 'fastdiff\[peft\]'"):
+    with pytest.raises(ConfigError, match="pip install 'peft>="):
         add_lora(model, LoraConfig(rank=2), seed=1)
 
 

@@ -1,4 +1,4 @@
-"""Every command of README, recipes and how-to pages, from wheels in a new environment, outside of the repository."""
+"""Every command of README, recipes and how-to pages, from the wheel in a new environment, outside of the repository."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DOCUMENTS = [
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> wheels.Environment:
-    """Both wheels in an environment of their own."""
+    """The wheel in an environment of its own."""
     folder = tmp_path_factory.mktemp("installed")
     return wheels.Environment(folder / "venv", wheels.build(folder / "wheels"))
 
 
-def test_the_wheels_need_no_repository(tmp_path: Path, environment: wheels.Environment) -> None:
+def test_the_wheel_needs_no_repository(tmp_path: Path, environment: wheels.Environment) -> None:
     """Configurations by name, records of the project and the template of their page; no package named bench."""
     names = ("bench", "fastdiff", "fastdiff_bench", "fastdiff_kernels")
     find = f"from importlib.util import find_spec; print(*map(find_spec, {names}))"

@@ -49,8 +49,8 @@ ROOMS: dict[str, set[str]] = {
     "fastdiff": {"", "api"},
 }  # fmt: skip
 GROUND = {
-    "batch", "console", "errors", "exit_message", "files", "json_lines", "patient_files", "progress", "rng",
-    "sanitize", "standard_streams",
+    "batch", "console", "errors", "exit_message", "files", "json_lines", "optional_packages", "patient_files",
+    "progress", "rng", "sanitize", "standard_streams",
 }  # fmt: skip
 FREE_OF_TORCH = (
     "ledger",

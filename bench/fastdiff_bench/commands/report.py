@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fastdiff.files import write_output
+from fastdiff.optional_packages import pip_install
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands
 from fastdiff_bench.page import bench_charts, plots
@@ -87,7 +88,7 @@ def page(records: Sequence[Record]) -> str:
     try:
         import jinja2
     except ImportError:
-        raise BenchError("a report needs Jinja2; pip install 'fastdiff[bench]'") from None
+        raise BenchError(f"a report needs Jinja2; {pip_install('jinja2')}") from None
     folders: dict[Path, list[Record]] = {}
     for one in records:
         folders.setdefault(one.path.parent, []).append(one)

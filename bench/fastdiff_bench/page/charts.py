@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from fastdiff.optional_packages import pip_install
 from fastdiff_bench import BenchError
 from fastdiff_bench.records.number_format import label
 from fastdiff_bench.records.races import is_ours
@@ -75,7 +76,7 @@ def style() -> AbstractContextManager[None]:
     try:
         import matplotlib
     except ImportError:
-        raise BenchError("the plots of a report need matplotlib; pip install 'fastdiff[bench]'") from None
+        raise BenchError(f"the plots of a report need matplotlib; {pip_install('matplotlib')}") from None
     return matplotlib.rc_context(_STYLE)
 
 

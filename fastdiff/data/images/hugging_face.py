@@ -18,6 +18,7 @@ from fastdiff.data.images.items import (
 )
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.files import read_bounded
+from fastdiff.optional_packages import pip_install
 from fastdiff.sanitize import escape
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def _load(path: str, split: str, config: str | None) -> Dataset:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"reading the data set {path} needs the package datasets; pip install 'fastdiff[hf]'"
+            f"reading the data set {path} needs the package datasets; {pip_install('datasets')}"
         ) from error
     folder = Path(path)
     if config is not None and is_saved_dataset(folder):

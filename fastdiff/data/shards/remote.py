@@ -21,6 +21,7 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 from fastdiff import sanitize
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.files import rename, temporary
+from fastdiff.optional_packages import pip_install
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -294,7 +295,7 @@ def _filesystem(kind: str) -> Any:
         return fsspec.filesystem("http", client_kwargs=options | {"auto_decompress": False})
     except ImportError as error:
         raise ConfigError(
-            f"reading from {kind} needs a package that is not installed ({error}); pip install 'fastdiff[remote]'"
+            f"reading from {kind} needs a package that is not installed ({error}); {pip_install('s3fs', 'aiohttp')}"
         ) from error
 
 

@@ -350,7 +350,7 @@ sys.modules["xformers"] = None
 import torch
 from fastdiff_kernels.attention import attention, machine, xformers_problem
 assert torch.equal(attention(*torch.ones(3, 1, 2, 5, 8)), torch.ones(1, 2, 5, 8))
-assert "pip install 'fastdiff[xformers]'" in xformers_problem()
+assert "pip install 'xformers>=" in xformers_problem()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The wheels of the repository, and an environment that has them alone of it."""
+"""The wheel of the repository, and an environment that has nothing else of it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from pathlib import Path
 
 from tests.support.processes import BIN, DIE_WITH_TESTS, ROOT, stop
 
-PROJECTS = (ROOT, ROOT / "kernels")
 _LAUNCHERS = ("deepspeed", "torchrun")
 
 
-def build(out: Path) -> list[Path]:
-    """Build the wheels of fastdiff and of its kernels into ``out``."""
-    for project in PROJECTS:
-        command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(out)]
-        subprocess.run(command, cwd=project, check=True, capture_output=True, timeout=120)
-    return sorted(out.glob("*.whl"))
+def build(out: Path, project: Path = ROOT) -> Path:
+    """Build the wheel of fastdiff, or of another project such as its kernels alone, into the new folder ``out``."""
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(out)]
+    subprocess.run(command, cwd=project, check=True, capture_output=True, timeout=120)
+    (wheel,) = out.glob("*.whl")
+    return wheel
 
 
 class Environment:
-    """A virtual environment with wheels, and the libraries of the one that runs the tests, without its fastdiff."""
+    """A virtual environment with the wheel, and the libraries of the one that runs the tests, without its fastdiff."""
 
-    def __init__(self, folder: Path, wheels: list[Path]) -> None:
+    def __init__(self, folder: Path, wheel: Path) -> None:
         """Create the environment in ``folder``, and beside it a home."""
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
         self.bin, self.home = folder / "bin", folder.with_name("home")
@@ -35,12 +34,17 @@ class Environment:
         (packages,) = folder.glob("lib/python*/site-packages")
         # As a path alone: files *.pth in these folders, such as that of an editable fastdiff, are not read.
         (packages / "libraries.pth").write_text("\n".join(site.getsitepackages()))
-        pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install", "--no-deps", "--no-index"]
-        subprocess.run([*pip, *map(str, wheels)], check=True, capture_output=True, timeout=300)
+        install = [*self.pip, "install", "--no-deps", "--no-index", str(wheel)]
+        subprocess.run(install, check=True, capture_output=True, timeout=300)
         for name in _LAUNCHERS:
             lines = (BIN / name).read_text().splitlines()
             (self.bin / name).write_text("\n".join([f"#!{self.bin / 'python'}", *lines[1:]]))
             shutil.copymode(BIN / name, self.bin / name)
+
+    @property
+    def pip(self) -> list[str]:
+        """The command pip of this environment, without its subcommand."""
+        return [sys.executable, "-m", "pip", "--isolated", "--python", str(self.bin / "python")]
 
     def run(self, command: Sequence[str], folder: Path, limit_s: float) -> subprocess.CompletedProcess[str]:
         """Run a command of this environment in a folder, and kill what is left of it.

@@ -174,7 +174,7 @@ def test_a_missing_tracker_is_refused_before_anything_is_built(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda asked, *rest: None if asked == name else known(asked, *rest)
     )
-    with pytest.raises(ConfigError, match=rf"pip install 'fastdiff\[{name}\]'"):
+    with pytest.raises(ConfigError, match=f"pip install '{name}>="):
         train(tiny(digits, tmp_path / "run", steps=1, output__report_to=(name,)), launch(0), world)
     assert not (tmp_path / "run").exists()
     command = [
@@ -192,7 +192,7 @@ def test_a_missing_tracker_is_refused_before_anything_is_built(
         text=True, timeout=100,
     )  # fmt: skip
     assert (done.returncode, "torch was imported" in done.stderr) == (2, False), done.stderr
-    assert f"pip install 'fastdiff[{name}]'" in done.stderr
+    assert f"pip install '{name}>=" in done.stderr
     require_installed(("tensorboard",))
 
 
