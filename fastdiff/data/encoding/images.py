@@ -29,6 +29,7 @@ from fastdiff.data.images.items import BadItem, ImageSource
 from fastdiff.data.images.sources import open_source
 from fastdiff.data.images.stream import Chunk, Stopwatch, decoded_images
 from fastdiff.data.images.webdataset_tars import WebDatasetSource
+from fastdiff.data.selection import Selection, Tally
 from fastdiff.data.shards.format import LATENT, Column, DatasetInfo, Provenance
 from fastdiff.errors import ConfigError, DataError, require
 from fastdiff.models.pretrained.pipeline import Pretrained
@@ -166,6 +167,7 @@ class _ImageEncode:
 
     def _encode_unit(self, unit: int, info: DatasetInfo, chunks: Iterable[Chunk], bar: Any) -> UnitRecord:
         bad: list[BadRecord] = []
+        tally = Tally()
 
         def leave_out(name: str, reason: str) -> None:
             self._refuse(BadRecord(name, reason), bad)
@@ -187,6 +189,8 @@ class _ImageEncode:
                         leave_out(item.name, decoded.reason if isinstance(decoded, BadImage) else "")
                     else:
                         self._unused_captions += self._embeds_captions and len(item.captions) > info.captions
+                        if self._embeds_captions and item.captions[:1] == ("",):
+                            tally.add("with an empty caption, trained as the empty prompt", item.name)
                         with self._folder.storage():
                             shards.add(item, decoded)
                     self._images += 1
@@ -196,7 +200,8 @@ class _ImageEncode:
         finally:
             shards.abandon()
         self._bad += bad
-        return UnitRecord(published, tuple(bad))
+        noted = Selection(noted=tally.counted())
+        return UnitRecord(published, tuple(bad), self._source.found_in(unit).and_then([noted]))
 
     def _refuse(self, bad: BadRecord, found: list[BadRecord]) -> None:
         """Apply the policy for bad images: raise DataError, or add to ``found``."""
@@ -289,6 +294,7 @@ class _ImageEncode:
             buckets=sizes if options.buckets else (),
             flipped=options.flip,
             captions=self._folder.captions,
+            selection=self._source.selection,
         )
 
     def _described_transform(self) -> str:
@@ -327,9 +333,11 @@ class _ImageEncode:
             text += f"; {missing} shards are still missing: other ranks write them; if all have ended, run it once more"
         self._say(text)
         if not missing:
-            samples = DatasetInfo.read(self._options.out).samples
+            info = DatasetInfo.read(self._options.out)
+            for line in info.selection.lines(info.samples) if info.selection else ():
+                self._say(line)
             check = shlex.join(["fastdiff", "verify", str(self._options.out)])
-            self._say(f"{self._options.out} is complete: {samples} samples; check it with `{check}`")
+            self._say(f"{self._options.out} is complete: {info.samples} samples; check it with `{check}`")
 
 
 class _Expectation:

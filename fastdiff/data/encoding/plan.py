@@ -16,13 +16,14 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
 from typing import IO, Any
 
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
+from fastdiff.data.selection import Counted, Selection
 from fastdiff.data.shards.format import (
     CAPTIONED,
     INFO_FILE,
@@ -63,6 +64,8 @@ class UnitRecord:
 
     shards: tuple[ShardInfo, ...]
     bad: tuple[BadRecord, ...]
+    selection: Selection = field(default_factory=Selection)
+    """What was left out of the unit, or found in it, without the listing of the source."""
 
     @property
     def images(self) -> int:
@@ -200,6 +203,7 @@ class EncodeFolder:
         info = dataclasses.replace(
             template,
             null=write_null(self.out, null),
+            selection=_selection(template, records),
             shards=shards,
             samples=sum(shard.samples for shard in shards),
         )
@@ -308,3 +312,12 @@ class EncodeFolder:
             self._work.mkdir(exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # the publishing process has removed the folder
                 return open(open_lock(self._work / f"{name}.lock"), "rb")
+
+
+def _selection(template: DatasetInfo, records: list[UnitRecord]) -> Selection:
+    """Return what the listing of the source and all units left out, skipped images included."""
+    bad = [bad for record in records for bad in record.bad]
+    first = tuple(PurePath(each.name).name for each in bad[:3])
+    skipped = Counted(reason=f"unusable, listed in {BAD_IMAGES}", count=len(bad), first=first)
+    listing = template.selection or Selection()
+    return listing.and_then([*(record.selection for record in records), Selection(left_out=(skipped,) if bad else ())])

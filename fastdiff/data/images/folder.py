@@ -27,6 +27,7 @@ from fastdiff.data.images.items import (
     digest_of,
     unit_count,
 )
+from fastdiff.data.selection import Selection
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.sanitize import escape
 
@@ -102,6 +103,7 @@ class ImageFolder:
         self._entries = sorted(entries, key=lambda entry: entry.path)[:max_samples]
         facts = ([entry.path, entry.captions, entry.label] for entry in self._entries)
         kind = "" if self.captioned or self.classes else ", no captions"
+        self.selection = Selection()
         self.digest = digest_of(f"folder, {samples_per_unit} per unit, {self.classes} classes{kind}", facts)
 
     @property
@@ -112,6 +114,10 @@ class ImageFolder:
     def __len__(self) -> int:
         """Return the number of listed images, missing ones included."""
         return len(self._entries)
+
+    def found_in(self, unit: int) -> Selection:
+        """See ``ImageSource``."""
+        return Selection()
 
     def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
         """Yield the images of a unit; StorageError if the storage fails."""

@@ -16,6 +16,7 @@ from fastdiff.data.images.items import (
     digest_of,
     unit_count,
 )
+from fastdiff.data.selection import Selection
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.files import read_bounded
 from fastdiff.optional_packages import pip_install
@@ -83,6 +84,7 @@ class HuggingFaceSource:
                 "datasets.Image, bytes or paths"
             ) from error
         self._per_unit = samples_per_unit
+        self.selection = Selection()
         self.digest = digest_of(f"datasets, {split}, {image_column}, {samples_per_unit} per unit", self._facts(used[1]))
 
     @property
@@ -93,6 +95,10 @@ class HuggingFaceSource:
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self._rows)
+
+    def found_in(self, unit: int) -> Selection:
+        """See ``ImageSource``."""
+        return Selection()
 
     def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
         """Yield the rows of a unit; StorageError if they cannot be read."""

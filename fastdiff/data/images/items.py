@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from fastdiff.data.selection import Selection
 from fastdiff.sanitize import CONTROL
 
 LARGEST_IMAGE = 256 << 20
@@ -70,6 +71,13 @@ class ImageSource(Protocol):
     @property
     def digest(self) -> str:
         """Sha256 of the listing; it changes with the units."""
+
+    @property
+    def selection(self) -> Selection:
+        """What the listing left out."""
+
+    def found_in(self, unit: int) -> Selection:
+        """Return what ``items`` of this unit, read to its end, left out beyond the listing."""
 
     def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
         """Yield the images of a unit, always the same.

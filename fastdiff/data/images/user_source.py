@@ -23,6 +23,7 @@ from fastdiff.data.images.items import (
     digest_of,
     unit_count,
 )
+from fastdiff.data.selection import Selection
 from fastdiff.errors import ConfigError, require
 from fastdiff.files import read_bounded
 from fastdiff.plugins.user_code import Plugin, load
@@ -60,6 +61,7 @@ class UserSource:
         for index in {0, self._count - 1}:
             self._check(index)
         facts = [self._plugin.identity, self._count]
+        self.selection = Selection()
         self.digest = digest_of(f"plug-in, {samples_per_unit} per unit", facts)
 
     @property
@@ -70,6 +72,10 @@ class UserSource:
     def __len__(self) -> int:
         """Return the number of images."""
         return self._count
+
+    def found_in(self, unit: int) -> Selection:
+        """See ``ImageSource``."""
+        return Selection()
 
     def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
         """Yield the images of a unit."""

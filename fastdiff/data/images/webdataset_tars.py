@@ -24,6 +24,7 @@ from fastdiff.data.images.tar_members import (
     image_of,
     label_of,
 )
+from fastdiff.data.selection import Selection
 from fastdiff.data.shards.remote import is_remote, open_url, resource, shown
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.sanitize import escape
@@ -78,12 +79,17 @@ class WebDatasetSource:
         self.captioned = self._has_captions()
         self.classes = None if self.captioned else self._count_classes()
         names = [resource(tar) if is_remote(tar) else Path(tar).name for tar in self._tars]
+        self.selection = Selection()
         self.digest = digest_of(f"webdataset, {caption_column}, {max_samples} samples, {self.classes} classes", names)
 
     @property
     def units(self) -> int:
         """Number of tars."""
         return len(self._tars)
+
+    def found_in(self, unit: int) -> Selection:
+        """See ``ImageSource``."""
+        return Selection()
 
     def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
         """Yield the samples of a tar.

@@ -27,6 +27,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from fastdiff.data.selection import Selection
 from fastdiff.errors import DataError, StorageError
 from fastdiff.files import publish, read_bounded
 from fastdiff.sanitize import escape
@@ -142,6 +143,8 @@ class DatasetInfo:
     """Embeddings per sample and column. A sample with fewer captions repeats them in turn and records their number."""
     null: dict[str, NullInfo] = field(default_factory=dict)
     """The embedding of the empty prompt, by column."""
+    selection: Selection | None = None
+    """What was left out of the source; None: unknown."""
     shards: tuple[ShardInfo, ...] = ()
     samples: int = 0
     format: Literal["fastdiff-latents"] = "fastdiff-latents"
@@ -196,7 +199,7 @@ class DatasetInfo:
             "kind": self.kind,
             "shards": [[shard.name, shard.samples, shard.bytes, shard.sha256] for shard in self.shards],
         }
-        added = {name: value for name, value in self._fields().items() if name in _ADDED and name != "class_names"}
+        added = {name: value for name, value in self._fields().items() if name in _ADDED and name not in _NOT_READ}
         if self.buckets:
             added["shard_buckets"] = [shard.bucket for shard in self.shards]
         return _sha256_of(content | added)
@@ -339,7 +342,16 @@ class DatasetInfo:
 
 
 # Later additions to the format; a field with its default is not written.
-_ADDED: dict[str, Any] = {"buckets": (), "flipped": False, "captions": 1, "null": {}, "class_names": ()}
+_ADDED: dict[str, Any] = {
+    "buckets": (),
+    "flipped": False,
+    "captions": 1,
+    "null": {},
+    "class_names": (),
+    "selection": None,
+}
+_NOT_READ = ("class_names", "selection")
+"""Later additions that describe the samples, but do not change what a run reads."""
 _TIME_IDS = Column(dtype="float32", shape=(6,))
 
 
