@@ -68,6 +68,12 @@ class Run:
         return Config.of(from_mapping(fields, source))
 
     @property
+    def class_names(self) -> list[str]:
+        """Names of the classes in the order of their numbers; empty if the data had none."""
+        found = self.record.get("class_names")
+        return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+    @property
     def checkpoints(self) -> list[int]:
         """Steps of the checkpoints that are there, ascending."""
         return sorted(map(step_of, committed(self.path / "checkpoints")))
@@ -105,7 +111,7 @@ class Run:
         self,
         num: int | None = None,
         *,
-        classes: Sequence[int] | None = None,
+        classes: str | Sequence[int | str] | None = None,
         per_class: int | None = None,
         prompts: Sequence[str] = (),
         negative_prompt: str | None = None,
@@ -128,7 +134,8 @@ class Run:
         Args:
             num: number of images, whose classes are drawn at random; None: it follows from the other arguments, or 8
                 of each class.
-            classes: classes to draw; None: all.
+            classes: classes to draw: a list of names and numbers, or a text such as ``flower,temple`` or ``0-9``. A
+                number is the place of the class in ``class_names``. None: all.
             per_class: images of each class.
             prompts: captions, for a run that was trained with captions.
             negative_prompt: negative prompt of guidance.

@@ -10,7 +10,6 @@ from fastdiff.cli.published_weights import add_plugin, add_preset, parse_publish
 from fastdiff.config.argument_types import (
     Subcommands,
     add_averages,
-    classes,
     count,
     finite,
     local_path,
@@ -96,7 +95,9 @@ def _add_solver(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_content(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--classes", type=classes, default=None, metavar="0-9", help="classes, as 0-9 or 1,5,7")
+    parser.add_argument(
+        "--classes", default=None, metavar="NAMES", help="classes by name or number: flower,temple or 0-9; default: all"
+    )
     parser.add_argument("--per-class", type=count, default=None, help="images per class; default: 8")
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="text prompt; may be given several times")
     parser.add_argument("--negative-prompt", default=None, metavar="TEXT", help="negative text prompt")
@@ -153,6 +154,7 @@ def _sample(arguments: argparse.Namespace) -> None:
     run = Run(arguments.folder, ema=arguments.ema, ema_std=arguments.ema_std, step=arguments.step, published=published)
     grid = arguments.grid or Path("grid.png")
     grid.parent.mkdir(parents=True, exist_ok=True)  # fails before the images are drawn
+    columns = ""
     if arguments.prompt:
         run.draw_prompts(
             grid,
@@ -162,8 +164,9 @@ def _sample(arguments: argparse.Namespace) -> None:
             sampler=sampler,
         )
     else:
-        run.draw_classes(grid, arguments.classes, per_class=arguments.per_class or 8, sampler=sampler)
-    print(f"{grid}: {run.description}")
+        titles = run.draw_classes(grid, arguments.classes, per_class=arguments.per_class or 8, sampler=sampler)
+        columns = f"; columns: {', '.join(titles)}" if titles else ""
+    print(f"{grid}: {run.description}{columns}")
 
 
 def _check(arguments: argparse.Namespace) -> None:

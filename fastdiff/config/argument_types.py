@@ -25,7 +25,6 @@ VECTORS = (".svg", ".pdf")
 """Suffixes of drawings of curves."""
 _PIXELS = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff")
 _LARGEST_SHAPE = 2**26
-_MOST_CLASSES = 100_000
 _DIGITS = 30
 
 
@@ -163,17 +162,3 @@ def add_averages(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusive
         help="power-function average of this relative width: stored in the run, or reconstructed from its snapshots",
     )
     return which
-
-
-def classes(text: str) -> list[int]:
-    """Parse ``0-9`` or ``1,5,7`` to a list of at most ``_MOST_CLASSES`` classes."""
-    found: list[int] = []
-    for part in text.split(","):
-        low, dash, high = part.partition("-")
-        ends = [low, high if dash else low]
-        if not all(end.isdecimal() and len(end) <= _DIGITS for end in ends) or int(ends[1]) < int(ends[0]):
-            raise argparse.ArgumentTypeError(f"{text[:100]}: expected classes as 0-9 or 1,5,7")
-        if int(ends[1]) >= LARGEST or len(found) + int(ends[1]) - int(ends[0]) >= _MOST_CLASSES:
-            raise argparse.ArgumentTypeError(f"{text[:100]}: expected at most {_MOST_CLASSES} classes")
-        found += range(int(ends[0]), int(ends[1]) + 1)
-    return found

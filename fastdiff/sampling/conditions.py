@@ -18,6 +18,7 @@ from fastdiff.data.shards.format import canonical_json
 from fastdiff.errors import ConfigError, require
 from fastdiff.files import file_digest
 from fastdiff.models.load import null_label
+from fastdiff.sampling.class_names import ClassChoice
 from fastdiff.sampling.npz import read_npz
 from fastdiff.sampling.run import Run
 from fastdiff.sampling.solvers import uniform_labels
@@ -35,8 +36,8 @@ class SampleRequest:
 
     num: int | None = None
     """Number of images; None: it follows from the other fields."""
-    classes: Sequence[int] | None = None
-    """None: all."""
+    classes: ClassChoice | None = None
+    """Names or numbers; None: all."""
     per_class: int | None = None
     """Images per class. None: with ``num`` the class of each image is drawn at random, without it 8."""
     prompts: Sequence[str] = ()
@@ -75,7 +76,8 @@ def conditions(run: Run, request: SampleRequest, seed: int) -> Conditions:
         DataError: the npz of small images cannot be read.
     """
     wanted = request.num or 0
-    wanted = max(wanted, (request.per_class or 0) * len(request.classes or range(run.known_classes or 1)))
+    chosen = None if request.classes is None else run.class_names.numbers(request.classes)
+    wanted = max(wanted, (request.per_class or 0) * len(chosen or range(run.known_classes or 1)))
     wanted = max(wanted, request.per_prompt * len(request.prompts))
     require(wanted <= _MOST, f"a set of {wanted} images, at most {_MOST}; draw several, with another --seed each")
     if run.config.model.text_conditional:
@@ -87,7 +89,6 @@ def conditions(run: Run, request: SampleRequest, seed: int) -> Conditions:
     )
     if request.low_res is not None or run.config.model.low_res_size:
         return _of_small_images(run, request)
-    run.check_classes(request.classes or ())
     known = run.known_classes
     if not known:
         require(request.per_class is None, f"--per-class: {run.folder} was trained with no classes; use --num")
@@ -95,12 +96,12 @@ def conditions(run: Run, request: SampleRequest, seed: int) -> Conditions:
             request.num is not None, f"{run.folder} was trained with no classes: set the number of images with --num"
         )
         return _of_labels(run, request.num or 0, None, "none")
-    chosen = torch.tensor(request.classes) if request.classes else torch.arange(known)
-    of_which = _shortly(list(request.classes)) if request.classes else f"all {known}"
+    labels = torch.tensor(chosen or range(known))
+    of_which = _shortly(chosen) if chosen else f"all {known}"
     if request.num is None:
         each = request.per_class or _PER_CLASS
-        return _of_labels(run, each * len(chosen), chosen.repeat(each), f"{each} of each class of {of_which}")
-    drawn = chosen[uniform_labels(seed, range(request.num), len(chosen))]
+        return _of_labels(run, each * len(labels), labels.repeat(each), f"{each} of each class of {of_which}")
+    drawn = labels[uniform_labels(seed, range(request.num), len(labels))]
     return _of_labels(run, request.num, drawn, f"drawn from {of_which}")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,13 +17,16 @@ from fastdiff.files import write_output
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageFont import FreeTypeFont, ImageFont
 
 _READABLE = 64
 _BORDER = 2
 _BORDER_GRAY = 96
+_LEAST_FONT = 12
+"""Size of the titles in pixels, below which they are hard to read."""
 
 
-def image_grid(images: Tensor, rows: int | None = None, scale: int | None = None) -> Image:
+def image_grid(images: Tensor, rows: int | None = None, scale: int | None = None, titles: Sequence[str] = ()) -> Image:
     """Lay out images row by row, with a thin border around each.
 
     Args:
@@ -32,6 +37,8 @@ def image_grid(images: Tensor, rows: int | None = None, scale: int | None = None
             border.
         scale: Whole-number enlargement, each pixel staying a sharp square; None: to a side of 64 or just
             above, and 1 for images that are larger.
+        titles: One per column, drawn above it; empty: none. Letters lose their accents, long titles their end. A
+            title in a script that Pillow's own font lacks stays blank.
 
     Returns:
         A PIL image of mode RGB (L for one channel).
@@ -51,7 +58,8 @@ def image_grid(images: Tensor, rows: int | None = None, scale: int | None = None
     levels = _levels(images.detach().float().cpu())
     enlarged = levels.repeat_interleave(scale, dim=2).repeat_interleave(scale, dim=3)
     canvas = _arrange(enlarged, rows).permute(1, 2, 0)
-    return pillow.fromarray(canvas.squeeze(2).contiguous().numpy())
+    grid = pillow.fromarray(canvas.squeeze(2).contiguous().numpy())
+    return _titled(grid, titles) if titles else grid
 
 
 def encoded(picture: Image, suffix: str) -> bytes:
@@ -82,6 +90,37 @@ def save_picture(path: Path, picture: Image) -> None:
         OSError: with the path; it cannot be written, and an earlier file stays.
     """
     write_output(path, encoded(picture, path.suffix))
+
+
+def _titled(grid: Image, titles: Sequence[str]) -> Image:
+    """Return a taller picture with the titles above the columns of a grid."""
+    from PIL import Image as pillow
+    from PIL import ImageDraw, ImageFont
+
+    pitch = (grid.width - _BORDER) // len(titles)
+    size = max(_LEAST_FONT, pitch // 16)
+    font = ImageFont.load_default(size)
+    header = size * 3 // 2
+    gray = _BORDER_GRAY if grid.mode == "L" else (_BORDER_GRAY,) * 3
+    picture = pillow.new(grid.mode, (grid.width, grid.height + header), gray)
+    picture.paste(grid, (0, header))
+    pen = ImageDraw.Draw(picture)
+    for column, title in enumerate(titles):
+        middle = _BORDER + column * pitch + pitch // 2, header // 2
+        pen.text(middle, _fitting(title, font, pitch - _BORDER), fill="white", font=font, anchor="mm")
+    return picture
+
+
+def _fitting(title: str, font: FreeTypeFont | ImageFont, width: int) -> str:
+    """Return a title in the letters of a font, cut to a width in pixels."""
+    plain = "".join(letter for letter in unicodedata.normalize("NFKD", title) if not unicodedata.combining(letter))
+    missing = bytes(font.getmask("\uffff"))
+    if any(bytes(font.getmask(letter)) == missing for letter in set(plain)):
+        return ""
+    if font.getlength(plain) <= width:
+        return plain
+    kept = next((end for end in range(len(plain) - 1, 0, -1) if font.getlength(f"{plain[:end]}…") <= width), 0)
+    return f"{plain[:kept]}…"
 
 
 def _levels(images: Tensor) -> Tensor:

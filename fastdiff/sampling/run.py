@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,13 +23,15 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json, require_run
 from fastdiff.config.sampler import SamplerConfig
 from fastdiff.console import log
-from fastdiff.errors import ConfigError, StorageError, require
+from fastdiff.data.shards.format import DatasetInfo
+from fastdiff.errors import ConfigError, DataError, StorageError, require
 from fastdiff.files import file_digest
 from fastdiff.models.family import ModelFamily, family_of
 from fastdiff.models.load import build_network, check_base, null_label, pretrained, resolve
 from fastdiff.models.pretrained.pipeline import readable
 from fastdiff.models.toolchain import require_compilers
 from fastdiff.parallel.devices import select_device
+from fastdiff.sampling.class_names import ClassChoice, ClassNames
 from fastdiff.sampling.image_grid import image_grid, save_picture
 from fastdiff.sampling.pixels import IDENTITY, autoencoder_of
 from fastdiff.sampling.solvers import grid_classes, sample
@@ -44,6 +47,7 @@ class _Source:
     step: int | None
     digest: str
     classes: int | None
+    class_names: Sequence[str]
     description: str
     weights: Mapping[str, Tensor] | None
     """Trained parameters; None: those of ``config.pretrained``."""
@@ -91,6 +95,8 @@ class Run:
         """Sha256 that identifies the configuration and every weight."""
         self.classes = found.classes
         """Number of classes of the data; None: data without classes."""
+        self.class_names = ClassNames(self.known_classes, found.class_names if self.known_classes else ())
+        """The classes that the model can draw."""
         self.description = found.description
         """Step and weights in words, for messages."""
         # An attention backend forced for the training may be unavailable on this machine.
@@ -112,22 +118,17 @@ class Run:
         """Number of classes that the model can draw; 0: none."""
         return self.classes or 0 if self.config.model.classes else 0
 
-    def check_classes(self, classes: Sequence[int]) -> None:
-        """Raise ConfigError for classes that the model was not trained with."""
-        known = self.known_classes
-        wrong = [c for c in classes if not 0 <= c < known]
-        if wrong:
-            has = f"classes 0-{known - 1}" if known else "no classes"
-            raise ConfigError(f"--classes {wrong}: the model was trained with {has}")
-
     def draw(self, labels: Tensor, sampler: SamplerConfig, *, progress: bool) -> Tensor:
         """Return ``[N, C, H, W]`` fp32 latents on the CPU, one per label (``[N]`` int64)."""
         return self.sample({"label": labels}, {"label": null_label(self.config)}, sampler, progress=progress)
 
     def draw_classes(
-        self, path: Path, classes: Sequence[int] | None, *, per_class: int, sampler: SamplerConfig
-    ) -> None:
-        """Write a PNG with one column per class.
+        self, path: Path, classes: ClassChoice | None, *, per_class: int, sampler: SamplerConfig
+    ) -> list[str]:
+        """Write a PNG with one column per class, and its name above the column.
+
+        Returns:
+            The names of the columns; empty if the classes have none.
 
         Raises:
             ConfigError: the model was not trained with these classes, or with prompts instead.
@@ -136,12 +137,14 @@ class Run:
             raise ConfigError(f"{self.folder} was trained with captions; give prompts with --prompt")
         if self.config.model.low_res_size:
             raise ConfigError(f"{self.folder} was trained to enlarge images; give them with --low-res, and --npz")
-        self.check_classes(classes or ())
-        _require_picture(per_class * len(classes or range(self.known_classes or 1)), "--per-class")
-        columns = torch.tensor(classes) if classes else grid_classes(self.config.model, self.known_classes or None)
+        chosen = None if classes is None else self.class_names.numbers(classes)
+        _require_picture(per_class * len(chosen or range(self.known_classes or 1)), "--per-class")
+        columns = torch.tensor(chosen) if chosen else grid_classes(self.config.model, self.known_classes or None)
         condition = {"label": columns.repeat(per_class)}
         latents = self.sample(condition, {"label": null_label(self.config)}, sampler)
-        save_picture(path, image_grid(latents, rows=per_class))
+        titles = self.class_names.titles(columns.tolist())
+        save_picture(path, image_grid(latents, rows=per_class, titles=titles))
+        return titles
 
     def draw_prompts(
         self, path: Path, prompts: Sequence[str], *, negative: str | None, per_prompt: int, sampler: SamplerConfig
@@ -267,9 +270,20 @@ def _of_checkpoint(folder: Path, ema: float | None, ema_std: float | None, step:
         step=steps,
         digest=digest_of(saved.manifest),
         classes=saved.manifest["classes"],
+        class_names=_class_names(saved, config),
         description=f"step {steps}, {chosen.description}",
         weights={name: chosen.read(name) for name in saved.manifest["parameters"]},
     )
+
+
+def _class_names(saved: Checkpoint, config: RunConfig) -> Sequence[str]:
+    """Return the names of the classes; for a checkpoint older than the field those of its data, if they are here."""
+    found = saved.manifest.get("class_names")
+    if found is None and config.data.path and not config.data.online:
+        with suppress(DataError, StorageError):
+            info = DatasetInfo.read(config.data.path)
+            found = list(info.class_names) if info.digest == saved.manifest.get("dataset") else None
+    return found if found and len(found) == saved.manifest["classes"] else ()
 
 
 def _of_file(path: Path, config: RunConfig) -> _Source:
@@ -282,6 +296,7 @@ def _of_file(path: Path, config: RunConfig) -> _Source:
         step=None,
         digest=hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
         classes=config.model.classes or None,
+        class_names=(),
         description=f"weights of {path.name}",
         weights=None,
     )

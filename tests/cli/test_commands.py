@@ -108,8 +108,8 @@ def test_sample_and_evaluate(trained: Path, tmp_path: Path) -> None:
     [
         (["--scheduler", "euler"], "ddim"),
         (["--classes", "8-12"], "trained with classes 0-9"),
-        (["--classes", "zero"], "expected classes as 0-9 or 1,5,7"),
-        (["--classes", "9-0"], "expected classes as 0-9 or 1,5,7"),
+        (["--classes", "zero"], "trained with classes 0-9, which have no names; give them as 0-9 or 1,5,7"),
+        (["--classes", "9-0"], "give them as 0-9 or 1,5,7"),
         (["--per-class", "0"], "expected a whole number from 1 to"),
         (["--ema", "0.123"], "no EMA of rate 0.123"),
     ],

@@ -80,3 +80,17 @@ def test_a_picture_without_room_leaves_the_earlier_one(tmp_path: Path) -> None:
             save_picture(disk / "grid.png", image_grid(torch.ones(9, 1, 8, 8)))
         assert (disk / "grid.png").read_bytes() == earlier
         assert sorted(path.name for path in disk.iterdir()) == ["ballast", "grid.png"]
+
+
+def test_titles_stand_above_their_columns() -> None:
+    """Cut to the width of a column; blank where the font lacks a letter. The images stay as they are."""
+    images = torch.zeros(6, 3, 64, 64)
+    plain = np.asarray(image_grid(images, rows=2))
+    titled = np.asarray(image_grid(images, rows=2, titles=["flower", "W" * 100, "花"]))
+    header = len(titled) - len(plain)
+    assert np.array_equal(titled[header:], plain)
+    lit = [(titled[:header, 66 * column + 2 : 66 * column + 66] > 200).any() for column in range(3)]
+    assert lit == [True, True, False]
+    assert not (titled[:header, [66, 67, 132, 133]] > 200).any(), "no title leaves its column"
+    accented, bare = (np.asarray(image_grid(images, rows=2, titles=[name, "", ""])) for name in ("café", "cafe"))
+    assert np.array_equal(accented, bare)

@@ -88,9 +88,9 @@ def test_options_of_classes_are_refused_without_classes(unconditional: Path, tmp
     npz = [unconditional, "--npz", tmp_path / "out.npz"]
     assert "--cfg 2: " in (error := refused([*npz, "--num", "2", "--cfg", "2"], capsys))
     assert "has no classes to guide to" in error
-    assert "--classes [3]: the model was trained with no classes" in refused([*npz, "--classes", "3"], capsys)
+    assert "--classes 3: the model was trained with no classes" in refused([*npz, "--classes", "3"], capsys)
     assert "trained with no classes; use --num" in refused([*npz, "--per-class", "2"], capsys)
-    assert "--classes [3]: the model was trained with no classes" in refused([unconditional, "--classes", "3"], capsys)
+    assert "--classes 3: the model was trained with no classes" in refused([unconditional, "--classes", "3"], capsys)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.models.load import build_network, pretrained
 from fastdiff.parallel.fragments import Room, assemble
 from fastdiff.progress import Every
+from fastdiff.sampling.class_names import ClassNames
 from fastdiff.sampling.image_grid import encoded, image_grid
 from fastdiff.sampling.pixels import may_be_pixels
 from fastdiff.sampling.solvers import grid_classes, sample
@@ -27,6 +29,9 @@ from fastdiff.sampling.text import as_bytes, decode, encode_prompts, repeated
 from fastdiff.training.callbacks.base import Callback, preempted
 from fastdiff.training.state import TrainState
 from fastdiff.training.trackers.build import Trackers
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 class PromptImages(Callback):
@@ -105,7 +110,10 @@ class PromptImages(Callback):
 
 
 class SampleGrid(Callback):
-    """Grid of images, one column per class, drawn by all ranks with the averaged weights; the trackers show it too."""
+    """Grid of images, one column per class, drawn by all ranks with the averaged weights; the trackers show it too.
+
+    Classes with names have them above their columns, and are shown one by one in the trackers.
+    """
 
     account = "drawing"
     rows = 8
@@ -129,7 +137,8 @@ class SampleGrid(Callback):
         self._drawn = state.progress.steps
         config = state.config
         classes = state.reader.info.classes if config.model.classes else None
-        labels = grid_classes(config.model, classes).repeat(self.rows)
+        columns = grid_classes(config.model, classes)
+        labels = columns.repeat(self.rows)
         images = draw_together(
             state,
             averaged_model(state),
@@ -146,14 +155,20 @@ class SampleGrid(Callback):
             null=state.objective.null,
             shape=(config.model.channels, config.model.size, config.model.size),
         )
-        state.world.on_first(lambda: self._show(images.cpu(), state))
+        titles = ClassNames(classes or 0, state.facts["class_names"]).titles(columns.tolist())
+        state.world.on_first(lambda: self._show(images.cpu(), titles, state))
 
-    def _show(self, images: Tensor, state: TrainState) -> None:
-        grid = image_grid(images, rows=self.rows)
+    def _show(self, images: Tensor, titles: Sequence[str], state: TrainState) -> None:
+        grid = image_grid(images, rows=self.rows, titles=titles)
         state.files.write(_path(state), encoded(grid, ".png"))
-        pixels = torch.from_numpy(np.array(grid.convert("RGB"))).permute(2, 0, 1)
+        shown = {title: _pixels(image_grid(images[n :: len(titles)], rows=1)) for n, title in enumerate(titles)}
         caption = "one column per class" if state.config.model.classes else "grid"
-        self._trackers.images({caption: pixels.unsqueeze(0)}, state.progress.steps, "samples")
+        self._trackers.images(shown or {caption: _pixels(grid)}, state.progress.steps, "samples")
+
+
+def _pixels(picture: Image) -> Tensor:
+    """Return a picture as ``[1, 3, H, W]`` uint8."""
+    return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1).unsqueeze(0)
 
 
 def _path(state: TrainState) -> Path:
