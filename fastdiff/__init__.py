@@ -10,6 +10,7 @@ from fastdiff.standard_streams import open_closed_descriptors
 
 if TYPE_CHECKING:
     from fastdiff.api.config import Config, preset, presets
+    from fastdiff.api.data_set import webdataset
     from fastdiff.api.run import Run
     from fastdiff.api.training import RunError, train
     from fastdiff.errors import (
@@ -39,9 +40,11 @@ __all__ = [
     "preset",
     "presets",
     "train",
+    "webdataset",
 ]
 _MODULES = {
     "api.config": ("Config", "preset", "presets"),
+    "api.data_set": ("webdataset",),
     "api.run": ("Run",),
     "api.training": ("RunError", "train"),
     "errors": (

@@ -39,7 +39,8 @@ ROOMS: dict[str, set[str]] = {
     "export": {"", "config", "parallel", "diffusion", "checkpoint", "models", "sampling", "training"},
     "dashboard": {"", "ledger", "config", "diffusion", "evaluation"},
     "api": {
-        "", "plugins", "ledger", "config", "checkpoint", "evaluation", "sampling", "cluster", "export", "dashboard",
+        "", "plugins", "ledger", "config", "checkpoint", "data", "evaluation", "sampling", "cluster", "export",
+        "dashboard",
     },
     "cli": {
         "", "plugins", "ledger", "config", "parallel", "checkpoint", "models", "planning", "data", "sampling",

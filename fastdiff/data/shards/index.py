@@ -22,7 +22,7 @@ _KEY, _COMPONENT = re.compile(r"[A-Za-z0-9_-]{1,80}"), re.compile(r"[A-Za-z0-9_.
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A component of a sample in a shard; several may share the same bytes."""
+    """A component of a sample in a shard; in shards of older versions several share the same bytes by hard links."""
 
     key: str
     component: str
@@ -84,7 +84,7 @@ class ShardIndex:
             yield from self.places_of(row)
 
     def places_of(self, row: int) -> Iterator[Place]:
-        """Yield the components of one sample by offset: the order of the tar, except for hard links."""
+        """Yield the components of one sample by offset: the order of the tar, except for links of older versions."""
         places = (self.place(name, row) for name in self.components)
         yield from sorted(places, key=lambda place: (place.offset, place.component))
 

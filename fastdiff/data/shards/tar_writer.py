@@ -1,14 +1,12 @@
 """Writer of one shard: the tar, DALI's idx and our index, each published atomically.
 
-Bytes are deterministic: USTAR headers without times and owners, no compression. A repeated array becomes a hard link to
-its first copy, because many images share a caption or have none. ``tar`` and ``tarfile.extractfile`` follow such links;
-the webdataset package skips them.
+Bytes are deterministic: USTAR headers without times and owners, no compression. Every sample has all of its components
+as files of its own, repeated ones too: the webdataset package skips the hard links by which a tar can share them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import os
 import tarfile
@@ -39,7 +37,6 @@ class ShardTar:
         self._sha256 = hashlib.sha256()
         self._size = 0
         self._places: list[Place] = []
-        self._stored: dict[bytes, Place] = {}  # by sha256
         self.keys: set[str] = set()
 
     def add(self, key: str, components: Mapping[str, bytes]) -> None:
@@ -47,17 +44,7 @@ class ShardTar:
         if key in self.keys:
             raise DataError(f"duplicate key {key} in {self._path.name}; keys must be unique")
         self.keys.add(key)
-        for name, content in components.items():
-            if not name.endswith(".npy"):
-                self._places.append(self._store(key, name, content))
-                continue
-            digest = hashlib.sha256(content).digest()
-            first = self._stored.get(digest)
-            if first is None:
-                self._stored[digest] = first = self._store(key, name, content)
-            else:
-                self._link(f"{key}.{name}", f"{first.key}.{first.component}")
-            self._places.append(dataclasses.replace(first, key=key, component=name))
+        self._places += [self._store(key, name, content) for name, content in components.items()]
 
     def _store(self, key: str, name: str, content: bytes) -> Place:
         member = tarfile.TarInfo(f"{key}.{name}")
@@ -66,11 +53,6 @@ class ShardTar:
         place = Place(key, name, self._size, len(content), zlib.crc32(content))
         self._write(content + bytes(-len(content) % tarfile.BLOCKSIZE))
         return place
-
-    def _link(self, name: str, first: str) -> None:
-        member = tarfile.TarInfo(name)
-        member.type, member.linkname = tarfile.LNKTYPE, first
-        self._write(member.tobuf(tarfile.USTAR_FORMAT))
 
     def publish(self) -> ShardInfo:
         """Complete the tar and give it, its idx and its index, in this order, their final names."""

@@ -103,16 +103,12 @@ def test_latents_and_embeddings_are_those_of_diffusers(tmp_path: Path, source: P
     assert all(stage in said[0] for stage in ("images/s", "read", "decode", "VAE", "text", "write"))
 
 
-def test_half_precision_is_stored_by_default_and_equal_captions_once(plain: Path, sd: Path) -> None:
+def test_half_precision_is_stored_by_default(plain: Path, sd: Path) -> None:
     arrays = read(plain)
     assert arrays["latent"].dtype == arrays["context"].dtype == np.float16
     np.testing.assert_allclose(
         arrays["latent"], posterior(sd, [picture(number) for number in range(6)]), atol=2e-3, rtol=1e-3
     )
-    index = ShardIndex.from_bytes((plain / "train-000000.index.json").read_bytes())
-    offsets = [place.offset for place in index.places() if place.component == "context.npy"]
-    assert len(offsets) == 4
-    assert len(set(offsets)) == 3, "a cat, a dog and a seven"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

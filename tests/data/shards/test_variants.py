@@ -1,4 +1,4 @@
-"""Posteriors, flips, captions and hard links: exact in every reader, or an error that names the sample."""
+"""Posteriors, flips, captions and the hard links of older shards: exact in every reader, or an error of the sample."""
 
 import io
 import os
@@ -32,9 +32,21 @@ def intact(tmp_path_factory):
     return folder, encode(folder, SAMPLES)
 
 
+@pytest.fixture(scope="module")
+def older(tmp_path_factory):
+    """The same samples, as versions up to 0.2 wrote them."""
+    folder = tmp_path_factory.mktemp("older") / "latents"
+    return folder, encode(folder, SAMPLES, linked=True)
+
+
+@pytest.fixture(params=["intact", "older"])
+def either(request):
+    return request.getfixturevalue(request.param)
+
+
 @pytest.fixture
-def folder(intact, tmp_path):
-    return shutil.copytree(intact[0], tmp_path / "latents")
+def folder(older, tmp_path):
+    return shutil.copytree(older[0], tmp_path / "latents")
 
 
 def own(sample, array):
@@ -77,8 +89,8 @@ def test_dataset_json_has_the_buckets_in_the_names_of_the_shards(intact):
 
 
 @pytest.mark.parametrize("bucket", [0, 1, 2])
-def test_every_variant_comes_back(intact, bucket):
-    folder, truth = intact
+def test_every_variant_comes_back(either, bucket):
+    folder, truth = either
     ids = bucket_ids(truth, bucket)
     generator = np.random.default_rng(bucket)
     chosen = {"latent": generator.integers(0, 2, len(ids)), "caption": generator.random(len(ids), np.float32)}
@@ -174,19 +186,19 @@ def test_a_shard_that_was_fetched_cut_off_is_a_data_error(intact, tmp_path):
         reader.read([0])
 
 
-def test_equal_arrays_are_stored_once_per_shard(intact):
-    folder, truth = intact
-    for shard, own_samples in each_shard(folder, truth):
-        with tarfile.open(folder / shard.name) as archive:
-            members = archive.getmembers()
-        stored = [m for m in members if m.isreg() and m.name.endswith(".npy")]
-        distinct = {own(sample, array).tobytes() for sample in own_samples for array in ARRAYS}
-        assert len(stored) == len(distinct)
-        assert len([m for m in members if m.islnk()]) == len(ARRAYS) * shard.samples - len(distinct) > 0
+def test_each_sample_has_all_of_its_files_and_older_shards_share_them_by_links(intact, older):
+    for folder, truth in (intact, older):
+        assert verify(folder).ok
+        for shard, own_samples in each_shard(folder, truth):
+            with tarfile.open(folder / shard.name) as archive:
+                kinds = [m.isreg() for m in archive if m.name.endswith(".npy")]
+            distinct = {own(sample, array).tobytes() for sample in own_samples for array in ARRAYS}
+            assert len(kinds) == len(ARRAYS) * shard.samples > len(distinct)
+            assert kinds.count(True) == (len(kinds) if folder == intact[0] else len(distinct))
 
 
-def test_tarfile_and_tar_give_every_file_of_every_sample(intact, tmp_path):
-    folder, truth = intact
+def test_tarfile_and_tar_give_every_file_of_every_sample(either, tmp_path):
+    folder, truth = either
     for shard, own_samples in each_shard(folder, truth):
         subprocess.run(["tar", "xf", folder / shard.name, "-C", tmp_path], check=True)
         with tarfile.open(folder / shard.name) as archive:
@@ -200,8 +212,8 @@ def test_tarfile_and_tar_give_every_file_of_every_sample(intact, tmp_path):
                 assert (tmp_path / f"{sample.key}.captions").read_text() == str(sample.captions)
 
 
-def test_dali_finds_linked_arrays_by_the_idx(intact):
-    folder, truth = intact
+def test_dali_finds_linked_arrays_by_the_idx(older):
+    folder, truth = older
     for shard, own_samples in each_shard(folder, truth):
         pipeline = Pipeline(batch_size=shard.samples, num_threads=1, device_id=None, prefetch_queue_depth=1)
         with pipeline:
@@ -226,7 +238,7 @@ def test_two_encodes_are_byte_identical_and_leave_nothing_else(intact, tmp_path)
 
 
 def test_damage_of_a_shared_array_is_named_at_every_sample_that_has_it(tmp_path):
-    folder, truth = tmp_path, encode(tmp_path, SAMPLES, per_shard=SAMPLES)
+    folder, truth = tmp_path, encode(tmp_path, SAMPLES, per_shard=SAMPLES, linked=True)
     shard = DatasetInfo.read(folder).shards[0]
     index = index_of(folder, shard)
     rows = [

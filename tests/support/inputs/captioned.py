@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import tarfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 
 from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance
+from fastdiff.data.shards.index import Place
+from fastdiff.data.shards.tar_writer import ShardTar
 from fastdiff.data.shards.writer import ShardWriter
 
 SIZES = ((4, 6), (6, 4), (5, 5))
@@ -72,15 +79,44 @@ def samples(count: int, buckets: int = len(SIZES), seed: int = 0) -> list[Captio
 
 
 def encode(
-    folder: Path, count: int, *, per_shard: int = 8, buckets: tuple[tuple[int, int], ...] = SIZES, **changes: Any
+    folder: Path,
+    count: int,
+    *,
+    per_shard: int = 8,
+    buckets: tuple[tuple[int, int], ...] = SIZES,
+    linked: bool = False,
+    **changes: Any,
 ) -> list[CaptionedSample]:
-    """Write samples and return them in the order of their numbers in the data set."""
-    written = samples(count, max(1, len(buckets)))
-    with ShardWriter(folder, template(buckets, **changes), samples_per_shard=per_shard, null=EMPTY) as writer:
+    """Write samples and return them in the order of their numbers in the data set; ``linked``: as older versions."""
+    written, tar = samples(count, max(1, len(buckets))), LinkedTar if linked else ShardTar
+    with (
+        mock.patch("fastdiff.data.shards.writer.ShardTar", tar),
+        ShardWriter(folder, template(buckets, **changes), samples_per_shard=per_shard, null=EMPTY) as writer,
+    ):
         for sample in written:
             writer.add(sample.key, sample.arrays, bucket=sample.bucket, captions=sample.captions)
     by_key = {sample.key: sample for sample in written}
     return [by_key[key] for key in _keys(folder)]
+
+
+class LinkedTar(ShardTar):
+    """A shard of versions up to 0.2: a repeated array is a hard link to its first copy."""
+
+    def __init__(self, path: Path, bucket: int = 0) -> None:
+        super().__init__(path, bucket)
+        self._stored: dict[bytes, Place] = {}
+
+    def add(self, key: str, components: Mapping[str, bytes]) -> None:
+        self.keys.add(key)
+        for name, content in components.items():
+            digest = hashlib.sha256(content).digest()
+            if name.endswith(".npy") and (first := self._stored.get(digest)) is not None:
+                link = tarfile.TarInfo(f"{key}.{name}")
+                link.type, link.linkname = tarfile.LNKTYPE, f"{first.key}.{first.component}"
+                self._write(link.tobuf(tarfile.USTAR_FORMAT))
+            else:
+                self._stored[digest] = first = self._store(key, name, content)
+            self._places.append(dataclasses.replace(first, key=key, component=name))
 
 
 def _keys(folder: Path) -> list[str]:
