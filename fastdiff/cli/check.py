@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from fastdiff.config.argument_types import Subcommands, local_path
 from fastdiff.config.presets import PRESETS
 from fastdiff.errors import DataError, StorageError
+from fastdiff.terminal import Colour, show
+
+_COLOURS = {"OK": Colour.GREEN, "PROBLEM:": Colour.RED}
+"""Of the lines of ``fastdiff doctor``, by their first word."""
 
 
 def add(commands: Subcommands) -> None:
@@ -36,7 +39,7 @@ def _verify(arguments: argparse.Namespace) -> None:
         run = verify_run(arguments.folder)
         if not run.ok:
             raise StorageError(str(run))
-        print(run)
+        show(str(run))
         return
     if not (arguments.folder / INFO_FILE).exists():
         raise DataError(
@@ -46,16 +49,11 @@ def _verify(arguments: argparse.Namespace) -> None:
     found = verify(arguments.folder)
     if not found.ok:
         raise DataError(str(found))
-    print(found)
+    show(str(found))
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
     from fastdiff.cli.machines.doctor import examine
 
     for line in examine(arguments.preset):
-        print(_coloured(line) if sys.stdout.isatty() else line)
-
-
-def _coloured(line: str) -> str:
-    colour = next((code for start, code in (("OK ", 32), ("PROBLEM", 31)) if line.startswith(start)), 0)
-    return f"\033[{colour}m{line}\033[0m"
+        show(line, _COLOURS.get(line.partition(" ")[0]))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 from fastdiff.config.argument_types import VECTORS, Subcommands, at_most, count, local_path, picture, positive
 from fastdiff.errors import ConfigError
+from fastdiff.terminal import columns, show
 
 
 def add(commands: Subcommands) -> None:
@@ -91,7 +93,7 @@ def _watch(arguments: argparse.Namespace) -> None:
     folders = Folders(arguments.runs)
     listening = bind(arguments.port)
     address = f"http://{HOST}:{listening.getsockname()[1]}"
-    print(f"{folders.in_words()}: {address} (Ctrl-C ends)", flush=True)
+    show(f"{folders.in_words()}: {address} (Ctrl-C ends)")
     if arguments.open:
         import webbrowser
 
@@ -108,17 +110,17 @@ def _report(arguments: argparse.Namespace) -> None:
     if arguments.out.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"{arguments.out}: expected the name of a file to write, with .html, as the last argument")
     size = write_report(arguments.runs, arguments.out)
-    print(f"written: {arguments.out} ({size / 2**20:.1f} MiB)")
+    show(f"written: {arguments.out} ({size / 2**20:.1f} MiB)")
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    from fastdiff.evaluation.comparison import compare, draw, read_both, table
+    from fastdiff.evaluation.comparison import compare, draw, in_words, read_both
 
     found = compare(*read_both(arguments.a, arguments.b, arguments.step))
-    print(table(found))
+    show(in_words(found, columns(sys.stdout)))
     path = arguments.png or arguments.b / f"compare-{arguments.a.resolve().name}.png"
     draw(found, path)
-    print(f"drawn: {path}")
+    show(f"drawn: {path}")
 
 
 def _ledger(arguments: argparse.Namespace) -> None:
@@ -139,6 +141,6 @@ def _ledger(arguments: argparse.Namespace) -> None:
         found = report.as_json(folder, sums, cost)
         print(json.dumps(found | {"outlook": None if ahead is None else outlook.as_json(ahead)}, indent=1))
         return
-    print(report.in_words(folder, sums, cost))
-    print()
-    print("no forecast: the run has no validation, or no step" if ahead is None else outlook.in_words(ahead, gpu_hours))
+    show(report.in_words(folder, sums, cost, columns(sys.stdout)))
+    show("")
+    show("no forecast: the run has no validation, or no step" if ahead is None else outlook.in_words(ahead, gpu_hours))

@@ -17,6 +17,7 @@ from fastdiff.diffusion.snr_bins import BINS, SNR_CENTRES, SNR_EDGES, Floats, Me
 from fastdiff.errors import ConfigError
 from fastdiff.evaluation.figures import figure_for
 from fastdiff.evaluation.validation_files import Validated, read, steps_of
+from fastdiff.tables import table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -131,8 +132,8 @@ def compare(a: MeasuredRun, b: MeasuredRun) -> Comparison:
     return Comparison(a, b, unit, paired, int((~finite).sum()), rows, total)
 
 
-def table(comparison: Comparison) -> str:
-    """Format the comparison as an aligned table."""
+def in_words(comparison: Comparison, room: int | None = None) -> str:
+    """Return the comparison with its table, fitted into ``room`` columns of a terminal; None: one line per row."""
     unpaired = "unpaired, as their noise levels differ: each bin has the samples that fall into it"
     how = "sample by sample" if comparison.paired else unpaired
     lines = [
@@ -143,9 +144,8 @@ def table(comparison: Comparison) -> str:
     ]
     cells = [["log SNR", "samples", "A", "B", "B - A", "+-", "%", ""]]
     cells += [_cells(row, comparison.paired) for row in (*comparison.bins, comparison.total)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     lines += [
+        table(cells, (), room),
         "",
         f"+-: standard error of B - A.  *: more than {SIGNIFICANT:g} standard errors, from at least {_ENOUGH} samples.",
     ]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from fastdiff.ledger.reader import CLASSES, Class, Start, Sums
+from fastdiff.tables import table
 
 _LATE = 0.05
 """Share of the time in steps for which the others must have waited for a rank: equal machines differ by less."""
@@ -114,16 +114,16 @@ def as_json(run: Path, sums: Sums, cost: Costs) -> dict[str, Any]:
     }
 
 
-def in_words(run: Path, sums: Sums, cost: Costs) -> str:
-    """Return everything as aligned tables."""
+def in_words(run: Path, sums: Sums, cost: Costs, room: int | None = None) -> str:
+    """Return everything as tables, fitted into ``room`` columns of a terminal; None: one line per row."""
     first, last = sums.starts[0].began, sums.starts[-1].ended
     starts = f"{len(sums.starts)} starts" if len(sums.starts) > 1 else "1 start"
     parts = [
         f"{run}: {starts}, from {_time(first)} to {_time(last)}: {_duration(sums.wall_s)}, goodput "
         f"{_share(sums.seconds['step kept'], sums)} %",
-        _aligned(_classes(sums), left=(0, 3)),
-        _aligned(_starts(sums), left=(7,)),
-        _aligned(_nodes(sums), left=(0,)),
+        table(_classes(sums), (0, 3), room),
+        table(_starts(sums), (7,), room),
+        table(_nodes(sums), (0,), room),
         "\n".join([*_costs(sums, cost), *_late(sums)]),
     ]
     return "\n\n".join(parts)
@@ -198,15 +198,3 @@ def _duration(seconds: float) -> str:
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = (
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastdiff.config.launch_options import Launch
 from fastdiff.planning.options import NAMES, Planned, Refused
+from fastdiff.tables import table
 
 _HEAD = ("GPUs", "ZeRO", "micro", "recompute", "moments", "GiB of a rank", "images/s", "low-high", "days", "kWh")
 _IDLE = 0.75
@@ -58,8 +59,8 @@ def rows(best: Iterable[Planned], samples: int, price: float | None) -> Iterator
             str(one["zero_stage"]),
             str(one["micro"]),
             "yes" if one["recompute"] else "no",
-            "32 bit" if one["optimizer"] == "adamw" else "8 bit",
-            f"{one['peak_gib']:.1f} of {one['room_gib']:.1f}",
+            "32-bit" if one["optimizer"] == "adamw" else "8-bit",
+            f"{one['peak_gib']:.1f}/{one['room_gib']:.1f}",
             _round(rate["middle"]),
             f"{_round(rate['low'])}-{_round(rate['high'])}",
             f"{days:.1f}" if days < 100 else f"{days:.0f}",
@@ -69,7 +70,13 @@ def rows(best: Iterable[Planned], samples: int, price: float | None) -> Iterator
 
 
 def text(
-    heading: str, best: Sequence[Planned], refused: Sequence[Refused], samples: int, price: float | None, launch: Launch
+    heading: str,
+    best: Sequence[Planned],
+    refused: Sequence[Refused],
+    samples: int,
+    price: float | None,
+    launch: Launch,
+    room: int | None = None,
 ) -> Iterator[str]:
     """Yield the lines of a plan.
 
@@ -80,11 +87,12 @@ def text(
         samples: of the run.
         price: per GPU and hour, or None.
         launch: command line of the run.
+        room: columns of the terminal, if it is one.
     """
     yield heading
     if best:
         yield ""
-        yield from _aligned(list(rows(best, samples, price)))
+        yield table(list(rows(best, samples, price)), room=room)
     if refused:
         yield ""
         yield "not possible:"
@@ -134,9 +142,3 @@ def _without_micro(argv: Sequence[str]) -> list[str]:
 
 def _round(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _aligned(cells: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        yield "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])

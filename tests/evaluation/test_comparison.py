@@ -16,7 +16,7 @@ from PIL import Image
 from fastdiff.cli.main import main
 from fastdiff.config.data import ValidationConfig
 from fastdiff.errors import ConfigError, StorageError
-from fastdiff.evaluation.comparison import Comparison, MeasuredRun, compare, draw, read_both, table
+from fastdiff.evaluation.comparison import Comparison, MeasuredRun, compare, draw, in_words, read_both
 from fastdiff.evaluation.validation_files import Validated, encode, path_of, read
 from fastdiff.parallel.world import World
 from fastdiff.patient_files import WholeFiles
@@ -99,8 +99,8 @@ def test_other_noise_levels_are_compared_bin_by_bin() -> None:
     common = [row for row in found.bins if min(row.a.count, row.b.count) >= 8]
     assert found.total.difference == pytest.approx(np.mean([row.difference for row in common]))
     assert found.total.error == pytest.approx(math.sqrt(sum(row.error**2 for row in common)) / len(common))
-    assert "unpaired, as their noise levels differ: each bin has the samples that fall into it" in table(found)
-    assert "mean of bins: over the bins with at least 8 samples of each run." in table(found)
+    assert "unpaired, as their noise levels differ: each bin has the samples that fall into it" in in_words(found)
+    assert "mean of bins: over the bins with at least 8 samples of each run." in in_words(found)
 
 
 def test_a_bin_that_one_run_hardly_has_is_not_in_the_mean_of_bins() -> None:
@@ -115,7 +115,7 @@ def test_a_bin_that_one_run_hardly_has_is_not_in_the_mean_of_bins() -> None:
     assert (found.total.difference, found.total.error) == (0, 0)
     nothing = compare(run("a", a[::40], LOG_SNR[::40]), run("b", b[::40], moved[::40], objective={}))
     assert math.isnan(nothing.total.difference)
-    assert table(nothing)
+    assert in_words(nothing)
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:
@@ -124,7 +124,7 @@ def test_values_that_are_not_finite_are_left_out() -> None:
     found = compare(run("a", a), run("b", b))
     kept = np.delete(b - a, [3, 4])
     assert (found.left_out, found.total.difference) == (2, pytest.approx(kept.mean()))
-    assert "Left out: 2 samples" in table(found)
+    assert "Left out: 2 samples" in in_words(found)
 
 
 def test_few_samples_are_not_marked() -> None:

@@ -51,7 +51,7 @@ ROOMS: dict[str, set[str]] = {
 }  # fmt: skip
 GROUND = {
     "batch", "console", "errors", "exit_message", "files", "json_lines", "optional_packages", "patient_files",
-    "progress", "rng", "sanitize", "standard_streams",
+    "progress", "rng", "sanitize", "standard_streams", "tables", "terminal",
 }  # fmt: skip
 FREE_OF_TORCH = (
     "ledger",
@@ -64,6 +64,8 @@ FREE_OF_TORCH = (
     "progress",
     "console",
     "standard_streams",
+    "tables",
+    "terminal",
     "json_lines",
     "patient_files",
     "plugins.user_code",

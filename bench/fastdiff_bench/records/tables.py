@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from fastdiff import tables
+from fastdiff.terminal import columns
+
 
 def table(rows: Sequence[Sequence[str]], alignment: str) -> str:
-    """Format rows with aligned columns; the first row is the heading.
+    """Format rows with aligned columns that fit the terminal; the first row is the heading.
 
     Args:
         rows: cells, the same number in each row.
         alignment: ``<`` (left) or ``>`` (right) per column.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, alignment, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    left = [column for column, side in enumerate(alignment) if side == "<"]
+    return tables.table(rows, left, columns(sys.stdout))
 
 
 def progress(text: str) -> None:

@@ -21,6 +21,8 @@ from fastdiff.models import kernel_choice
 from fastdiff.models.toolchain import c_compiler, compiler_problem, cpp_compiler, python_header
 from fastdiff.parallel.devices import Capability, architecture_problem, precision_problem, select_device, usable_gpus
 from fastdiff.parallel.fragments import Flat, Fragment
+from fastdiff.tables import table
+from fastdiff.terminal import columns
 from fastdiff.training.optimizer.build import build_optimizer, check_is_8bit
 from fastdiff_kernels import attention, launch
 from fastdiff_kernels.dispatch import Choice
@@ -90,9 +92,7 @@ def explain(name: str) -> Iterator[str]:
 def _table(rows: Iterable[kernel_choice.Row]) -> Iterator[str]:
     cells = [("layer", "op", "forward", "backward", "why")]
     cells += [(name, choice.op, choice.forward, choice.backward, choice.why) for name, choice in _merged(rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+    yield table(cells, range(len(cells[0])), columns(sys.stdout))
 
 
 def _merged(rows: Iterable[kernel_choice.Row]) -> Iterator[kernel_choice.Row]:

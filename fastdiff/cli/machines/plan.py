@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdiff.config.argument_types import Subcommands, local_path, picture
 from fastdiff.errors import ConfigError
+from fastdiff.terminal import columns, show
 
 if TYPE_CHECKING:
     from fastdiff.config.run import RunConfig
@@ -122,7 +124,8 @@ def _plan(arguments: argparse.Namespace) -> None:
         print(json.dumps(found, indent=2))
     else:
         heading = _heading(config, network)
-        print("\n".join(table.text(heading, best, refused, config.samples, arguments.price, launch)))
+        room = columns(sys.stdout)
+        show("\n".join(table.text(heading, best, refused, config.samples, arguments.price, launch, room)))
     if arguments.picture is not None:
         from fastdiff.planning.picture import draw
 

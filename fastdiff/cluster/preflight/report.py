@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from typing import Any
 from fastdiff.cluster.preflight.bandwidth import Exchange
 from fastdiff.cluster.preflight.clock import Offset
 from fastdiff.errors import ConfigError, DataError, FastdiffError, StorageError
+from fastdiff.tables import table
+from fastdiff.terminal import columns
 
 CLOCK_S = 2.0
 """Allowed distance of a clock from the median; modification times and logs stay comparable."""
@@ -85,7 +88,7 @@ def as_error(problems: Sequence[Problem], nodes: int) -> FastdiffError:
     return kind("\n  ".join([heading, *map(str, problems)]), everywhere=True)
 
 
-def table(reports: Sequence[NodeReport], problems: Sequence[Problem]) -> str:
+def table_of_nodes(reports: Sequence[NodeReport], problems: Sequence[Problem]) -> str:
     """Return a table with one line per node; with many nodes, those with problems and the slowest."""
     bad = Counter(problem.node for problem in problems)
     best = {report.node: min(_best(report).values(), default=None) for report in reports}
@@ -98,8 +101,7 @@ def table(reports: Sequence[NodeReport], problems: Sequence[Problem]) -> str:
         rows.append(
             (str(report.node), report.name, clock, speed, f"problems: {bad[report.node]}" if bad[report.node] else "ok")
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [table(rows, range(len(rows[0])), columns(sys.stdout))]
     left_out = len(reports) - len(shown)
     return "\n".join(lines + [f"and {left_out} nodes without problems, no slower"] * (left_out > 0))
 

@@ -21,7 +21,7 @@ from fastdiff.cluster.preflight.node_checks import (
     examine_space,
     node_versions,
 )
-from fastdiff.cluster.preflight.report import NodeReport, Problem, as_error, compare, table
+from fastdiff.cluster.preflight.report import NodeReport, Problem, as_error, compare, table_of_nodes
 from fastdiff.cluster.supervisor.waiting import value_of
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError, StorageError
@@ -100,7 +100,7 @@ def _judge(keys: Store, own: NodeReport, nodes: int, folder: SharedFolder, deadl
     problems = [*compare(reports), *(_apart(report) for report in reports if report.node in unseen), *problems]
     verdict = [asdict(problem) for problem in problems]
     keys.set("verdict", json.dumps(verdict))
-    sys.stdout.write(f"{table(reports, problems)}\n")
+    sys.stdout.write(f"{table_of_nodes(reports, problems)}\n")
     sys.stdout.flush()
     return verdict
 

@@ -1,0 +1,62 @@
+"""Tables of text: aligned columns in one line per row, or fitted into the width of a terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Collection, Sequence
+
+from fastdiff.terminal import filled, width
+
+_GAP = 2
+_PIECE = re.compile(r"[^\s/-]*[/-]*\s*")
+"""Part of a cell that is not broken; a break may follow a space, a slash or a hyphen."""
+
+
+def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), room: int | None = None) -> str:
+    """Return rows of cells, the first of them the head, as a text.
+
+    Args:
+        rows: all of the same length.
+        left: columns that align on the left; the others align on the right.
+        room: columns of the terminal; where it does not suffice, cells take several lines. None: one line per row.
+    """
+    widths = [max(map(width, column)) for column in zip(*rows, strict=True)]
+    gap = _GAP
+    if room is not None and sum(widths) + gap * (len(widths) - 1) > room:
+        gap = 1
+        widths = _narrowed(rows, widths, room - gap * (len(widths) - 1))
+    return _drawn(rows, left, widths, gap)
+
+
+def _narrowed(rows: Sequence[Sequence[str]], widths: Sequence[int], room: int) -> list[int]:
+    """Take columns from the widest until the sum is at most ``room``, as far as the pieces of the cells allow it."""
+    least = [
+        max(width(piece.rstrip()) for cell in column for piece in _PIECE.findall(cell))
+        for column in zip(*rows, strict=True)
+    ]
+    found = list(widths)
+    while sum(found) > room:
+        wide = [column for column in range(len(found)) if found[column] > least[column]]
+        if not wide:
+            break
+        found[max(wide, key=found.__getitem__)] -= 1
+    return found
+
+
+def _drawn(rows: Sequence[Sequence[str]], left: Collection[int], widths: Sequence[int], gap: int) -> str:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, gap, 0, 0), pad_edge=False)
+    for column, columns in enumerate(widths):
+        grid.add_column(width=columns, no_wrap=True, justify="left" if column in left else "right")
+    for row in rows:
+        grid.add_row(
+            *(Text("\n".join(filled(_PIECE.findall(cell), w, w))) for cell, w in zip(row, widths, strict=True))
+        )
+    found = io.StringIO()
+    room = sum(widths) + gap * len(widths)
+    Console(file=found, width=room, color_system=None, force_jupyter=False).print(grid)
+    return "\n".join(line.rstrip() for line in found.getvalue().splitlines())

@@ -1,0 +1,98 @@
+"""Text and tables at the width of a terminal: whole words and numbers, and commands that can be copied."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+
+import pytest
+
+from fastdiff.tables import table
+from fastdiff.terminal import Colour, columns, fitted, show
+
+ROWS = (
+    ("GPUs", "recompute", "GiB of a rank", "images/s", "low-high", "why"),
+    ("8xH200", "no", "17.6/136.8", "4,619", "3,125-5,371", "the fastest of all that fit"),
+    ("2x8xA100", "yes", "11.4/76.3", "1,575", "1,062-1,835", "needs 2 nodes"),
+)
+
+
+@contextmanager
+def on_terminal() -> Iterator[int]:
+    """Make standard output a terminal; yield the descriptor by which it is read."""
+    ours, theirs = pty.openpty()
+    try:
+        with open(theirs, "w", buffering=1) as stream, redirect_stdout(stream):
+            yield ours
+    finally:
+        os.close(ours)
+
+
+def test_lines_break_between_words_and_nothing_is_lost() -> None:
+    path = "/a/path/that/is/wider/than/the/line"
+    text = f"planned: gradients, optimizer, averages and activations\n  of {path} of a run\nend"
+    lines = fitted(text, 24).split("\n")
+    assert lines == [
+        "planned: gradients,",
+        "    optimizer, averages",
+        "    and activations",
+        "  of",
+        f"      {path}",
+        "      of a run",
+        "end",
+    ]
+    assert fitted(text, None) == text
+
+
+def test_a_broken_command_is_still_that_command() -> None:
+    argv = ["fastdiff", "train", "--preset", "dit-xl-2-256", "--data.path", "a folder of pictures", "--seed", "3"]
+    lines = fitted(f"the fastest starts with:\n  {shlex.join(argv)}", 40).split("\n")[1:]
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 40
+    assert shlex.split("\n".join(lines).replace("\\\n", "")) == argv
+    said = fitted("no data set here; make it with `fastdiff encode digits data`, then train", 50)
+    assert "`fastdiff encode digits data`" in said
+
+
+def test_a_table_has_one_line_per_row_where_nobody_looks() -> None:
+    lines = table(ROWS, (0, 5)).split("\n")
+    assert len(lines) == len(ROWS)
+    assert lines[1] == f"8xH200           no     17.6/136.8     4,619  3,125-5,371  {ROWS[1][5]}"
+
+
+@pytest.mark.parametrize("room", [80, 60, 48])
+def test_a_table_fits_its_terminal_without_a_cut_number(room: int) -> None:
+    said = table(ROWS, (0, 5), room)
+    assert max(map(len, said.split("\n"))) <= room
+    words = said.split()
+    assert {"8xH200", "4,619", "recompute", "fastest"} <= set(words)
+    for first, second in (("3,125-", "5,371"), ("17.6/", "136.8")):
+        assert first + second in words or {first, second} <= set(words)
+
+
+def test_a_result_is_wrapped_and_coloured_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "OK libraries: the loader is DALI, attention is sdpa"
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    wrapped = "OK libraries: the loader is DALI,\r\n    attention is sdpa"
+    for name, value, expected in (
+        ("NO_COLOR", "", f"\x1b[32m{wrapped}\x1b[0m"),
+        ("TERM", "dumb", wrapped),
+        ("TERM", "xterm", f"\x1b[32m{wrapped}\x1b[0m"),
+        ("NO_COLOR", "1", wrapped),
+    ):
+        monkeypatch.setenv(name, value)
+        with on_terminal() as terminal:
+            assert columns(sys.stdout) == 40
+            show(text, Colour.GREEN)
+            assert os.read(terminal, 1000).decode() == f"{expected}\r\n"
+    monkeypatch.setenv("NO_COLOR", "")
+    show(text, Colour.GREEN)
+    assert capsys.readouterr().out == f"{text}\n"
