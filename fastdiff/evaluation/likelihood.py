@@ -27,7 +27,7 @@ from fastdiff.batch import Batch
 from fastdiff.config.data import DataConfig
 from fastdiff.config.objective import DdpmConfig
 from fastdiff.data.loading.batches import per_channel
-from fastdiff.data.loading.training_set import check_provenance, open_data
+from fastdiff.data.loading.training_set import check_provenance, open_data, open_held_out
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.diffusion.ddpm import coefficients, model_time
@@ -291,10 +291,9 @@ def _open(run: Run, path: str) -> LatentReader:
         "give their folder as --data",
     )
     require(bool(path) or not run.is_file, f"{run.folder} is a file of weights: name the data to measure by --data")
-    own = replace(config, data=DataConfig(path=path or config.data.path, cache=config.data.cache))
-    reader = open_data(own, torch.device("cpu"))
-    assert isinstance(reader, LatentReader)
-    check_provenance(own, reader.info)
+    data = DataConfig(path=path or config.data.path, cache=config.data.cache)
+    reader = open_held_out(config, data, run.class_names.names, "--data")
+    check_provenance(replace(config, data=data), reader.info)
     if path and not (config.data.online or run.is_file):
         with open_data(config, torch.device("cpu")) as training:
             alike = _encoding(reader.info) == _encoding(training.info)

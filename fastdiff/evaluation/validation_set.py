@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,7 @@ from fastdiff.batch import Batch
 from fastdiff.config.data import DataConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.data.loading.batches import normalised
-from fastdiff.data.loading.training_set import open_data
+from fastdiff.data.loading.training_set import open_held_out
 from fastdiff.data.shards.format import LATENT, DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import require
@@ -36,15 +35,14 @@ def open_validation(config: RunConfig, training: DatasetInfo) -> LatentReader:
         training: the training data.
 
     Raises:
-        ConfigError: the data do not fit the model, were encoded differently from the training data, or are the training
-            data.
+        ConfigError: the data do not fit the model, have a class that the training data have not, were encoded
+            differently from these, or are these.
         DataError: the data are damaged.
         StorageError: the data cannot be read.
     """
     path = config.validation.data
-    own = replace(config, data=DataConfig(path=path, cache=config.data.cache))
-    reader = open_data(own, torch.device("cpu"))
-    assert isinstance(reader, LatentReader)
+    data = DataConfig(path=path, cache=config.data.cache)
+    reader = open_held_out(config, data, training.class_names, "--validation.data")
     here, there = reader.info, training
     require(
         here.digest != there.digest,
@@ -55,7 +53,6 @@ def open_validation(config: RunConfig, training: DatasetInfo) -> LatentReader:
         ("autoencoder", here.provenance.autoencoder_digest, there.provenance.autoencoder_digest),
         ("text encoder", here.provenance.text_encoder_digest, there.provenance.text_encoder_digest),
         ("scale of the latents", _of_mean(here), _of_mean(there)),
-        ("list of classes", here.class_names or None, there.class_names or None),
     ):
         require(
             found is None or expected is None or found == expected,

@@ -31,7 +31,7 @@ from fastdiff.sampling.run import Run, config_of
 from fastdiff.train import train
 from tests.support.inputs.objectives import objective_of
 from tests.support.references.variational_reference import Array, Reference, at, cosine_betas
-from tests.support.runs import launch, newest, tiny
+from tests.support.runs import FRUIT, launch, named, newest, numbered, tiny
 
 T = 40
 SPREAD = 0.4
@@ -242,6 +242,21 @@ def test_other_noise_and_other_data(run: Path, tmp_path: Path, capsys: pytest.Ca
     replace(info, normalisation=Normalisation(shift=(0.0,), scale=(2.0,))).write(tmp_path)
     assert main(["evaluate", str(run), "--nll", "--data", str(tmp_path)]) == 2
     assert "encoded differently" in capsys.readouterr().err
+
+
+def test_classes_of_other_data_are_matched_by_name(
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"objective__schedule": "cosine", "objective__timesteps": 4, "objective__prediction": "v"}
+    train(tiny(named(digits, tmp_path / "data", FRUIT), tmp_path / "run", steps=2, **changes), launch(0), world)
+    run, found = Run(tmp_path / "run"), []
+    for names, told in ((FRUIT, True), (FRUIT[::-1], True), (FRUIT[::-1], False)):
+        data = numbered(digits, tmp_path / f"{names[0]}, {told}", names, told=told)
+        found.append(evaluate_nll(run, NllOptions(data=str(data)))[1].terms.tolist())
+    assert found[0] == found[1] != found[2]
+    other = numbered(digits, tmp_path / "other", ("appel", *FRUIT))
+    assert main(["evaluate", str(tmp_path / "run"), "--nll", "--data", str(other)]) == 2
+    assert "its class appel is none of the 10 classes of the training" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,8 @@ from fastdiff.sampling.class_names import ClassChoice, ClassNames
 from fastdiff.sampling.image_grid import image_grid
 from fastdiff.sampling.npz import read_npz
 from fastdiff.train import train
-from tests.support.runs import launch, named, newest, renew_digest, tiny
+from tests.support.runs import FRUIT, launch, named, newest, renew_digest, tiny
 
-NAMES = ("apple", "pear", "plum", "fig", "kiwi", "lime", "date", "nut", "bean", "corn")
 IMAGENET = ("tench, Tinca tinca", "goldfish", "t-shirt", "ice cream", "goldfish, red", "red", "café")
 LEXICAL = ("0", "1", "10", "11", "2", "3")
 """Folders in the order of their letters."""
@@ -32,9 +31,9 @@ LEXICAL = ("0", "1", "10", "11", "2", "3")
 @pytest.mark.parametrize(
     ("names", "choice", "numbers"),
     [
-        (NAMES, "plum", [2]),
-        (NAMES, "plum, apple,0-1,7", [2, 0, 0, 1, 7]),
-        (NAMES, ["plum", 0, "3"], [2, 0, 3]),
+        (FRUIT, "plum", [2]),
+        (FRUIT, "plum, apple,0-1,7", [2, 0, 0, 1, 7]),
+        (FRUIT, ["plum", 0, "3"], [2, 0, 3]),
         ((), "0-2,7", [0, 1, 2, 7]),
         (IMAGENET, "tench, Tinca tinca", [0]),
         (IMAGENET, "t-shirt,tench, Tinca tinca,ice cream,goldfish", [2, 0, 3, 1]),
@@ -58,16 +57,16 @@ def test_a_word_is_a_name_first_and_a_number_otherwise(
 @pytest.mark.parametrize(
     ("names", "choice", "message"),
     [
-        (NAMES, "appel", "--classes appel: no such class; did you mean apple?"),
-        (NAMES, "Plum", "did you mean plum?"),
-        (NAMES, "plum,,fig", "no such class"),
-        (NAMES, "5-", "--classes 5-: no such class"),
-        (NAMES, "0-10", "--classes 0-10: no such class.*or numbers 0-9"),
-        (NAMES, [10], "--classes 10: no such class"),
-        (NAMES, [-1], "--classes -1: no such class"),
-        (NAMES, [1.5], "--classes 1.5: expected apple"),
-        (NAMES, [], "none are given"),
-        (NAMES, "0," * 100_000 + "0", "100001 classes, at most 100000"),
+        (FRUIT, "appel", "--classes appel: no such class; did you mean apple?"),
+        (FRUIT, "Plum", "did you mean plum?"),
+        (FRUIT, "plum,,fig", "no such class"),
+        (FRUIT, "5-", "--classes 5-: no such class"),
+        (FRUIT, "0-10", "--classes 0-10: no such class.*or numbers 0-9"),
+        (FRUIT, [10], "--classes 10: no such class"),
+        (FRUIT, [-1], "--classes -1: no such class"),
+        (FRUIT, [1.5], "--classes 1.5: expected apple"),
+        (FRUIT, [], "none are given"),
+        (FRUIT, "0," * 100_000 + "0", "100001 classes, at most 100000"),
         ((), "plum", "trained with classes 0-9, which have no names"),
         ((), "0-" + "9" * 5000, "give them as 0-9 or 1,5,7"),
         ((), "0-" + "9" * 17, "give them as 0-9 or 1,5,7"),
@@ -99,16 +98,16 @@ def test_a_number_that_is_the_name_of_another_class_is_reported(
 def trained(world: World, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose classes have names, and whose data are gone."""
     folder = tmp_path_factory.mktemp("named")
-    data = named(digits, folder / "data", NAMES)
+    data = named(digits, folder / "data", FRUIT)
     train(tiny(data, folder / "run", steps=2, output__sample_every=2, output__sample_steps=2), launch(0), world)
     data.rename(folder / "gone")
     return folder / "run"
 
 
 def test_a_run_records_the_names_of_its_classes(trained: Path) -> None:
-    assert json.loads((trained / "run.json").read_text())["class_names"] == list(NAMES)
-    assert newest(trained).manifest["class_names"] == list(NAMES)
-    assert fastdiff.Run(trained).class_names == list(NAMES)
+    assert json.loads((trained / "run.json").read_text())["class_names"] == list(FRUIT)
+    assert newest(trained).manifest["class_names"] == list(FRUIT)
+    assert fastdiff.Run(trained).class_names == list(FRUIT)
 
 
 def test_previews_have_the_names_of_their_columns(trained: Path) -> None:
@@ -119,7 +118,7 @@ def test_previews_have_the_names_of_their_columns(trained: Path) -> None:
         assert picture.crop((0, 0, picture.width, picture.height - without.height)).histogram()[200:] != [0] * 56
     events = EventAccumulator(str(trained / "tensorboard"))
     events.Reload()
-    assert {tag for tag in events.Tags()["images"] if tag.startswith("samples/")} == {f"samples/{n}" for n in NAMES}
+    assert {tag for tag in events.Tags()["images"] if tag.startswith("samples/")} == {f"samples/{n}" for n in FRUIT}
 
 
 def test_classes_are_drawn_by_name(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

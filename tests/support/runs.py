@@ -26,6 +26,8 @@ from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.data.shards.format import DatasetInfo
+from fastdiff.data.shards.reader import LatentReader
+from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.resume import flatten
@@ -149,8 +151,24 @@ def _moved(name: str, values: Tensor) -> Tensor:
     return torch.cat([query, value])
 
 
+FRUIT = ("apple", "pear", "plum", "fig", "kiwi", "lime", "date", "nut", "melon", "grape")
+"""Names of the classes of ``named`` and ``numbered`` digits."""
+
+
 def named(digits: Path, folder: Path, names: Sequence[str]) -> Path:
     """A copy of the encoded digits with names of the classes."""
     shutil.copytree(digits, folder)
     replace(DatasetInfo.read(folder), class_names=tuple(names)).write(folder)
+    return folder
+
+
+def numbered(digits: Path, folder: Path, names: Sequence[str], *, told: bool = True) -> Path:
+    """Forty digits under the names of ``FRUIT``, numbered in the order of ``names``, without classes that it lacks."""
+    with LatentReader(digits) as reader:
+        found, info = reader.read(range(40)), reader.info
+    info = replace(info, shards=(), samples=0, classes=len(names), class_names=tuple(names) if told else ())
+    with ShardWriter(folder, info, samples_per_shard=40) as writer:
+        for n, (latent, label) in enumerate(zip(found["latent"], found["label"].tolist(), strict=True)):
+            if FRUIT[label] in names:
+                writer.add(f"{n:03d}", {"latent": latent}, label=names.index(FRUIT[label]))
     return folder

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import difflib
+import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 
 from fastdiff.config.data import DataConfig
@@ -12,7 +15,7 @@ from fastdiff.config.presets import encode_command
 from fastdiff.config.run import RunConfig
 from fastdiff.data.shards.format import INFO_FILE, DatasetInfo
 from fastdiff.errors import ConfigError, DataError
-from fastdiff.sanitize import address, is_address
+from fastdiff.sanitize import address, escape, is_address
 
 CONTEXT = "context"
 
@@ -46,6 +49,44 @@ def check_data_set(config: RunConfig, preset: str | None) -> None:
     if not config.pretrained.weights or config.pretrained.is_file:
         require_fit(config, info)
     require_flips(config.data, info)
+    held_out = Path(config.validation.data) / INFO_FILE
+    if config.model.classes and config.validation.data and held_out.is_file():
+        match_classes(DatasetInfo.read(held_out.parent), info.class_names, f"--validation.data {held_out.parent}")
+
+
+def match_classes(held_out: DatasetInfo, names: Sequence[str], what: str) -> list[int] | None:
+    """Return the numbers in training of the classes of held-out data, found by name.
+
+    Args:
+        held_out: the data, which may have fewer classes, in another order.
+        names: of the classes in training, in the order of their numbers; empty: unknown.
+        what: the flag and the path of the data, for messages.
+
+    Returns:
+        One number per class; None: the classes are numbered alike, or one side has no names to compare.
+
+    Raises:
+        ConfigError: a class is none of the training, or several of it have its name.
+    """
+    if not (held_out.class_names and names) or held_out.class_names == tuple(names):
+        return None
+    trained: dict[str, list[int]] = {}
+    for number, name in enumerate(names):
+        trained.setdefault(unicodedata.normalize("NFC", name), []).append(number)
+    found = [trained.get(unicodedata.normalize("NFC", name), []) for name in held_out.class_names]
+    for name, numbers in zip(held_out.class_names, found, strict=True):
+        if not numbers:
+            near = difflib.get_close_matches(name, trained, n=1)
+            hint = f" (the nearest is {escape(near[0])})" if near else ""
+            raise ConfigError(
+                f"{what}: its class {escape(name)} is none of the {len(names)} classes of the training{hint}; encode the "
+                "data without that class, or under its name in the training"
+            )
+        if len(numbers) > 1:
+            raise ConfigError(
+                f"{what}: {len(numbers)} classes of the training have the name {escape(name)}; rename them"
+            )
+    return [number for numbers in found for number in numbers]
 
 
 def require_flips(config: DataConfig, info: DatasetInfo) -> None:

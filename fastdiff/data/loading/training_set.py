@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from fastdiff.batch import Condition
+from fastdiff.config.data import DataConfig
 from fastdiff.config.run import RunConfig
-from fastdiff.data.loading.fit import CONTEXT, require_fit
+from fastdiff.data.loading.fit import CONTEXT, match_classes, require_fit
 from fastdiff.data.shards.cache import open_shards_folder
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
@@ -41,18 +43,51 @@ def open_data(config: RunConfig, device: torch.device) -> Data:
         data = _open_images(config, device)
         require_fit(config, data.info)
         return data
+    reader = open_shards(config)
+    require_fit(config, reader.info)
+    return reader
+
+
+def open_held_out(config: RunConfig, data: DataConfig, class_names: Sequence[str], flag: str) -> LatentReader:
+    """Open held-out shards of a run, and read their classes as the training numbers them.
+
+    Args:
+        config: the run, resolved.
+        data: the held-out data.
+        class_names: of the training, in the order of their numbers; empty: unknown.
+        flag: of the path, for messages.
+
+    Raises:
+        ConfigError: the data do not fit the model, or have a class that the training has not.
+        DataError: the data are damaged.
+        StorageError: the data cannot be read.
+    """
+    own = replace(config, data=data)
+    reader = open_shards(own)
+    if config.model.classes:
+        reader.class_numbers = match_classes(reader.info, class_names, f"{flag} {address(data.path)}")
+    require_fit(own, reader.info)
+    return reader
+
+
+def open_shards(config: RunConfig) -> LatentReader:
+    """Open local or cached remote shards, whatever the model.
+
+    Raises:
+        ConfigError: no data are named.
+        DataError: the data are damaged.
+        StorageError: the data cannot be read.
+    """
     if not config.data.path:
         raise ConfigError("--data.path is missing; give the output folder of `fastdiff encode`")
     folder, fetch = open_shards_folder(config.data.path, config.data.cache)
     # Reads touch one window of shards, or two at a border.
-    reader = LatentReader(
+    return LatentReader(
         folder,
         open_shards=2 * config.data.shuffle_shards,
         fetch=fetch,
         substitute=config.data.damaged == "skip",
     )
-    require_fit(config, reader.info)
-    return reader
 
 
 def with_captions(config: RunConfig, data: Data) -> RunConfig:

@@ -60,6 +60,8 @@ class LatentReader:
         self.open_shards = open_shards
         self.substitute = substitute
         self.substituted: dict[int, Substitution] = {}
+        self.class_numbers: Sequence[int] | None = None
+        """Numbers to read in place of those of the classes of the data set, one per class; None: its own."""
         self._unusable: dict[int, str] = {}  # shards, and why
         self._fetch = fetch
         self._used_buckets = len({shard.bucket for shard in self.info.shards})
@@ -217,7 +219,8 @@ class LatentReader:
             own_row = values[row * stored.nbytes : (row + 1) * stored.nbytes]
             shard.read_array(stored.components[variant.get(stored.name, 0)], sample, stored, own_row)
         if self.info.classes is not None:
-            arrays["label"][row] = shard.read_number("cls", sample, 0, self.info.classes - 1)
+            own_class = shard.read_number("cls", sample, 0, self.info.classes - 1)
+            arrays["label"][row] = own_class if self.class_numbers is None else self.class_numbers[own_class]
 
     def _fill_or_substitute(self, fill: Callable[[int], None], number: int, position: int) -> None:
         try:

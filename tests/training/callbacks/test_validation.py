@@ -18,6 +18,7 @@ from fastdiff.config.launch_options import Launch
 from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.data.encoding.builtin import encode_synthetic
+from fastdiff.data.loading.fit import check_data_set
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.diffusion.snr_bins import by_log_snr
@@ -33,7 +34,7 @@ from fastdiff.training.callbacks.validation import validated
 from tests.support.inputs import captioned
 from tests.support.inputs.text_runs import encode, text_run
 from tests.support.processes import run_ranks
-from tests.support.runs import held_out, launch, newest, tiny
+from tests.support.runs import FRUIT, held_out, launch, named, newest, numbered, tiny
 
 SAMPLES = 96
 SEED = 20_260_101
@@ -287,6 +288,32 @@ def test_data_of_another_scale_are_refused(world: World, digits: Path, tmp_path:
     checked = ValidationConfig(data=str(tmp_path / "other"))
     with pytest.raises(ConfigError, match="scale of the latents than the training data"):
         train(tiny(digits, tmp_path / "run", validation=checked), launch(0), world)
+
+
+def test_classes_are_matched_by_name(world: World, digits: Path, tmp_path: Path) -> None:
+    """In another order, and fewer; without names by number, as they are."""
+    data, few = named(digits, tmp_path / "data", FRUIT), FRUIT[3:7]
+    found = {}
+    for name, names, told in (
+        ("same", FRUIT, True), ("reversed", FRUIT[::-1], True), ("numbers", FRUIT[::-1], False),
+        ("few", few, True), ("few reversed", few[::-1], True), ("fewer numbers", few, False),
+    ):  # fmt: skip
+        checked = ValidationConfig(data=str(numbered(digits, tmp_path / name / "data", names, told=told)), every=2)
+        train(tiny(data, tmp_path / name / "run", 2, validation=checked), launch(0), world)
+        found[name] = read(tmp_path / name / "run", 2).loss.tolist()
+    assert found["same"] == found["reversed"] != found["numbers"]
+    assert found["few"] == found["few reversed"] != found["fewer numbers"]
+    assert len(found["few"]) < len(found["same"])
+
+
+def test_a_class_that_the_training_lacks_is_refused(world: World, digits: Path, tmp_path: Path) -> None:
+    """Also before the ranks start."""
+    checked = ValidationConfig(data=str(numbered(digits, tmp_path / "other", ("appel", *FRUIT))))
+    config = tiny(named(digits, tmp_path / "data", FRUIT), tmp_path / "run", validation=checked)
+    told = r"other: its class appel is none of the 10 classes of the training \(the nearest is apple\)"
+    for refusing in (lambda: train(config, launch(0), world), lambda: check_data_set(config, None)):
+        with pytest.raises(ConfigError, match=told):
+            refusing()
 
 
 def test_the_training_data_are_refused(world: World, digits: Path, tmp_path: Path) -> None:
