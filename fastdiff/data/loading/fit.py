@@ -79,8 +79,8 @@ def match_classes(held_out: DatasetInfo, names: Sequence[str], what: str) -> lis
             near = difflib.get_close_matches(name, trained, n=1)
             hint = f" (the nearest is {escape(near[0])})" if near else ""
             raise ConfigError(
-                f"{what}: its class {escape(name)} is none of the {len(names)} classes of the training{hint}; encode the "
-                "data without that class, or under its name in the training"
+                f"{what}: its class {escape(name)} is none of the {len(names)} classes of the training{hint}; encode "
+                "them without that class, or under its name in the training"
             )
         if len(numbers) > 1:
             raise ConfigError(
