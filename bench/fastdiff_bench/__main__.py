@@ -39,9 +39,9 @@ def module_of(name: str) -> ModuleType:
     return import_module(f"fastdiff_bench.{place}")
 
 
-def parser_of(names: Sequence[str], kind: type[argparse.ArgumentParser] = Parser) -> argparse.ArgumentParser:
+def parser_of(names: Sequence[str]) -> Parser:
     """Return the parser of these subcommands; of the others it has the names, as the modules of some take seconds."""
-    parser = kind(prog="fastdiff bench", description="Speed and memory, with evidence.")
+    parser = Parser(prog="fastdiff bench", description="Speed and memory, with evidence.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     known = [name for name in COMMANDS if name in names]
     for name in known:
@@ -54,14 +54,13 @@ def parser_of(names: Sequence[str], kind: type[argparse.ArgumentParser] = Parser
 
 def main(argv: Sequence[str]) -> int:
     """Run one benchmark and return the exit code: 2 if it cannot run with these flags, 74 without its files."""
-    parser = parser_of(argv[:1])
-    arguments = parser.parse_args(argv)
-    run: Callable[[argparse.Namespace], int] = arguments.run
     try:
+        arguments = parser_of(argv[:1]).parse_args(argv)
+        run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)
-    except (BenchError, ConfigError) as error:
-        parser.error(str(error))
-    except OSError as error:
+    except BenchError as error:
+        return report_any(ConfigError(str(error)))
+    except (ConfigError, OSError) as error:
         return report_any(error)
 
 

@@ -210,8 +210,9 @@ def _train(arguments: argparse.Namespace) -> None:
     """Train under a supervisor, as ``fastdiff launch local`` does; ``arguments.flags`` are those of the run and two."""
     from fastdiff.cluster.launchers.job import local_job
 
-    own, flags = _train_parser().parse_known_args(arguments.flags)
-    job = local_job(flags, own.ranks, preflight=own.preflight)
+    parser = _train_parser()
+    own, flags = parser.parse_known_args(arguments.flags)
+    job = local_job(flags, own.ranks, preflight=own.preflight, beside=parser.flags)
     if job is not None:
         _supervise(job)
 

@@ -43,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> int:
     try:
         raise_open_files()
+        argv = [*argv[1:2], "--help"] if argv[:1] == ["help"] else argv
         if argv[:1] == [bench.NAME]:
             bench.run(argv[1:])
         arguments = argparse.Namespace()
@@ -66,7 +67,7 @@ def _run(argv: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="fastdiff", description="Train diffusion models from sharded latents.")
-    parser.add_argument("--version", action="version", version=f"fastdiff {fastdiff.__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"fastdiff {fastdiff.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in (demo, encode, plan, launch, command, check, sample, evaluate, runs, export, bench):
         module.add(commands)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from fastdiff import sanitize
+from fastdiff.config.flags.unknown import explained
 from fastdiff.errors import ConfigError, require
 
 Subcommands: TypeAlias = "argparse._SubParsersAction[Any]"
@@ -26,37 +27,85 @@ VECTORS = (".svg", ".pdf")
 _PIXELS = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff")
 _LARGEST_SHAPE = 2**26
 _DIGITS = 30
+_MISSING = "the following arguments are required: "
+"""Start of argparse's message."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser whose errors show no credentials; its subparsers are of this class, too."""
+    """Parser that raises ConfigError, reason first; flags are known with ``-`` and ``_``, as those of a run are.
+
+    Nothing is printed: every rank parses, and only one prints.
+    """
 
     example = ""
     """A complete command, shown if required arguments are missing."""
 
-    def _check_value(self, action: argparse.Action, value: str) -> None:
-        """Name the nearest command instead of all of them."""
-        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            near = difflib.get_close_matches(value, action.choices, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            self.error(
-                f"{value}: unknown {str(action.metavar).lower()}; {hint}expected one of {', '.join(action.choices)}"
-            )
-        super()._check_value(action, value)
+    def add_subparsers(self, **options: Any) -> Any:
+        """Add subcommands, each of which knows all of its flags."""
+        return super().add_subparsers(**({"parser_class": Command} | options))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse; without any argument, a command of subcommands shows its help."""
+        if args is not None and not args and self._subparsers is not None:
+            self.print_help()
+            self.exit(0)
+        return super().parse_known_args(None if args is None else self._as_written(args), namespace)
+
+    def _as_written(self, args: Sequence[str]) -> list[str]:
+        """Return the arguments with each flag as it was registered, up to those of another command behind ``--``."""
+        own = args.index("--") if "--" in args else len(args)
+        return [*map(self._registered, args[:own]), *args[own:]]
+
+    def _registered(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        known = self._option_string_actions
+        if name.startswith("--") and name not in known:
+            for other in (name.replace("_", "-"), f"--{name[2:].replace('-', '_')}"):
+                if other in known:
+                    return f"{other}{equals}{value}"
+        return word
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Name the nearest of the choices."""
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        expected = f"expected {'one of ' * (len(choices) > 1)}{', '.join(choices)}"
+        if isinstance(action, argparse._SubParsersAction):
+            self.error(f"{value}: unknown {str(action.metavar).lower()}; {hint}{expected}")
+        raise argparse.ArgumentError(action, f"{value}: {hint}{expected}")
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and the message, and exit with 2."""
-        if self.example and message.startswith("the following arguments are required"):
-            message = f"{message}; for example: {self.example}"
-        super().error(sanitize.message(message))
+        """Raise the error, in one form for all commands."""
+        if message.startswith(_MISSING):
+            names = message.removeprefix(_MISSING).split(", ")
+            usage = f"for example: {self.example}" if self.example else f"usage: {self._needed()}"
+            message = f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} missing; {usage}"
+        raise ConfigError(sanitize.message(message.removeprefix("argument ")))
+
+    @property
+    def flags(self) -> list[str]:
+        """Its flags, with their hyphens."""
+        return [name for name in self._option_string_actions if name.startswith("--")]
+
+    def _needed(self) -> str:
+        """Return the command with what it needs."""
+        needed = [action for action in self._actions if action.required]
+        words = [(*action.option_strings[:1], str(action.metavar or action.dest)) for action in needed]
+        return " ".join([self.prog, *(word for some in words for word in some), "[FLAGS]"])
 
 
-class QuietParser(argparse.ArgumentParser):
-    """Parser that raises ConfigError instead of printing: every rank parses, only one prints."""
+class Command(Parser):
+    """A subcommand: whatever it does not know is an error of its own, which names the nearest flag."""
 
-    def error(self, message: str) -> NoReturn:
-        """Raise the error."""
-        raise ConfigError(message)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse all arguments; ConfigError if one is unknown."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            raise ConfigError(explained(unknown, self.flags, self.prog.removeprefix("fastdiff ")))
+        return found, unknown
 
 
 def local_path(text: str) -> Path:

@@ -7,23 +7,23 @@ import inspect
 import io
 import json
 import os
-import sys
 import textwrap
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import fields
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import asdict, fields
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import tyro
 
 from fastdiff import sanitize
 from fastdiff.config import config_file
 from fastdiff.config import deepspeed as deepspeed_config
-from fastdiff.config.argument_types import QuietParser, require_local
+from fastdiff.config.argument_types import Parser, require_local
 from fastdiff.config.flags.data_set import network_flags
 from fastdiff.config.flags.run_length import add_run_length, samples_flag
 from fastdiff.config.flags.short_help import short_help
+from fastdiff.config.flags.unknown import explained
 from fastdiff.config.launch_options import HANG_TIMEOUT_S, Launch
 from fastdiff.config.networks.of_user import add_network
 from fastdiff.config.objective import DEFAULTS, PROCESSES, Process, without_defaults_of_others
@@ -31,23 +31,28 @@ from fastdiff.config.presets import PRESETS, preset, shown_presets
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.errors import ConfigError
-from fastdiff.exit_message import on_first_node, say_once
 from fastdiff.plugins.user_code import names_file
 
 _SHORT_HELP = {"-h", "--help"}
 _HELP = _SHORT_HELP | {"--help-all"}
+_WIDE = 1 << 20
+"""Columns; no argument is longer."""
 
 
-def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
+def parse(argv: Sequence[str], beside: Collection[str] = ()) -> tuple[Launch, RunConfig]:
     """Parse the command line of ``train.py``.
 
     A pre-pass reads the arguments of the ``deepspeed`` launcher and the flags that choose the defaults, among them
     ``--objective.process``, which decides the type of the objective. tyro parses the rest. Precedence: preset <
     data set (``flags.data_set``) < ``--config`` file < flags.
 
+    Args:
+        argv: the flags.
+        beside: flags that the command takes as well, and has taken; an unknown one may be meant for them.
+
     Raises:
-        ConfigError: unknown preset, unreadable file, inconsistent values.
-        SystemExit: 0 after ``--help`` or ``--help-all``, 2 after a wrong flag (tyro names the nearest one).
+        ConfigError: unknown preset or flag, unreadable file, wrong or inconsistent values.
+        SystemExit: 0 after ``--help`` or ``--help-all``.
     """
     own, rest = _pre_parser().parse_known_args(list(argv))
     if own.preset is None and own.config is None and not _HELP & set(rest):
@@ -67,7 +72,7 @@ def parse(argv: Sequence[str]) -> tuple[Launch, RunConfig]:
     rest = _without_other_processes(rest, default.objective.process)
     rest += samples_flag(own.steps, own.epochs, rest, default, own.preset)
     rest += network_flags(rest, in_file, default, own.preset, resumes=own.resume != "never")
-    config = _parse_fields(default, rest, _description(own.preset))
+    config = _parse_fields(default, rest, _description(own.preset), beside)
     if not config.output.folder:
         raise ConfigError("--output.folder is missing: a run without a preset needs a folder, for example runs/first")
     path = own.deepspeed_config or (own.deepspeed if isinstance(own.deepspeed, str) else None)
@@ -90,35 +95,76 @@ def _kind_of(text: str | None) -> str | None:
     return add_network(text, "--model.kind") if text is not None and names_file(text) else text
 
 
-def _parse_fields(default: RunConfig, flags: Sequence[str], description: str) -> RunConfig:
-    """Return ``default`` with the fields that ``flags`` set; one rank prints help and errors."""
-    parse: Callable[..., RunConfig] = partial(
+def _parse_fields(default: RunConfig, flags: Sequence[str], description: str, beside: Collection[str]) -> RunConfig:
+    """Return ``default`` with the fields that ``flags`` set; ``--help-all`` prints them on one rank, and ends.
+
+    Raises:
+        ConfigError: an unknown flag, with the nearest or with ours for one of another trainer; or a wrong value.
+    """
+    shows_help = "--help-all" in flags
+    parse: Callable[[], tuple[RunConfig, list[str]]] = partial(
         tyro.cli,
         RunConfig,
         prog="fastdiff train",
         description=description,
         default=default,
         args=["--help" if flag == "--help-all" else flag for flag in flags],
+        return_unknown_args=True,
         config=(tyro.conf.AvoidSubcommands,),
     )
+    if shows_help and os.environ.get("RANK", "0") == "0":
+        parse()
+    said = io.StringIO()
     try:
-        # console_outputs does not silence the errors of values, which every rank would print, with their addresses.
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            return parse(console_outputs=False)
+        with redirect_stdout(said), redirect_stderr(said), _wide():
+            config, unknown = parse()
     except SystemExit as end:
         if not end.code:
-            parse(console_outputs=os.environ.get("RANK", "0") == "0")
-        elif on_first_node():
-            shown = [sanitize.argument(flag) for flag in flags]  # its boxes break long words
-            raise SystemExit(say_once(int(end.code), partial(_print_why, partial(parse, args=shown)))) from None
-        raise
+            raise
+        raise ConfigError(_reason(said.getvalue())) from None
+    if unknown:
+        raise ConfigError(explained(unknown, [*known_flags(default), *beside], "train"))
+    return config
 
 
-def _print_why(parse: Callable[[], RunConfig]) -> None:
-    with suppress(SystemExit):
-        parse()
-    sys.stdout.flush()
-    sys.stderr.flush()
+@contextmanager
+def _wide() -> Iterator[None]:
+    """Let tyro break no line: its boxes cut words, and credentials that are cut are not found."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(_WIDE)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
+
+
+def _reason(box: str) -> str:
+    """Return the reason in an error of tyro: a title, a rule, the reason, a rule and help; or a box with that title."""
+    lines = [line.strip().strip("│").strip() for line in box.splitlines()]
+    parts, boxed = [""], "╭" in box
+    for line in lines:
+        if line and not line.strip("─-"):
+            parts.append("")
+        elif line and line[0] not in "╭╰":
+            parts[-1] += f"{line} "
+    return (parts if boxed else [*parts[1:], parts[0]])[0].strip().removeprefix("Error parsing ").removesuffix(".")
+
+
+def known_flags(default: RunConfig) -> list[str]:
+    """Return all flags of a run with this network and process, with their hyphens."""
+    fields = [f"--{name.replace('_', '-')}" for name in _leaves(asdict(default))]
+    return [*fields, *_pre_parser()._option_string_actions]
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def _print_short_help(name: str | None, default: RunConfig) -> NoReturn:
@@ -146,7 +192,7 @@ def print_dry_run(config: RunConfig, ds_config: deepspeed_config.DsConfig) -> No
 
 
 def _pre_parser() -> argparse.ArgumentParser:
-    parser = QuietParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser = Parser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON with fields of the run, or a run.json")
     parser.add_argument(
@@ -189,7 +235,7 @@ def _without_other_processes(flags: Sequence[str], process: Process) -> list[str
     Raises:
         ConfigError: such a flag has another value.
     """
-    parser = QuietParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     own = {field.name for field in fields(PROCESSES[process])}
     for name, value in DEFAULTS.items():
         if name in own:

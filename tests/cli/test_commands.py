@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import fastdiff
 from fastdiff.checkpoint.manifest import committed
 from fastdiff.cli.machines import doctor
 from fastdiff.cli.machines.doctor import examine
@@ -240,7 +243,27 @@ def test_doctor_refuses_an_unknown_preset_before_it_says_anything(capsys: pytest
 
 @pytest.mark.parametrize("scale", ["nan", "inf", "-inf", "much"])
 def test_a_guidance_scale_is_a_finite_number(scale: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["sample", "runs/any", f"--cfg={scale}"])
-    assert stopped.value.code == 2
+    assert main(["sample", "runs/any", f"--cfg={scale}"]) == 2
     assert f"--cfg: {scale}: expected a finite number" in capsys.readouterr().err
+
+
+def test_without_arguments_a_command_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["help"], ["launch"], ["help", "launch"], ["bench"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0
+        said = capsys.readouterr()
+        assert "usage: fastdiff" in said.out
+        assert said.err == ""
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fastdiff", "-V"], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert (done.returncode, done.stdout) == (0, f"fastdiff {fastdiff.__version__}\n")
+
+
+def test_flags_of_every_command_are_known_with_both_hyphens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["encode", "synthetic", str(tmp_path / "a"), "--shape", "1,8,8", "--samples_per_shard", "0"]) == 2
+    assert "--samples-per-shard: 0: expected a whole number" in capsys.readouterr().err

@@ -132,16 +132,13 @@ def test_a_field_of_another_process_cannot_be_said(
         ("edm", "weighting", "snr"),
     ],
 )
-def test_a_value_of_another_process_cannot_be_said(
-    process: Process, name: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_value_of_another_process_cannot_be_said(process: Process, name: str, value: str, tmp_path: Path) -> None:
     has = get_args(get_type_hints(PROCESSES[process])[name])
     assert value not in has
     flags = ["--preset", "digits", "--objective.process", process]
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(ConfigError) as stopped:
         parse([*flags, f"--objective.{name}", value])
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2
+    said = str(stopped.value)
     assert all(choice in said for choice in (value, f"--objective.{name}", *has))
     file = tmp_path / "run.yaml"
     file.write_text(f"objective: {{process: {process}, {name}: {value}}}")
@@ -150,7 +147,7 @@ def test_a_value_of_another_process_cannot_be_said(
 
 
 def test_a_process_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--objective.process: invalid choice: 'ddim'"):
+    with pytest.raises(ConfigError, match=r"--objective.process: ddim: .*expected one of ddpm, flow, edm"):
         parse(["--preset", "digits", "--objective.process", "ddim"])
     (tmp_path / "run.yaml").write_text("objective: {process: ddim}")
     with pytest.raises(ConfigError, match=r"run.yaml: objective.process: expected ddpm, flow, edm, given 'ddim'"):

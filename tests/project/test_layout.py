@@ -46,6 +46,7 @@ ROOMS: dict[str, set[str]] = {
         "", "plugins", "ledger", "config", "parallel", "checkpoint", "models", "planning", "data", "sampling",
         "evaluation", "training", "cluster", "export", "dashboard",
     },
+    "__main__": {"cli"},
     "train": {"", "ledger", "config", "parallel", "training", "cluster"},
     "fastdiff": {"", "api"},
 }  # fmt: skip

@@ -183,7 +183,7 @@ FLAGS = (DIT + PIXELS).split()
         (["sample", "FILE", *FLAGS, "--ema", 0.9], "--ema: FOLDER/dit.pt is a file of weights, not a run"),
         (["sample", "FILE", *FLAGS, "--ema-std", 0.1], "--ema-std: FOLDER/dit.pt is a file of weights, not a run"),
         (["sample", "FILE", *FLAGS, "--step", 3], "--step: FOLDER/dit.pt is a file of weights, not a run"),
-        (["sample", *FLAGS, "FILE"], "the following arguments are required: RUN|FILE"),
+        (["sample", *FLAGS, "FILE"], "RUN|FILE is missing; usage: fastdiff sample RUN|FILE [FLAGS]"),
         (["sample", "FILE", *FLAGS, "--num", 2, "--npz", "FOLDER/x.npz", "--autoencoder", "identity",
           "--model.channels", 4], "another network"),
         (["evaluate", "FILE", *FLAGS], "give --nll for its likelihood"),
@@ -193,7 +193,7 @@ FLAGS = (DIT + PIXELS).split()
         (["export", "FILE", "OUT", *FLAGS, "--format", "dit-training"], "has no optimizer and no averages"),
         (["export", "FILE", "OUT", *FLAGS, "--format", "dit", "--raw"], "--raw: FOLDER/dit.pt is a file of weights"),
         (["export", "FILE", "OUT", *FLAGS, "--format", "lora"], "has no adapter"),
-        (["verify", "FOLDER", "--model.depth", 2], "unrecognized arguments: --model.depth"),
+        (["verify", "FOLDER", "--model.depth", 2], "--model.depth: unknown flag"),
     ],
 )  # fmt: skip
 def test_wrong_commands_are_refused(

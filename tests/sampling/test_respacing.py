@@ -160,6 +160,4 @@ def test_a_run_with_a_learned_variance_is_drawn_with_respaced_steps(
     assert every_tenth not in (drawn("--scheduler", "ddpm", "--steps", "5"), drawn("--respacing", "ddim5"))
     assert drawn("--respacing", "50") == drawn("--steps", "50")
     assert "--respacing fast: expected a number of steps" in str(drawn("--respacing", "fast"))
-    with pytest.raises(SystemExit):
-        drawn("--respacing", "4", "--steps", "4")
-    assert "not allowed with argument" in capsys.readouterr().err
+    assert "not allowed with argument" in str(drawn("--respacing", "4", "--steps", "4"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from fastdiff.config.argument_types import QuietParser
 from fastdiff.config.presets import PRESETS
 from fastdiff.errors import ConfigError
 from fastdiff_bench.__main__ import parser_of
@@ -45,7 +44,7 @@ def translate(recorded: str) -> Command:
 def _problem(words: list[str]) -> str:
     """Return why the parser refuses a command; empty if it does not."""
     try:
-        given = parser_of(words[:1], QuietParser).parse_args(words)
+        given = parser_of(words[:1]).parse_args(words)
     except ConfigError as error:
         return str(error)
     named = getattr(given, "preset", None) or []

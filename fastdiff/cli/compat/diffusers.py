@@ -20,10 +20,11 @@ from fastdiff.cli.compat.translation import (
     training,
 )
 from fastdiff.config.argument_types import count
+from fastdiff.config.flags.of_others import PRECISIONS, PREDICTIONS
 from fastdiff.errors import ConfigError
 
-_PREDICTION = {None: "auto", "epsilon": "epsilon", "v_prediction": "v"}
-_PRECISION = {None: "fp32", "no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+_PREDICTION = {None: "auto", **PREDICTIONS}
+_PRECISION = {None: "fp32", **PRECISIONS}
 _FILTERS = ("nearest", "nearest_exact", "bilinear", "bicubic", "box", "hamming", "lanczos")
 _SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastdiff.config.argument_types import Subcommands, local_path, picture
+from fastdiff.config.argument_types import Parser, Subcommands, local_path, picture
 from fastdiff.errors import ConfigError
 from fastdiff.terminal import columns, show
 
@@ -35,7 +35,7 @@ The other flags are those of fastdiff/train.py; what they fix is not varied.
 
 def add(commands: Subcommands) -> None:
     """Register the command."""
-    parser = commands.add_parser(
+    parser: Parser = commands.add_parser(
         NAME,
         help="predict memory, time and price of a run on given GPUs",
         description="Predict memory per rank, time, energy and price of a run, for each ZeRO stage, micro-batch, "
@@ -45,7 +45,7 @@ def add(commands: Subcommands) -> None:
         usage="fastdiff plan --preset NAME [flags of train.py] [--gpus COUNTxNAME ...] [options]",
     )
     _add_flags(parser)
-    parser.set_defaults(run=_plan)
+    parser.set_defaults(run=_plan, own=parser.flags)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -81,14 +81,11 @@ def _price(text: str) -> float:
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the arguments of the command into its own and the flags of the run."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     _add_flags(parser)
     if {"-h", "--help"} & set(argv):
         return ["--help"], []
-    try:
-        _, rest = parser.parse_known_args(list(argv))
-    except (argparse.ArgumentError, SystemExit):
-        return list(argv), []  # the parser of the command says what is wrong
+    _, rest = parser.parse_known_args(list(argv))
     left = iter([*rest, None])
     following = next(left)
     own = []
@@ -104,7 +101,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     from fastdiff.config.command_line import parse
     from fastdiff.planning import gpus, options, table
 
-    launch, config = parse(arguments.flags)
+    launch, config = parse(arguments.flags, arguments.own)
     known = gpus.known() if arguments.gpu_file is None else gpus.read(arguments.gpu_file)
     sets = [gpus.parse(text, known) for text in dict.fromkeys(arguments.gpus)]
     network = _network(config)

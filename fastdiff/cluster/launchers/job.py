@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,10 +43,11 @@ class Job:
             elsewhere: whether the ranks run on other machines; a data set that is not here is then a warning.
 
         Raises:
-            ConfigError: the flags contradict one another, or do not fit the number of ranks or the data set.
+            ConfigError: a flag is unknown, or the flags contradict one another or do not fit the number of ranks or the
+                data set.
             DataError: the data set is missing or damaged.
             StorageError: the data set cannot be read.
-            SystemExit: 0 after ``--help``, 2 after a wrong flag.
+            SystemExit: 0 after ``--help``.
         """
         launch, config = command_line.parse(self.flags)
         ranks = self.nodes * self.ranks_per_node
@@ -82,13 +83,14 @@ class Job:
         return [*sizes, "--master", master, "--port", str(port), *preflight, "--", *self.flags]
 
 
-def local_job(flags: Sequence[str], ranks: int | None, *, preflight: bool) -> Job | None:
+def local_job(flags: Sequence[str], ranks: int | None, *, preflight: bool, beside: Collection[str] = ()) -> Job | None:
     """Return the job of a run on this machine, after the checks of its flags, and say what starts.
 
     Args:
         flags: of the run.
         ranks: as given; None: one per visible GPU, or one on the CPU.
         preflight: whether to check the node.
+        beside: flags of the command itself, as of ``command_line.parse``.
 
     Returns:
         The job; None after ``--dry-run``, whose result is printed.
@@ -96,7 +98,7 @@ def local_job(flags: Sequence[str], ranks: int | None, *, preflight: bool) -> Jo
     Raises:
         FastdiffError, SystemExit: as of ``Job.check``.
     """
-    launch, config = command_line.parse(flags)
+    launch, config = command_line.parse(flags, beside)
     gpus = 0 if config.performance.device == "cpu" else visible_gpus()
     ranks = ranks or max(1, gpus)
     job = Job(nodes=1, ranks_per_node=ranks, preflight=preflight, flags=tuple(flags))

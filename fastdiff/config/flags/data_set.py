@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fastdiff.config.argument_types import QuietParser
+from fastdiff.config.argument_types import Parser
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.presets import PATCHES
 from fastdiff.config.run import RunConfig
@@ -117,9 +117,9 @@ def _of_resumed(folder: Path, model: ModelConfig, *, patch: bool) -> dict[str, i
     return {}
 
 
-def _field_parser() -> QuietParser:
+def _field_parser() -> Parser:
     """Return a parser of the fields that decide where the values come from; tyro parses them again."""
-    parser = QuietParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--data.path", dest="path")
     parser.add_argument("--data.online", dest="online", action="store_true")
     parser.add_argument("--output.folder", dest="folder")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from fastdiff.config.argument_types import QuietParser, count, finite
+from fastdiff.config.argument_types import Parser, count, finite
 from fastdiff.config.flags.data_set import INFO_FILE, read_description
 from fastdiff.config.presets import encode_command
 from fastdiff.config.run import RunConfig
@@ -71,7 +71,7 @@ def _images(path: str, epochs: float, preset: str | None) -> int:
 
 def _field_parser() -> argparse.ArgumentParser:
     """Return a parser of the fields that the length depends on; tyro parses them again, with all others."""
-    parser = QuietParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--samples")
     parser.add_argument("--batch.samples", dest="batch", type=count)
     parser.add_argument("--data.path", dest="path")

@@ -226,8 +226,7 @@ def test_interpreted_kernels_are_not_taken_for_those_of_a_gpu(
     monkeypatch.setattr(launch, "INTERPRETED", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(SystemExit, match="2"):
-        main(["op", "philox", "--out", str(tmp_path / "out")])
+    assert main(["op", "philox", "--out", str(tmp_path / "out")]) == 2
     assert re.search(r"TRITON_INTERPRET is set: .*unset it$", capsys.readouterr().err.splitlines()[-1])
     assert not (tmp_path / "out").exists()
 

@@ -1,0 +1,263 @@
+"""Names of flags in other trainers, as people type them from memory, and what they are here.
+
+``fastdiff compat`` translates a whole command line; here one unknown flag is answered by ours, with the value as it was
+typed. A test holds both together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+"""Values of accelerate's ``--mixed_precision``."""
+PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v", "sample": "x0"}
+"""Values of diffusers' ``--prediction_type``."""
+_OPTIMIZERS = {"adamw": "adamw", "adamw8bit": "adamw8bit", "adamw_torch": "adamw", "adamw_bnb_8bit": "adamw8bit"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """What a flag of another trainer is here."""
+
+    text: str
+    """Words after the flag; ``{}`` is its value."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Our values by theirs, in lower case; others stay as they are."""
+
+    def of(self, value: str) -> str:
+        """Return the words with a value; without one, if it is empty."""
+        if not value:
+            return self.text.replace(" {}", "").replace("{}", "...")
+        return self.text.replace("{}", self.values.get(value.lower(), value))
+
+
+def _flag(name: str, values: Mapping[str, str] | None = None) -> Ours:
+    return Ours(f"is --{name} {{}}", values or {})
+
+
+_SHARDS = "names pictures, which are encoded first: `fastdiff encode {} OUT`, then trained with --data.path OUT"
+_BATCH = Ours("is --batch.micro {}, per GPU; --batch.samples is the batch of a step over all GPUs and accumulations")
+_ENCODED = "belongs to `fastdiff encode`, or to --data.online: --data."
+_UPLOAD = Ours("belongs to the end of a run: `fastdiff export RUN OUT --push-to-hub USER/NAME`")
+_RESUME = Ours(
+    "needs no flag: the same command continues the run in --output.folder; --resume must refuses to start a new one"
+)
+_EPOCHS_TO_STEPS = "counts epochs; here "
+
+_DIFFUSERS = {
+    "learning_rate": _flag("optim.lr"),
+    "train_batch_size": _BATCH,
+    "gradient_accumulation_steps": Ours(
+        "follows here from --batch.samples, the batch of a step: GPUs x --batch.micro x accumulations"
+    ),
+    "max_train_steps": _flag("steps"),
+    "num_train_epochs": _flag("epochs"),
+    "resume_from_checkpoint": _RESUME,
+    "mixed_precision": _flag("performance.precision", PRECISIONS),
+    "output_dir": _flag("output.folder"),
+    "lr_scheduler": _flag("optim.schedule"),
+    "lr_warmup_steps": _flag("optim.warmup-steps"),
+    "adam_beta1": Ours("is the first value of --optim.betas {} 0.999"),
+    "adam_beta2": Ours("is the second value of --optim.betas 0.9 {}"),
+    "adam_weight_decay": _flag("optim.weight-decay"),
+    "adam_epsilon": _flag("optim.eps"),
+    "max_grad_norm": _flag("optim.clip"),
+    "use_8bit_adam": Ours("is --optim.name adamw8bit"),
+    "scale_lr": Ours("has no counterpart: multiply --optim.lr by --batch.samples"),
+    "pretrained_model_name_or_path": _flag("pretrained.path"),
+    "revision": _flag("pretrained.revision"),
+    "variant": _flag("pretrained.variant"),
+    "train_data_dir": Ours(_SHARDS),
+    "dataset_name": Ours(_SHARDS),
+    "dataset_config_name": Ours(f"{_ENCODED}dataset-config {{}}"),
+    "image_column": Ours(f"{_ENCODED}image-column {{}}"),
+    "caption_column": Ours(f"{_ENCODED}caption-column {{}}"),
+    "resolution": Ours(f"{_ENCODED}resolution {{}}"),
+    "center_crop": Ours(f"{_ENCODED}center-crop"),
+    "random_flip": Ours("is --data.random-flip, with `fastdiff encode --flip`"),
+    "max_train_samples": Ours(f"{_ENCODED}max-samples {{}}"),
+    "dataloader_num_workers": _flag("data.workers"),
+    "gradient_checkpointing": Ours("is --performance.recompute"),
+    "allow_tf32": Ours("is --performance.allow-tf32"),
+    "enable_xformers_memory_efficient_attention": Ours("is --performance.attention xformers"),
+    "snr_gamma": _flag("objective.min-snr-gamma"),
+    "noise_offset": _flag("objective.noise-offset"),
+    "input_perturbation": _flag("objective.input-perturbation"),
+    "prediction_type": _flag("objective.prediction", PREDICTIONS),
+    "dream_training": Ours("is --objective.dream"),
+    "dream_detail_preservation": _flag("objective.dream-detail-preservation"),
+    "use_ema": Ours("is --ema.rates 0.9999 --ema.warmup"),
+    "rank": _flag("lora.rank"),
+    "validation_prompt": _flag("validation.prompts"),
+    "validation_prompts": _flag("validation.prompts"),
+    "num_validation_images": _flag("validation.images-per-prompt"),
+    "validation_epochs": Ours(f"{_EPOCHS_TO_STEPS}--validation.every counts steps"),
+    "checkpointing_steps": _flag("output.checkpoint-every"),
+    "checkpoints_total_limit": _flag("output.keep"),
+    "report_to": _flag("output.report-to"),
+    "tracker_project_name": _flag("output.project"),
+    "logging_dir": Ours("has no counterpart: TensorBoard's files lie in tensorboard/ of --output.folder"),
+    "cache_dir": Ours("is the environment variable HF_HOME={}"),
+    "push_to_hub": _UPLOAD,
+    "hub_model_id": _UPLOAD,
+    "hub_token": Ours("has no counterpart: log in with `hf auth login`, as a token must not be on a command line"),
+}
+_HF_TRAINER = {
+    "per_device_train_batch_size": _BATCH,
+    "per_device_eval_batch_size": Ours("has no counterpart: validation takes the batch of the training"),
+    "max_steps": _flag("steps"),
+    "lr_scheduler_type": _flag("optim.schedule"),
+    "warmup_steps": _flag("optim.warmup-steps"),
+    "warmup_ratio": Ours("counts a share; --optim.warmup-steps counts steps"),
+    "weight_decay": _flag("optim.weight-decay"),
+    "bf16": Ours("is --performance.precision bf16"),
+    "fp16": Ours("is --performance.precision fp16"),
+    "torch_compile": Ours("is --performance.compile"),
+    "save_steps": _flag("output.checkpoint-every"),
+    "logging_steps": _flag("output.log-every"),
+    "eval_steps": _flag("validation.every"),
+    "save_total_limit": _flag("output.keep"),
+    "run_name": Ours("is the name of --output.folder runs/{}"),
+    "overwrite_output_dir": Ours("has no counterpart: name another --output.folder, or delete the run"),
+}
+_KOHYA = {
+    "network_dim": _flag("lora.rank"),
+    "network_alpha": _flag("lora.alpha"),
+    "network_module": Ours("has no counterpart: --lora.rank N is what makes a LoRA"),
+    "unet_lr": _flag("optim.lr"),
+    "optimizer_type": _flag("optim.name", _OPTIMIZERS),
+    "max_train_epochs": _flag("epochs"),
+    "min_snr_gamma": _flag("objective.min-snr-gamma"),
+    "save_every_n_steps": _flag("output.checkpoint-every"),
+    "save_every_n_epochs": Ours(f"{_EPOCHS_TO_STEPS}--output.checkpoint-every counts steps"),
+    "sample_every_n_steps": _flag("validation.every"),
+    "sample_prompts": Ours("is --validation.prompts TEXT ..., the prompts themselves"),
+    "output_name": Ours("is the name of --output.folder runs/{}"),
+    "save_model_as": Ours("belongs to the end of a run: `fastdiff export RUN OUT --format NAME`"),
+    "full_fp16": Ours("is --performance.precision fp16"),
+    "full_bf16": Ours("is --performance.precision bf16"),
+    "xformers": Ours("is --performance.attention xformers"),
+    "sdpa": Ours("is what --performance.attention auto may choose"),
+    "v_parameterization": Ours("is --objective.prediction v"),
+    "zero_terminal_snr": Ours("is --objective.zero-terminal-snr"),
+    "enable_bucket": Ours("belongs to `fastdiff encode --buckets`"),
+    "cache_latents": Ours("is what `fastdiff encode` does"),
+    "caption_extension": Ours("has no counterpart: text files beside the pictures are found"),
+    "max_data_loader_n_workers": _flag("data.workers"),
+}
+_DIT = {
+    "global_batch_size": _flag("batch.samples"),
+    "data_path": Ours(_SHARDS),
+    "results_dir": _flag("output.folder"),
+    "num_classes": _flag("model.classes"),
+    "global_seed": _flag("seed"),
+    "num_workers": _flag("data.workers"),
+    "log_every": _flag("output.log-every"),
+    "ckpt_every": _flag("output.checkpoint-every"),
+    "image_size": Ours("is `fastdiff encode --resolution {}`; the network takes its size from the data set"),
+}
+_IDDPM = {
+    "microbatch": _flag("batch.micro"),
+    "data_dir": Ours(_SHARDS),
+    "lr_anneal_steps": Ours("is --steps {} --optim.schedule linear"),
+    "ema_rate": _flag("ema.rates"),
+    "log_interval": _flag("output.log-every"),
+    "save_interval": _flag("output.checkpoint-every"),
+    "use_fp16": Ours("is --performance.precision fp16"),
+    "use_checkpoint": Ours("is --performance.recompute"),
+    "noise_schedule": _flag("objective.schedule"),
+    "diffusion_steps": _flag("objective.timesteps"),
+    "resume_checkpoint": Ours("is --pretrained.path {} --pretrained.weights"),
+}
+_ANY = {
+    "gpus": _flag("ranks"),
+    "num_gpus": _flag("ranks"),
+    "nproc_per_node": _flag("ranks"),
+    "num_processes": _flag("ranks"),
+    "batch": _flag("batch.samples"),
+    "batch_size": _flag("batch.samples"),
+    "data": _flag("data.path"),
+    "dataset": _flag("data.path"),
+    "out": _flag("output.folder"),
+    "output": _flag("output.folder"),
+    "run_dir": _flag("output.folder"),
+    "device": _flag("performance.device"),
+    "dtype": _flag("performance.precision"),
+    "amp": Ours("is --performance.precision bf16"),
+    "wandb": Ours("is --output.report-to wandb"),
+    "model": Ours("is --preset NAME, or --model.kind KIND"),
+    "iterations": _flag("steps"),
+    "flip": Ours("is --data.random-flip, with `fastdiff encode --flip`"),
+}
+_OF_RUN = {"diffusers": _DIFFUSERS, "HF Trainer": _HF_TRAINER, "kohya": _KOHYA, "DiT": _DIT, "iDDPM": _IDDPM, "": _ANY}
+
+_OF_SAMPLE = {
+    "diffusers": {
+        "num_inference_steps": _flag("steps"),
+        "guidance_scale": _flag("cfg"),
+        "num_images_per_prompt": _flag("per-prompt"),
+        "prompts": _flag("prompt"),
+        "validation_prompt": _flag("prompt"),
+        "output_dir": Ours("is --grid {}/grid.png, or --npz FILE"),
+    },
+    "DiT": {
+        "cfg_scale": _flag("cfg"),
+        "num_sampling_steps": _flag("steps"),
+        "num_fid_samples": _flag("num"),
+        "per_proc_batch_size": _flag("batch"),
+        "ckpt": Ours("is the first word: `fastdiff sample {} --preset NAME`"),
+    },
+    "iDDPM": {
+        "num_samples": _flag("num"),
+        "batch_size": _flag("batch"),
+        "timestep_respacing": _flag("respacing"),
+        "use_ddim": Ours("is --scheduler ddim"),
+        "model_path": Ours("is the first word: `fastdiff sample {} --preset NAME`"),
+    },
+    "": {"output": Ours("is --grid PNG or --npz FILE"), "out": Ours("is --grid PNG or --npz FILE")},
+}
+_OF_ENCODE = {
+    "diffusers": {
+        "pretrained_model_name_or_path": _flag("pretrained"),
+        "train_data_dir": Ours("is the first word: `fastdiff encode {} OUT`"),
+        "dataset_name": Ours("is the first word: `fastdiff encode {} OUT`"),
+        "dataset_config_name": _flag("dataset-config"),
+        "output_dir": Ours("is the second word: `fastdiff encode SOURCE {}`"),
+        "train_batch_size": _flag("batch"),
+        "mixed_precision": _flag("precision", PRECISIONS),
+        "center_crop": Ours("is --crop center"),
+        "random_flip": Ours("is --flip"),
+        "max_train_samples": _flag("max-samples"),
+        "dataloader_num_workers": _flag("workers"),
+        "image_interpolation_mode": _flag("interpolation"),
+    },
+    "kohya": {"enable_bucket": Ours("is --buckets"), "bucket_reso_steps": _flag("bucket-step")},
+    "DiT": {
+        "image_size": _flag("resolution"),
+        "vae": Ours("is --pretrained stabilityai/sd-vae-ft-{}"),
+        "num_workers": _flag("workers"),
+    },
+    "iDDPM": {"batch_size": _flag("batch")},
+    "": {"size": _flag("resolution"), "out": Ours("is the second word: `fastdiff encode SOURCE {}`")},
+}
+_OF_COMMAND = {"train": _OF_RUN, "sample": _OF_SAMPLE, "encode": _OF_ENCODE}
+
+
+def answer(flag: str, value: str, command: str) -> str | None:
+    """Return what a flag of another trainer is here, ``diffusers' --learning_rate is --optim.lr 1e-4``.
+
+    Args:
+        flag: as typed, with its hyphens.
+        value: as typed; empty: none.
+        command: ``train``, ``sample`` or ``encode``; others have no such table.
+
+    Returns:
+        None for a flag that no table has.
+    """
+    name = flag.lstrip("-").replace("-", "_")
+    for program, table in _OF_COMMAND.get(command, {}).items():
+        if (ours := table.get(name)) is not None:
+            whose = f"{program}'{'' if program.endswith('s') else 's'} " if program else ""
+            return f"{whose}{flag} {ours.of(value)}"
+    return None

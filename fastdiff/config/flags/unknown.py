@@ -1,0 +1,70 @@
+"""Words that a command does not know: what they are in other programs, or the nearest of its own flags."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+
+from fastdiff import sanitize
+from fastdiff.config.flags.of_others import answer
+
+_MOST = 8
+"""Flags that a message explains."""
+_UNKNOWN = "unknown flag"
+
+
+def explained(words: Sequence[str], known: Collection[str], command: str) -> str:
+    """Return one line about words that a parser has left over.
+
+    Args:
+        words: flags, each with the values behind it, as typed; values are shown only where they are translated.
+        known: the command's own flags, with their hyphens.
+        command: its name behind ``fastdiff``, such as ``train``.
+    """
+    flags = _with_values(words)
+    said = [_explained(flag, value, known, command) for flag, value in flags[:_MOST]]
+    said += [f"{len(flags) - _MOST} more unknown flags"] if len(flags) > _MOST else []
+    said += [f"`fastdiff {command} --help` lists the flags"] if any(line.endswith(_UNKNOWN) for line in said) else []
+    return "; ".join(said)
+
+
+def _with_values(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Return each flag with the first value behind it; a value before any flag is one under an empty name."""
+    flags: list[tuple[str, str]] = []
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word.partition("=")
+            flags.append((name, value))
+        elif not flags:
+            flags.append(("", word))
+        elif not flags[-1][1]:
+            flags[-1] = (flags[-1][0], word)
+    return flags
+
+
+def _explained(flag: str, value: str, known: Collection[str], command: str) -> str:
+    if not flag:
+        return f"{sanitize.argument(value)}: belongs to no flag"
+    if (said := answer(flag, sanitize.argument(value), command)) is not None:
+        return said
+    near = nearest(flag, known)
+    return f"{flag}: {_UNKNOWN}" + (f", did you mean {' or '.join(near)}?" if near else "")
+
+
+def nearest(flag: str, known: Collection[str]) -> list[str]:
+    """Return up to two flags that may be meant: with the same last name, or of similar spelling."""
+    by_name = {_plain(name): name for name in known}
+    name = _plain(flag)
+    same = [other for other in by_name if _last(other) == _last(name)]
+    last = {_last(other): other for other in reversed(by_name)}
+    similar = difflib.get_close_matches(name, by_name, n=2, cutoff=0.7)
+    similar = similar or [last[other] for other in difflib.get_close_matches(_last(name), last, n=2, cutoff=0.75)]
+    return [by_name[other] for other in (same or similar)[:2]]
+
+
+def _plain(flag: str) -> str:
+    return flag.lstrip("-").replace("_", "-").lower()
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
