@@ -5,16 +5,26 @@ from __future__ import annotations
 import errno
 import json
 import os
-import stat
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fastdiff.console import log
 from fastdiff.files import NO_SPACE, publish
 from fastdiff.patient_files import AppendedFile
+from fastdiff.run_files import open_inside
 
 Record = dict[str, Any]
+LONGEST = 2**20
+"""Bytes of a line; no record is as long."""
+DEEPEST = 50
+"""Levels of objects and arrays in a record, or in another JSON file of a run."""
+MALFORMED = (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError)
+"""Exceptions of ``parsed``, and of a look into its result."""
+_MOST = 2**34
+"""Bytes of the largest file of lines that is read: more than the longest run writes."""
 
 
 class JsonLines(AppendedFile):
@@ -35,7 +45,7 @@ class JsonLines(AppendedFile):
         Raises:
             OSError: the file cannot be read.
         """
-        on_disk = self._path.read_bytes() if self._path.exists() else b""
+        on_disk = _content(self._path)
         return _records(on_disk + b"".join(self._waiting))
 
 
@@ -45,7 +55,7 @@ def read_records(path: Path) -> list[Record]:
     Raises:
         OSError: the file cannot be read.
     """
-    return _records(path.read_bytes()) if path.exists() else []
+    return list(each_record(path))
 
 
 def each_record(path: Path) -> Iterator[Record]:
@@ -54,22 +64,35 @@ def each_record(path: Path) -> Iterator[Record]:
     Raises:
         OSError: the file cannot be read.
     """
-    if path.exists():
-        with open_lines(path) as file:
-            yield from (record for line in file if (record := record_of(line)) is not None)
+    with suppress(FileNotFoundError), open_lines(path) as file:
+        yield from (record for line in whole_lines(file) if (record := record_of(line)) is not None)
 
 
 def open_lines(path: Path) -> BinaryIO:
-    """Open a file of lines to read; links are followed.
+    """Open a file of lines to read, in a run folder that may be a stranger's.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file: opening a pipe that has no writer would block.
+        OSError: it cannot be opened, is a link, is no regular file (opening a pipe that has no writer would block), or
+            is larger than any log.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return os.fdopen(descriptor, "rb")
-    os.close(descriptor)
-    raise OSError(errno.EINVAL, "it is not a file", str(path))
+    file = os.fdopen(open_inside(path.parent, path.name), "rb")
+    if (size := os.fstat(file.fileno()).st_size) > _MOST:
+        file.close()
+        raise OSError(errno.EFBIG, f"it has {size} bytes, at most {_MOST} are read", str(path))
+    return file
+
+
+def whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; one that is longer than any record comes in pieces, which are none."""
+    return iter(partial(file.readline, LONGEST), b"")
+
+
+def _content(path: Path) -> bytes:
+    try:
+        with open_lines(path) as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""
 
 
 def drop_records_after(path: Path, step: int) -> None:
@@ -80,9 +103,7 @@ def drop_records_after(path: Path, step: int) -> None:
     Raises:
         OSError: the file cannot be read or replaced.
     """
-    if not path.exists():
-        return
-    before = path.read_bytes()
+    before = _content(path)
     found = [(line, record_of(line)) for line in before.splitlines()]
     kept = b"".join(line + b"\n" for line, record in found if record is not None and record["step"] <= step)
     broken = sum(record is None for _, record in found)
@@ -108,13 +129,61 @@ def _cut(path: Path, size: int) -> None:
 
 
 def record_of(line: bytes) -> Record | None:
-    """Return the object of a line, or None if it is not one with a number ``step``."""
+    """Return the object of a line, or None if it is not one with a number ``step``, or is nested too deeply."""
     try:
-        found = json.loads(line)
-        float(found["step"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return _checked(line)
+    except MALFORMED:
         return None
-    return found if isinstance(found["step"], int | float) else None
+
+
+def why_no_record(line: bytes) -> str:
+    """Say in a few words why a line has no record; empty: it has one."""
+    try:
+        _checked(line)
+    except UnicodeDecodeError:
+        return "no UTF-8"
+    except json.JSONDecodeError:
+        return "no JSON"
+    except (KeyError, TypeError):
+        return "no object with a number step"
+    except RecursionError:
+        return f"nested more than {DEEPEST} levels"
+    except OverflowError:
+        return "a number beyond all bounds"
+    except ValueError as error:  # also of a number with thousands of digits
+        return str(error)
+    return ""
+
+
+def _checked(line: bytes) -> Record:
+    if len(line) >= LONGEST:
+        raise ValueError(f"longer than {LONGEST >> 20} MiB")
+    found = parsed(line)
+    if not isinstance(found["step"], int | float):
+        raise TypeError
+    float(found["step"])
+    return found  # type: ignore[no-any-return]  # it has a field "step"
+
+
+def parsed(content: bytes) -> Any:
+    """Return the value of JSON text of foreign origin.
+
+    Raises:
+        ValueError: it is none, or has a number of thousands of digits.
+        RecursionError: it is nested more than ``DEEPEST`` levels, on which others, who walk through it, would fail.
+    """
+    found = json.loads(content)
+    if content.count(b"[") + content.count(b"{") > DEEPEST and not _is_flat(found, DEEPEST):
+        raise RecursionError(f"nested more than {DEEPEST} levels")
+    return found
+
+
+def _is_flat(value: Any, levels: int) -> bool:
+    """Return whether a value has at most so many levels of objects and arrays."""
+    if not isinstance(value, dict | list):
+        return True
+    inner = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_flat(one, levels - 1) for one in inner)
 
 
 def _records(content: bytes) -> list[Record]:

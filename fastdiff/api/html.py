@@ -8,14 +8,16 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from fastdiff.dashboard.pictures import content, pictures_of
 from fastdiff.dashboard.tail import Tail
 from fastdiff.json_lines import Record
 
 _WIDTH, _HEIGHT = 360, 120
 _POINTS = 400
 """Largest number of points of a curve."""
-_LARGEST_PICTURE = 4 << 20
-"""Bytes of the largest picture that is shown."""
+_LARGEST_PICTURE, _WIDEST_PICTURE = 4 << 20, 1024
+"""Bytes of the largest picture that is shown, and pixels to which a wider one is made smaller."""
+_LARGEST_NUMBER = 1e300
 _FRAME = "display:flex;gap:24px;align-items:flex-start;flex-wrap:wrap;font-family:sans-serif;font-size:13px"
 
 
@@ -32,19 +34,14 @@ class Losses:
 
     def add(self, record: Record) -> None:
         """Take the next record."""
-        loss = record.get("loss")
-        if isinstance(loss, int | float) and loss > 0:
-            self._points.append((float(record["step"]), loss))
+        loss, step = record.get("loss"), record["step"]
+        if isinstance(loss, int | float) and 0 < loss < _LARGEST_NUMBER and abs(step) < _LARGEST_NUMBER:
+            self._points.append((float(step), float(loss)))
 
     def read(self) -> Sequence[tuple[float, float]]:
         """Read what the log has gained; return all steps and their losses."""
         self._tail.read()
         return self._points
-
-
-def pictures(run: Path) -> list[Path]:
-    """Return the sample grids of a run, the oldest first."""
-    return sorted((run / "samples").glob("step-*.png"))
 
 
 def card(title: str, facts: Mapping[str, object], run: Path) -> str:
@@ -101,11 +98,18 @@ def _curve(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _newest_picture(run: Path) -> str:
-    found = pictures(run)
-    if not found or found[-1].stat().st_size > _LARGEST_PICTURE:
+    found, _ = pictures_of(run)
+    if not found:
         return ""
-    content = base64.b64encode(found[-1].read_bytes()).decode()
+    newest = found[-1]
+    try:
+        data, kind = content(newest, _WIDEST_PICTURE if newest.can_shrink else None)
+        if len(data) > _LARGEST_PICTURE:
+            raise ValueError(f"of {len(data) / 2**20:.1f} MiB")
+    except (OSError, ValueError) as error:
+        return f"<div style='opacity:.65'>picture of step {newest.step:,} is not shown: {escape(str(error))}</div>"
     return (
-        f"<div><img src='data:image/png;base64,{content}' style='max-width:360px;image-rendering:pixelated'>"
-        f"<div style='opacity:.65'>{escape(found[-1].stem)}</div></div>"
+        f"<div><img src='data:{kind};base64,{base64.b64encode(data).decode()}' "
+        "style='max-width:360px;image-rendering:pixelated'>"
+        f"<div style='opacity:.65'>step {newest.step:,}</div></div>"
     )

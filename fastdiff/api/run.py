@@ -15,7 +15,9 @@ from fastdiff.config.networks.of_user import add_network
 from fastdiff.config.run_record import read_record, require_run
 from fastdiff.config.sampler import SamplerConfig, SchedulerName
 from fastdiff.config.sections.performance import Precision
-from fastdiff.errors import require
+from fastdiff.dashboard.facts import glance
+from fastdiff.dashboard.pictures import pictures_of
+from fastdiff.errors import ConfigError, require
 from fastdiff.json_lines import Record, read_records
 from fastdiff.plugins.user_code import names_file
 
@@ -81,7 +83,7 @@ class Run:
     @property
     def grids(self) -> list[Path]:
         """Pictures that the training has drawn, the oldest first."""
-        return html.pictures(self.path)
+        return [self.path / picture.name for picture in pictures_of(self.path)[0]]
 
     def metrics(self) -> list[Record]:
         """Return the records of ``metrics.jsonl``, a dict each; ``pandas.DataFrame(run.metrics())`` is their table."""
@@ -328,24 +330,27 @@ class Run:
         return f"<Run {self.path}: {facts}>"
 
     def _repr_html_(self) -> str:
-        """Return facts, loss and newest picture, which a notebook shows."""
+        """Return facts, loss and newest picture, which a notebook shows; of them what can be read."""
         return html.card(str(self.path), self._facts(), self.path)
 
     def _facts(self) -> Mapping[str, object]:
         """Return what a glance should tell; nothing of a plug-in is executed for it."""
-        config, metrics = self.record["config"], self.metrics()
-        total = config["samples"] // config["batch"]["samples"]
-        last = metrics[-1] if metrics else {"step": 0}
+        found = glance(self.path)
+        last, steps = found["last"], found["steps"]
         facts: dict[str, object] = {
-            "network": config["model"]["kind"],
-            "objective": config["objective"]["process"],
-            "steps": f"{int(last['step']):,} of {total:,}",
+            "network": found["network"] or "unknown",
+            "objective": found["objective"] or "unknown",
+            "steps": f"{last['step'] or 0:,.0f} of {steps:,}" if steps else f"{last['step'] or 0:,.0f}",
+            "state": found["text"],
         }
-        if isinstance(last.get("loss"), float):
+        if isinstance(last["loss"], float):
             facts["loss"] = f"{last['loss']:.4f}"
-        if isinstance(last.get("samples_per_s"), float):
+        if isinstance(last["samples_per_s"], float):
             facts["samples/s"] = f"{last['samples_per_s']:,.1f}"
-        facts["checkpoints"] = ", ".join(map(str, self.checkpoints)) or "none"
+        try:
+            facts["checkpoints"] = ", ".join(map(str, self.checkpoints)) or "none"
+        except (ConfigError, OSError) as error:
+            facts["checkpoints"] = str(error)
         return facts
 
 

@@ -6,18 +6,20 @@ own content.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, NotRequired, cast
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from fastdiff.errors import StorageError
-from fastdiff.files import file_digest, read_bounded
+from fastdiff.errors import ConfigError, StorageError
+from fastdiff.run_files import names_inside, open_inside, read_inside
 from fastdiff.sanitize import escape
 
 MANIFEST = "MANIFEST.json"
@@ -61,7 +63,7 @@ class Manifest(TypedDict):
 
     format: Literal["fastdiff-checkpoint"]
     version: int
-    files: dict[Annotated[str, Field(pattern=_FILE)], FileEntry]
+    files: Annotated[dict[Annotated[str, Field(pattern=_FILE)], FileEntry], Field(min_length=1)]
     sha256: NotRequired[str]
     """Of the rest of the manifest."""
     progress: NotRequired[ProgressEntry]
@@ -77,7 +79,7 @@ class Manifest(TypedDict):
     versions: NotRequired[dict[str, str]]
     world_size: NotRequired[Annotated[int, Field(ge=1)]]
     zero_stage: NotRequired[Annotated[int, Field(ge=0, le=3)]]
-    parameters: NotRequired[dict[str, list[Count]]]
+    parameters: NotRequired[Annotated[dict[str, list[Count]], Field(min_length=1)]]
     """Shape of each."""
     ema_rates: NotRequired[list[Rate]]
     ema_stds: NotRequired[list[Rate]]
@@ -93,9 +95,46 @@ _SCHEMA = TypeAdapter(Manifest)
 
 
 def committed(checkpoints: Path) -> list[Path]:
-    """Return the committed checkpoints of a run, newest first; only committed ones have a manifest."""
-    found = (manifest.parent for manifest in checkpoints.glob(f"step-*/{MANIFEST}"))
-    return sorted((folder for folder in found if _STEP.fullmatch(folder.name)), key=step_of, reverse=True)
+    """Return the committed checkpoints of a run, newest first; only committed ones have a manifest.
+
+    Args:
+        checkpoints: a folder in that of the run.
+
+    Raises:
+        ConfigError: the folder is a link.
+        OSError: it cannot be read.
+    """
+    try:
+        names = names_inside(*_place(checkpoints))
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ConfigError(
+            f"{checkpoints}: {error.strerror}, as it could lead to files of somebody else's choice; move the whole run "
+            f"folder to the other disk, and link {checkpoints.parent} to it"
+        ) from None
+    found = [checkpoints / name for name in names if _STEP.fullmatch(name)]
+    return sorted((path for path in found if os.path.lexists(path / MANIFEST)), key=step_of, reverse=True)
+
+
+def _place(path: Path, depth: int = 1) -> tuple[Path, PurePath]:
+    """Return the run folder and the path in it of what lies ``depth`` levels below that folder."""
+    whole = path.absolute()
+    run = whole.parents[min(depth, len(whole.parents)) - 1]
+    return run, whole.relative_to(run)
+
+
+def open_part(folder: Path, name: str) -> int:
+    """Return a descriptor to read a file of a checkpoint, which may be a stranger's (``run_files``).
+
+    Args:
+        folder: ``step-N``, two levels below the folder of the run.
+        name: of the file.
+
+    Raises:
+        OSError: it cannot be opened, is no regular file, or is a link or behind one.
+    """
+    return open_inside(*_place(folder / name, 3))
 
 
 def step_of(folder: Path) -> int:
@@ -109,7 +148,7 @@ def read_manifest(folder: Path) -> Manifest:
     A manifest is untrusted: every file that it names must lie in ``folder`` and have a size and a digest.
     """
     try:
-        manifest = json.loads(read_bounded(folder / MANIFEST, _LARGEST_MANIFEST))
+        manifest = json.loads(read_inside(*_place(folder / MANIFEST, 3), _LARGEST_MANIFEST))
         if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
             raise ValueError(f"format {manifest['format']} version {manifest['version']}, expected {FORMAT} {VERSION}")
         _SCHEMA.validate_python(manifest, strict=True)
@@ -159,13 +198,12 @@ def verify(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
 
 def _problem_of(path: Path, entry: FileEntry) -> str | None:
     try:
-        size = path.stat().st_size
-        if not path.is_file():
-            return f"{path}: it is not a file"
-        if size != entry["bytes"]:
-            return f"{path}: {size} bytes, expected {entry['bytes']}"
-        if file_digest(path) != entry["sha256"]:
-            return f"{path}: sha256 differs from the manifest"
+        with open(open_part(path.parent, path.name), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry["bytes"]:
+                return f"{path}: {size} bytes, expected {entry['bytes']}"
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                return f"{path}: sha256 differs from the manifest"
     except OSError as error:
         return f"{path}: {error.strerror}"
     return None

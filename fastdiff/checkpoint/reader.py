@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fastdiff.checkpoint.manifest import MALFORMED, read_manifest, require_fields
+from fastdiff.checkpoint.manifest import MALFORMED, open_part, read_manifest, require_fields
 from fastdiff.checkpoint.power_function import constant_name, power_name
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.parallel.fragments import Fragment
@@ -183,6 +184,7 @@ class Checkpoint:
     def _handle(self, path: Path) -> Any:
         if path not in self._handles:
             try:
+                os.close(open_part(path.parent, path.name))  # a link, a pipe or a device is refused
                 self._handles[path] = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise StorageError(f"{path}: not a readable safetensors file ({error})") from None

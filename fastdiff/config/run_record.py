@@ -22,8 +22,9 @@ from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.of_user import plugin_of
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError, StorageError
-from fastdiff.files import lock, read_bounded
+from fastdiff.files import lock
 from fastdiff.plugins.user_code import identity_of, names_file
+from fastdiff.run_files import read_inside
 
 _LEFTOVER = re.compile(r"(run\.json|wandb-id|trackio-id|[a-z]+\.jsonl|step-[0-9]{8,}\.png)\.[0-9]+-[0-9a-f]{8}\.tmp")
 """Temporary names of ``files.publish`` that a killed training leaves; those of other commands may be in use."""
@@ -137,7 +138,7 @@ def require_run(folder: Path) -> None:
     Raises:
         ConfigError: it has no ``run.json``; the message names the runs beside it.
     """
-    if not (folder / "run.json").is_file():
+    if not os.path.lexists(folder / "run.json"):
         near = sorted(path.parent.name for path in folder.parent.glob("*/run.json"))
         hint = f"runs there: {', '.join(near)}" if near else "start one with `fastdiff train`"
         raise ConfigError(f"{folder}: no run (no run.json); {hint}")
@@ -153,7 +154,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     require_run(folder)
     path = folder / "run.json"
     try:
-        found = json.loads(read_bounded(path, _LARGEST))
+        found = json.loads(read_inside(folder, "run.json", _LARGEST))
         if not isinstance(found["config"], dict):
             raise TypeError("config is no object")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -6,84 +6,92 @@ import base64
 import io
 import os
 import re
-import stat
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from fastdiff.files import read_bounded
+from fastdiff.run_files import names_inside, open_inside, read_inside
 
 FOLDER = "samples"
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})\.png")
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MOST_BYTES, _MOST_PIXELS = 2**27, 2**27
+_MOST_DECODED, _MOST_DECODED_BYTES = 2**25, 2**26
+"""Pixels and bytes of a picture that is made smaller here: decoded it takes 128 MiB, and about a second."""
+_CHUNKS, _LEAST_CHUNK = 256, 1024
+"""Chunks of a picture that is made smaller, at most: so many, and one for so many bytes. Each costs its time."""
 _IN_A_REPORT, _MOST_EMBEDDED, _REPORT_WIDTH = 24, 200_000, 1024
 """Pictures of a run in a report, and the size in bytes from which they are made as small as this width in pixels."""
+_MOST_OF_REPORT = 2**23
+"""Bytes of a picture that a report takes as it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
     """A picture on the disk."""
 
-    path: Path
+    run: Path
     step: int
     width: int
     height: int
     changed: int
     """Time of its last change in nanoseconds: a run that begins anew writes the same names."""
 
+    @property
+    def name(self) -> str:
+        """Path of the file in the folder of the run."""
+        return f"{FOLDER}/step-{self.step:08d}.png"
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether it is small enough to be made smaller."""
+        return self.width * self.height <= _MOST_DECODED
+
     def as_json(self) -> dict[str, Any]:
         """Return what the page needs to ask for it."""
-        return {"step": self.step, "width": self.width, "height": self.height, "changed": str(self.changed)}
+        found = {"step": self.step, "width": self.width, "height": self.height, "changed": str(self.changed)}
+        return found if self.can_shrink else found | {"whole": True}
 
 
-def pictures_of(run: Path) -> list[Picture]:
-    """Return the pictures of a run by step; links, and files that are no PNG, are left out."""
-    found = []
-    with suppress(OSError), _opened_folder(run / FOLDER) as folder:
-        for name in filter(None, map(_NAME.fullmatch, os.listdir(folder))):
-            try:
-                status = os.stat(name[0], dir_fd=folder, follow_symlinks=False)
-            except OSError:
-                continue
-            path = run / FOLDER / name[0]
-            size = _size(path, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
-            if size is not None:
-                found.append(Picture(path, int(name[1]), *size, status.st_mtime_ns))
-    return sorted(found, key=lambda picture: picture.step)
-
-
-@contextmanager
-def _opened_folder(path: Path) -> Iterator[int]:
-    """Open a folder that is no link, so that nothing outside the run is ever read."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def pictures_of(run: Path) -> tuple[list[Picture], list[str]]:
+    """Return the pictures of a run by step, and what is left out of them and why: links, and files that are no PNG."""
     try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _opened(path: Path) -> int:
-    with _opened_folder(path.parent) as folder:
-        return os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        names = names_inside(run, FOLDER)
+    except OSError as error:
+        return [], [error.strerror or "it cannot be read"]
+    found, left_out = [], []
+    for name in filter(None, map(_NAME.fullmatch, names)):
+        try:
+            changed = os.stat(run / FOLDER / name[0], follow_symlinks=False).st_mtime_ns
+            found.append(Picture(run, int(name[1]), *_size(run, f"{FOLDER}/{name[0]}", changed), changed))
+        except FileNotFoundError:  # removed meanwhile
+            continue
+        except OSError as error:
+            left_out.append(f"{name[0]}: {error.strerror}")
+        except ValueError as error:
+            left_out.append(f"{name[0]}: {error}")
+    return sorted(found, key=lambda picture: picture.step), left_out
 
 
 @lru_cache(maxsize=65536)
-def _size(path: Path, changed: int) -> tuple[int, int] | None:
-    """Return width and height from the header of a PNG; None: it is none, or too large."""
-    try:
-        with open(_opened(path), "rb") as file:
-            head = file.read(24)
-    except OSError:
-        return None
+def _size(run: Path, name: str, changed: int) -> tuple[int, int]:
+    """Return width and height from the header of a PNG.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is none, or too large.
+    """
+    with open(open_inside(run, name), "rb") as file:
+        head = file.read(24)
     if len(head) < 24 or not head.startswith(_SIGNATURE):
-        return None
+        raise ValueError("no PNG")
     width, height = struct.unpack(">II", head[16:24])
-    return (width, height) if 0 < width * height <= _MOST_PIXELS else None
+    if not 0 < width * height <= _MOST_PIXELS:
+        raise ValueError(f"{width:,} x {height:,} pixels, at most {_MOST_PIXELS:,} are shown")
+    return width, height
 
 
 def content(picture: Picture, width: int | None = None) -> tuple[bytes, str]:
@@ -94,25 +102,51 @@ def content(picture: Picture, width: int | None = None) -> tuple[bytes, str]:
         ValueError: it is too large, or cannot be decoded.
     """
     if width is not None and picture.width > width:
-        return _smaller(picture.path, picture.changed, width), "image/webp"
-    return read_bounded(_opened(picture.path), _MOST_BYTES), "image/png"
+        return _smaller(picture, width), "image/webp"
+    return read_inside(picture.run, picture.name, _MOST_BYTES), "image/png"
 
 
 @lru_cache(maxsize=512)
-def _smaller(path: Path, changed: int, width: int) -> bytes:
+def _smaller(picture: Picture, width: int) -> bytes:
     from PIL import Image, UnidentifiedImageError
 
-    data = read_bounded(_opened(path), _MOST_BYTES)
-    try:
-        with Image.open(io.BytesIO(data), formats=("PNG",)) as picture:
-            picture.load()
-            small = picture.convert("RGB" if picture.mode not in ("L", "RGB") else picture.mode)
-        small = small.resize((width, max(1, round(small.height * width / small.width))), Image.Resampling.LANCZOS)
-    except (UnidentifiedImageError, Image.DecompressionBombError, SyntaxError, OSError) as error:
-        raise ValueError(f"no picture: {error}") from None
+    with open(open_inside(picture.run, picture.name), "rb") as file:
+        _require_cheap(file)
+        try:
+            with Image.open(file, formats=("PNG",)) as image:
+                if (image.width, image.height) != (picture.width, picture.height):  # of a file that is replaced
+                    raise ValueError("it has changed")
+                image.load()
+                plain = image if image.mode in ("L", "RGB") else image.convert("RGB")
+                fewer = plain.reduce(max(1, image.width // (4 * width)))  # fast, and without a copy of the whole
+                size = (width, max(1, round(picture.height * width / picture.width)))
+                small = fewer.resize(size, Image.Resampling.LANCZOS)
+        except (UnidentifiedImageError, Image.DecompressionBombError, SyntaxError, OSError) as error:
+            raise ValueError(f"no picture: {error}") from None
     buffer = io.BytesIO()
     small.save(buffer, "WEBP", quality=85)
     return buffer.getvalue()
+
+
+def _require_cheap(file: BinaryIO) -> None:
+    """Refuse a PNG that would cost more memory or time than its decoding is worth; the file is then at its begin.
+
+    Raises:
+        ValueError: it is too large, or cut into very many chunks.
+    """
+    size = os.fstat(file.fileno()).st_size
+    head = file.read(24)
+    width, height = struct.unpack(">II", head[16:24]) if len(head) == 24 else (0, 0)
+    if size > _MOST_DECODED_BYTES or width * height > _MOST_DECODED:
+        raise ValueError(f"{width:,} x {height:,} pixels in {size:,} bytes are not made smaller")
+    place, chunks = len(_SIGNATURE), 0
+    while place < size:
+        chunks += 1
+        if chunks > _CHUNKS + size // _LEAST_CHUNK:
+            raise ValueError(f"it is cut into more than {chunks - 1:,} chunks")
+        length = os.pread(file.fileno(), 4, place)
+        place += 12 + int.from_bytes(length, "big")
+    file.seek(0)
 
 
 def embedded(pictures: Sequence[Picture]) -> dict[str, Any]:
@@ -122,15 +156,21 @@ def embedded(pictures: Sequence[Picture]) -> dict[str, Any]:
     """
     count = min(len(pictures), _IN_A_REPORT)
     places = sorted({round(n * (len(pictures) - 1) / max(1, count - 1)) for n in range(count)})
-    found, smaller = [], 0
+    found, smaller, unreadable = [], 0, []
     for picture in (pictures[place] for place in places):
         try:
             data, kind = content(picture)
-            if len(data) > _MOST_EMBEDDED:
+            if len(data) > _MOST_EMBEDDED and picture.can_shrink:
                 data, kind = content(picture, _REPORT_WIDTH)
                 smaller += picture.width > _REPORT_WIDTH
-        except (OSError, ValueError):
+            if len(data) > _MOST_OF_REPORT:
+                raise ValueError(f"{len(data):,} bytes")
+        except OSError as error:
+            unreadable.append(f"step {picture.step:,}: {error.strerror}")
+            continue
+        except ValueError as error:
+            unreadable.append(f"step {picture.step:,}: {error}")
             continue
         found.append(picture.as_json() | {"data": f"data:{kind};base64,{base64.b64encode(data).decode()}"})
-    left_out = {"count": len(pictures), "smaller": smaller, "width": _REPORT_WIDTH}
+    left_out = {"count": len(pictures), "smaller": smaller, "width": _REPORT_WIDTH, "unreadable": unreadable}
     return {"tag": "", "data": found, "left_out": left_out}

@@ -102,6 +102,12 @@ def _short(value: float) -> float | None:
     return int(value) if value == int(value) else float(f"{value:.{_DIGITS}g}")
 
 
+def finite(value: object) -> float | None:
+    """Return a field of foreign origin as a number, None if it is none."""
+    found = _number(value)
+    return None if math.isnan(found) else int(found) if isinstance(value, int) else found
+
+
 def plain(value: Any) -> Any:
     """Return JSON values of foreign origin with null for NaN and infinity, which JSON lacks."""
     if isinstance(value, float):

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastdiff.files import read_bounded
 from fastdiff.ledger.reader import Sums
+from fastdiff.run_files import read_inside
 
 _HOLDER = re.compile(r"process (\d+) on (\S+)")
 _WRITTEN = ("metrics.jsonl", "ledger.jsonl", ".lock")
@@ -80,7 +80,7 @@ def _lives(lock: Path) -> bool | None:
     those of files may be of the clock of another machine.
     """
     try:
-        holder = _HOLDER.fullmatch(read_bounded(lock, _MOST_LOCK).decode(errors="replace").strip())
+        holder = _HOLDER.fullmatch(read_inside(lock.parent, lock.name, _MOST_LOCK).decode(errors="replace").strip())
         if holder is None or holder[2] != os.uname().nodename:
             return None
         return _has_open(int(holder[1]), lock.stat())

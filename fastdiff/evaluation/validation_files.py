@@ -8,18 +8,21 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import numpy as np
 import numpy.typing as npt
 
 from fastdiff.diffusion.snr_bins import Floats
 from fastdiff.errors import StorageError
+from fastdiff.run_files import names_inside, read_inside
 
 LINES = "validation.jsonl"
 """File of the run folder with one line per validation; the files of this module have every sample's loss."""
 _FOLDER = "validation"
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})\.npz")
+_MOST = 2**30
+"""Bytes of the largest file that is read: losses of ten million samples."""
 _LEFTOVER = re.compile(r"step-[0-9]{8,}\.npz\.[0-9]+-[0-9a-f]{8}\.tmp")
 """Temporary names of ``files.publish``."""
 
@@ -64,24 +67,29 @@ def read(run: Path, step: int) -> Validated:
     """
     path = path_of(run, step)
     try:
-        with np.load(path, allow_pickle=False) as found:
+        content = io.BytesIO(read_inside(run, path.relative_to(run), _MOST))
+        with ZipFile(content) as archive:
+            if any(member.compress_type != ZIP_STORED for member in archive.infolist()):
+                raise ValueError("it is compressed")
+        content.seek(0)
+        with np.load(content, allow_pickle=False) as found:
             about = json.loads(str(found["about"]))
             return Validated(found["index"], found["log_snr"], found["loss"], found["x0_mse"], about)
-    except (BadZipFile, EOFError, KeyError, ValueError) as error:
+    except (BadZipFile, EOFError, KeyError, ValueError, MemoryError, RecursionError) as error:
         raise StorageError(f"{path}: not a file of losses written by fastdiff ({error})") from None
 
 
 def steps_of(run: Path) -> list[int]:
     """Return the validated steps, ascending."""
-    names = (_NAME.fullmatch(path.name) for path in (run / _FOLDER).glob("step-*.npz"))
+    names = map(_NAME.fullmatch, names_inside(run, _FOLDER))
     return sorted(int(name[1]) for name in names if name is not None)
 
 
 def drop_after(run: Path, step: int) -> None:
     """Remove the files of later steps, which a resumed run writes again, and incomplete files of killed processes."""
-    for leftover in (run / _FOLDER).glob("step-*.tmp"):
-        if _LEFTOVER.fullmatch(leftover.name):
-            leftover.unlink()
+    for name in names_inside(run, _FOLDER):
+        if _LEFTOVER.fullmatch(name):
+            (run / _FOLDER / name).unlink()
     for known in steps_of(run):
         if known > step:
             path_of(run, known).unlink()

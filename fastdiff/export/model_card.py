@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 from pathlib import Path
 
 from fastdiff.config.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.console import log
 from fastdiff.diffusion.levels import GAMMA
 from fastdiff.export.card_text import Place, base_name
 from fastdiff.export.formats import Exported, format_of
 from fastdiff.models.family import family_of
+from fastdiff.run_files import names_inside, read_inside
 
 _SAMPLES = "samples.png"
+_PICTURE = re.compile(r"step-([0-9]{8,})\.png")
+_MOST = 2**27
+"""Bytes of the largest picture that is copied."""
 _PLUGINS = {"plugin.network": "Network of the user", "plugin.objective": "Loss of the user"}
 """Code of users by its name among the versions (``run_record.plugins``)."""
 _NORMAL = {"logit_normal": (0.0, 1.0), "log_normal": (-1.2, 1.2)}
@@ -40,7 +45,7 @@ def write_card(folder: Path, run: Path, exported: Exported, format_: str, dtype:
     )
     picture = _newest_picture(run, step)
     if picture is not None:
-        shutil.copyfile(picture, folder / _SAMPLES)
+        (folder / _SAMPLES).write_bytes(picture)
     facts = "\n".join(f"| {name} | {value} |" for name, value in _facts(exported, dtype).items())
     shown = f"![samples drawn during the training]({_SAMPLES})\n\n" if picture is not None else ""
     text = (
@@ -55,9 +60,15 @@ def write_card(folder: Path, run: Path, exported: Exported, format_: str, dtype:
     (folder / "README.md").write_text(text)
 
 
-def _newest_picture(run: Path, step: int) -> Path | None:
-    pictures = {int(path.stem.removeprefix("step-")): path for path in (run / "samples").glob("step-*[0-9].png")}
-    return pictures[max(known)] if (known := [number for number in pictures if number <= step]) else None
+def _newest_picture(run: Path, step: int) -> bytes | None:
+    """Return the content of the newest picture up to a step; None without one that can be read."""
+    try:
+        found = filter(None, map(_PICTURE.fullmatch, names_inside(run, "samples")))
+        known = [(int(name[1]), name[0]) for name in found if int(name[1]) <= step]
+        return read_inside(run, f"samples/{max(known)[1]}", _MOST) if known else None
+    except (OSError, ValueError) as error:
+        log.warning(f"{run}: the card has no picture of the training: {error}")
+        return None
 
 
 def _front_matter(config: RunConfig, format_: str) -> str:

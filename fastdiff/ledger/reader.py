@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from fastdiff.errors import ConfigError
-from fastdiff.json_lines import Record, each_record
+from fastdiff.json_lines import Record, open_lines, record_of, whole_lines, why_no_record
 from fastdiff.ledger.records import FILE
+from fastdiff.sanitize import escape
 
 Class = Literal[
     "step kept", "step lost", "data wait", "compile", "start", "save", "validation", "drawing", "stop", "queue",
@@ -88,6 +89,8 @@ class Sums:
     """Seconds between two starts."""
     spans: Sequence[Span]
     """In their order."""
+    left_out: Sequence[str] = ()
+    """Lines that are no records, with the reason."""
 
     @property
     def seconds(self) -> Seconds:
@@ -140,8 +143,9 @@ def read_ledger(run: Path) -> Sums:
         OSError: it cannot be read.
     """
     reading = _Reading()
-    for record in each_record(run / FILE):
-        reading.take(record)
+    with suppress(FileNotFoundError), open_lines(run / FILE) as file:
+        for number, line in enumerate(whole_lines(file), 1):
+            reading.take_line(number, line)
     if not reading.starts:
         raise ConfigError(f"{run}: no {FILE} with a start; earlier versions wrote none: it begins with the next start")
     return reading.sums()
@@ -177,11 +181,22 @@ class _Reading:
         self._cursor = 0.0
         """Time up to which every second has its class."""
         self._step = 0
+        self._left_out: list[str] = []
 
-    def take(self, record: Record) -> None:
+    def take_line(self, number: int, line: bytes) -> None:
+        """Take the record of a line, or note why it has none; a last line without its end is still being written."""
+        record = record_of(line)
+        why = why_no_record(line) if record is None else "" if self.take(record) else "no record of a ledger"
+        if why and line.endswith(b"\n") and line.strip():
+            self._left_out.append(f"line {number:,}: {why}")
+
+    def take(self, record: Record) -> bool:
         """Take the next record; one that lacks a field, as after a fault of the disk, is left out.
 
         Each kind is read whole before it changes a sum, so that one that is left out has left nothing behind.
+
+        Returns:
+            Whether it was taken.
         """
         event = record.get("event")
         take = {
@@ -194,23 +209,25 @@ class _Reading:
         if take is not None:
             with suppress(LookupError, TypeError, ValueError, OverflowError):
                 take(_Fields(record))
+                return True
+        return False
 
     def sums(self) -> Sums:
         """Return the sums of all records."""
         for piece in self._pieces:
             piece.spend("step kept")
             piece.start.steps_kept += piece.last - piece.first
-        return Sums(self.starts, self._between, self._spans)
+        return Sums(self.starts, self._between, self._spans, self._left_out)
 
     def _take_start(self, record: _Fields) -> None:
         began, samples = record.number("began"), int(record.number("samples"))
         submitted, job_start = (record.optional(name) for name in ("submitted", "job_start"))
         held = began if job_start is None else min(job_start, began)
-        nodes = [str(node) for node in record.of("nodes", list)]
+        nodes = [escape(str(node)) for node in record.of("nodes", list)]
         if self.starts:
             if not self.starts[-1].outcome and "logged" in record:
-                step, at = record.of("logged", list)
-                self._take_last_line(int(step), min(float(at), began))
+                step, at = (_bounded(value) for value in record.of("logged", list))
+                self._take_last_line(int(step), min(at, began))
             self._fill_between(held, submitted)
             self.starts[-1].outcome = self.starts[-1].outcome or "killed"
         self._cursor = max(held, self._cursor)
@@ -274,7 +291,7 @@ class _Reading:
     def _take_end(self, record: _Fields) -> None:
         start, at = self.starts[-1], record.number("at")
         if "code" not in record:
-            start.outcome = str(record["outcome"])
+            start.outcome = escape(str(record["outcome"]))
             self._spend("stop", at)
             return
         code, step, phase, beat = int(record.number("code")), record.step, record["phase"], record.number("beat")
@@ -348,7 +365,7 @@ class _Fields:
     @property
     def step(self) -> int:
         """Steps taken."""
-        return int(self._record["step"])
+        return int(self.number("step"))
 
     def of(self, name: str, kind: type) -> Any:
         """Return a field of this type; raise TypeError if it has another one."""
@@ -362,13 +379,18 @@ class _Fields:
 
     def number(self, name: str) -> float:
         """Return a number; raise KeyError, TypeError or ValueError if it is none."""
-        if not -1e12 < (found := float(self._record[name])) < 1e12:
-            raise ValueError(name)
-        return found
+        return _bounded(self._record[name])
 
     def optional(self, name: str) -> float | None:
         """Return a number, or None without one."""
         return self.number(name) if name in self else None
+
+
+def _bounded(value: Any) -> float:
+    """Return a number with which sums stay finite; raise TypeError, OverflowError or ValueError if it is none."""
+    if not -1e12 < (found := float(value)) < 1e12:
+        raise ValueError("a number beyond all bounds")
+    return found
 
 
 def _slowest(record: _Fields, start: Start) -> tuple[int, float, float] | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from fastdiff.ledger.reader import CLASSES, Class, Start, Sums
+from fastdiff.ledger.records import FILE
 from fastdiff.tables import table
 
 _LATE = 0.05
 """Share of the time in steps for which the others must have waited for a rank: equal machines differ by less."""
 _KWH = 3.6e6
+_MOST_LINES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +83,14 @@ def stragglers(sums: Sums) -> list[Straggler]:
 
 def nodes(sums: Sums) -> list[Node]:
     """Return the nodes of all starts, by name."""
-    names = sorted({name for start in sums.starts for name in start.nodes})
-    return [
-        Node(
-            name,
-            sum(start.wall_s / 3600 * start.nodes.count(name) for start in sums.starts),
-            sum(late for start in sums.starts for rank, late in start.late_s.items() if start.nodes[rank] == name),
-        )
-        for name in names
-    ]
+    hours: dict[str, float] = defaultdict(float)
+    late_s: dict[str, float] = defaultdict(float)
+    for start in sums.starts:
+        for name in start.nodes:
+            hours[name] += start.wall_s / 3600
+        for rank, late in start.late_s.items():
+            late_s[start.nodes[rank]] += late
+    return [Node(name, hours[name], late_s[name]) for name in sorted(hours)]
 
 
 def as_json(run: Path, sums: Sums, cost: Costs) -> dict[str, Any]:
@@ -111,6 +113,7 @@ def as_json(run: Path, sums: Sums, cost: Costs) -> dict[str, Any]:
         "starts": [asdict(start) | {"wall_s": start.wall_s, "gpu_hours": start.gpu_hours} for start in sums.starts],
         "nodes": [asdict(node) for node in nodes(sums)],
         "stragglers": [asdict(straggler) for straggler in stragglers(sums)],
+        "left_out": list(sums.left_out),
     }
 
 
@@ -124,7 +127,7 @@ def in_words(run: Path, sums: Sums, cost: Costs, room: int | None = None) -> str
         table(_classes(sums), (0, 3), room),
         table(_starts(sums), (7,), room),
         table(_nodes(sums), (0,), room),
-        "\n".join([*_costs(sums, cost), *_late(sums)]),
+        "\n".join([*_costs(sums, cost), *_late(sums), *_left_out(sums)]),
     ]
     return "\n\n".join(parts)
 
@@ -167,6 +170,12 @@ def _costs(sums: Sums, cost: Costs) -> list[str]:
         return [*lines, "energy: not measured; give the power of a GPU with --watts"]
     how = "measured" if cost.is_measured else "given"
     return [*lines, f"{cost.kwh:,.2f} kWh at {cost.watts:.0f} W per GPU ({how}){_per_million(cost, cost.kwh)}"]
+
+
+def _left_out(sums: Sums) -> list[str]:
+    lines = sums.left_out
+    more = f", and {len(lines) - _MOST_LINES:,} more" if len(lines) > _MOST_LINES else ""
+    return [f"left out of {FILE}: {'; '.join(lines[:_MOST_LINES])}{more}"] if lines else []
 
 
 def _per_million(cost: Costs, amount: float) -> str:

@@ -22,6 +22,7 @@ from fastdiff.files import read_bounded
 from fastdiff.planning.gpus import CPU, Gpus
 from fastdiff.planning.rates import Interval
 from fastdiff.planning.step_time import Factors, StepTime, Work, step_time
+from fastdiff.run_files import read_inside
 
 _LARGEST = 1 << 28
 _WARM_UP = 1
@@ -108,8 +109,8 @@ def read(path: Path) -> Measured:
 
 
 def _of_run(folder: Path) -> Measured:
-    about = json.loads(read_bounded(folder / "run.json", _LARGEST))
-    lines = [json.loads(line) for line in read_bounded(folder / "metrics.jsonl", _LARGEST).splitlines()]
+    about = json.loads(read_inside(folder, "run.json", _LARGEST))
+    lines = [json.loads(line) for line in read_inside(folder, "metrics.jsonl", _LARGEST).splitlines()]
     steps = [line["step_ms"] for line in lines[_WARM_UP:] or lines]
     if not steps:
         raise ConfigError(f"--from {folder}: its metrics.jsonl has no step yet")

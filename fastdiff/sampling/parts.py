@@ -23,11 +23,14 @@ import numpy.typing as npt
 from fastdiff.data.shards.format import canonical_json
 from fastdiff.errors import ConfigError, StorageError, remedy
 from fastdiff.files import fsync, is_temporary, open_lock, publish
+from fastdiff.run_files import read_inside
 from fastdiff.sampling.npz import comment_of, write_npz
 
 _PLAN, _LOCK, _JOINED = "plan.json", "lock", "joined"
 _OWN = re.compile(r"(plan\.json|joined|lock|part-[0-9]{6,})(\.[0-9]+-[0-9a-f]{8}\.tmp)?")
 """Names of the files in the folder."""
+_MOST_PLAN = 2**17
+"""Bytes of the largest plan that is read."""
 
 
 class SampleParts:
@@ -126,7 +129,7 @@ class SampleParts:
             publish(path, canonical_json(self._plan))
             return
         try:
-            found = json.loads(path.read_bytes())
+            found = json.loads(read_inside(self._folder, _PLAN, _MOST_PLAN))
         except ValueError:
             raise self._foreign() from None
         self._check(found if isinstance(found, dict) else {}, f"{self._folder} holds samples of another plan")
@@ -170,7 +173,7 @@ class SampleParts:
             return
         with suppress(OSError, ValueError):
             plan = self._folder / _PLAN
-            if plan.exists() and json.loads(plan.read_bytes()) != self._plan:
+            if plan.exists() and json.loads(read_inside(self._folder, _PLAN, _MOST_PLAN)) != self._plan:
                 return
             own = [path for path in self._folder.iterdir() if _OWN.fullmatch(path.name)]
             for path in sorted(own, key=lambda path: (path.name == _LOCK, path.name == _PLAN)):

@@ -73,7 +73,7 @@ def test_a_page_gets_only_what_it_lacks(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", steps=range(1, 11))
     facts = RunFacts(folder)
     first = facts.sections({})
-    assert set(first) == {"about", "metrics", "validation", "events", "time", "pictures"}
+    assert set(first) == {"about", "metrics", "validation", "events", "time", "pictures", "left_out"}
     have = {name: section["tag"] for name, section in first.items()}
     assert facts.sections(have) == {}
     with (folder / "metrics.jsonl").open("a") as file:

@@ -52,7 +52,7 @@ ROOMS: dict[str, set[str]] = {
 }  # fmt: skip
 GROUND = {
     "batch", "console", "errors", "exit_message", "files", "json_lines", "optional_packages", "patient_files",
-    "progress", "rng", "sanitize", "standard_streams", "tables", "terminal",
+    "progress", "rng", "run_files", "sanitize", "standard_streams", "tables", "terminal",
 }  # fmt: skip
 FREE_OF_TORCH = (
     "ledger",
@@ -68,6 +68,7 @@ FREE_OF_TORCH = (
     "tables",
     "terminal",
     "json_lines",
+    "run_files",
     "patient_files",
     "plugins.user_code",
     "api.config",

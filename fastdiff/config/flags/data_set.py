@@ -18,6 +18,7 @@ from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.presets import PATCHES
 from fastdiff.config.run import RunConfig
 from fastdiff.files import read_bounded
+from fastdiff.run_files import read_inside
 from fastdiff.sanitize import is_address
 
 INFO_FILE = "dataset.json"
@@ -111,7 +112,7 @@ def _of_resumed(folder: Path, model: ModelConfig, *, patch: bool) -> dict[str, i
     names = {"channels", "size", "classes", *model.text_fields.values(), *(["patch"] if patch else [])}
     with suppress(*_UNREADABLE):
         if any((folder / "checkpoints").glob(_COMMITTED)):
-            own = json.loads(read_bounded(folder / "run.json", _LARGEST))["config"]["model"]
+            own = json.loads(read_inside(folder, "run.json", _LARGEST))["config"]["model"]
             if own["kind"] == model.kind:
                 return {name: own[name] for name in sorted(names) if type(own.get(name)) is int}
     return {}

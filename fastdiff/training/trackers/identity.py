@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 
+from fastdiff.run_files import read_inside
 from fastdiff.training.state import TrainState
+
+_LARGEST = 1000
+"""Bytes of the largest id that is read."""
 
 
 def run_id(state: TrainState, name: str) -> str:
     """Return the id in the file ``name`` of the run folder; create it for a new folder."""
     path = state.folder / name
-    known = path.read_text().strip() if path.exists() else ""
+    known = ""
+    with suppress(FileNotFoundError, ValueError):  # a file of something else is replaced
+        known = read_inside(state.folder, name, _LARGEST).decode().strip()
     if not known:
         known = secrets.token_hex(8)
         state.files.write(path, known.encode())
