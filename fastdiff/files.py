@@ -203,16 +203,56 @@ def write_output(path: Path, content: bytes, mode: int = 0o666) -> None:
     Raises:
         OSError: with the path.
     """
-    try:
-        earlier = path.stat().st_mode
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    earlier = _mode_of_output(path)
+    if earlier is None:
         publish(path.resolve(), content, mode)
-        return
-    if stat.S_ISREG(earlier) or stat.S_ISDIR(earlier):
+    elif stat.S_ISREG(earlier):
         publish(path.resolve(), content, mode & earlier, masked=False)
     else:
-        path.write_bytes(content)
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def require_output(path: Path) -> None:
+    """Fail before the work if its result could not be written to ``path``; make the missing folders above it.
+
+    Raises:
+        OSError: with the path.
+    """
+    earlier = _mode_of_output(path)
+    if earlier is None or stat.S_ISREG(earlier):
+        trial = temporary(path.resolve())
+        try:
+            os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            trial.unlink()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _mode_of_output(path: Path) -> int | None:
+    """Return the mode of the file at ``path``; if there is none, make the missing folders above it."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        make_parents(path)
+        return None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    return mode
+
+
+def make_parents(path: Path) -> None:
+    """Make the missing folders above ``path``.
+
+    Raises:
+        OSError: one cannot be made; ENOTDIR where a file stands in its place.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
 
 
 def is_temporary(name: str, of: str) -> bool:
@@ -224,6 +264,23 @@ def rename(source: Path, target: Path) -> None:
     """Rename an fsynced file within its folder and make the new name durable."""
     source.replace(target)
     fsync(target.parent)
+
+
+_ATTEMPTS = 1000
+"""Attempts at an entry that other processes remove meanwhile; where it can never be made, the last one fails."""
+
+
+def open_lock_in(folder: Path, name: str) -> int:
+    """Open the lock ``name`` in a folder that other processes remove when they are done; make both if missing.
+
+    Raises:
+        OSError: one of them cannot be made.
+    """
+    for _ in range(_ATTEMPTS):
+        folder.mkdir(exist_ok=True)
+        with suppress(FileNotFoundError):  # removed meanwhile
+            return open_lock(folder / name)
+    return open_lock(folder / name)
 
 
 def open_lock(path: Path) -> int:
@@ -267,8 +324,10 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
         ConfigError: ``out`` exists, another process writes it, or a folder of someone else has the temporary name.
         OSError: a file cannot be written.
     """
+    if os.path.lexists(out):
+        raise ConfigError(f"{out} exists; choose another name, or delete it")
     place = out.with_name(f"{out.name}.unfinished")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_parents(place)
     marker = _claim_unfinished(place, out)
     try:
         folder = place / _CONTENT
@@ -276,7 +335,7 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
         yield folder
         for path in (*folder.rglob("*"), folder):
             fsync(path)
-        if out.exists() or out.is_symlink():
+        if os.path.lexists(out):
             raise ConfigError(f"{out} appeared meanwhile; choose another name")
         folder.rename(out)
         fsync(out.parent)
@@ -288,16 +347,15 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
 def _claim_unfinished(place: Path, out: Path) -> int:
     """Make the folder with its locked marker, in place of a leftover; return the marker's descriptor."""
     busy = ConfigError(f"another process is writing {out}; wait for it, or choose another name")
-    while True:
+    for _ in range(_ATTEMPTS):
         try:
             place.mkdir()
-            marker = os.open(place / _UNFINISHED, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
             _remove_leftover(place, out, busy)
             continue
-        except FileNotFoundError:  # another process has removed the folder, which was empty
-            if not out.parent.is_dir():
-                raise
+        try:
+            marker = os.open(place / _UNFINISHED, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except (FileExistsError, FileNotFoundError):  # another process has claimed the folder, or removed it empty
             continue
         try:
             lock(marker, place)
@@ -307,6 +365,7 @@ def _claim_unfinished(place: Path, out: Path) -> int:
         if os.fstat(marker).st_nlink:
             return marker
         os.close(marker)  # another process has removed it before the lock
+    raise StorageError(f"{place}: it can neither be used nor removed; remove it, or choose another name")
 
 
 def _remove_leftover(place: Path, out: Path, busy: ConfigError) -> None:

@@ -10,13 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from fastdiff.config.run_record import claim
 from fastdiff.errors import ConfigError, StorageError
-from fastdiff.files import lock, publish, temporary, unfinished_folder, write_output
+from fastdiff.files import lock, open_lock_in, publish, require_output, temporary, unfinished_folder, write_output
 from tests.support.forked import fork_server
 from tests.support.injected.crash_points import CrashPoints
 
@@ -85,6 +86,55 @@ def test_a_folder_that_appears_meanwhile_stays(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="appeared meanwhile"), unfinished_folder(tmp_path / "out"):
         (tmp_path / "out").mkdir()
     assert (tmp_path / "out").is_dir()
+
+
+@pytest.mark.parametrize(
+    "place", ["/proc/x", "/proc/x/y", "/dev/null/x", "{}/file/x", "{}/circle/x", "{}/" + "x" * 255]
+)
+def test_an_output_where_nothing_can_be_made_is_an_error_of_the_system(place: str, tmp_path: Path) -> None:
+    """A kernel's file system answers ENOENT for each new name, however often it is tried."""
+    (tmp_path / "file").touch()
+    (tmp_path / "circle").symlink_to("circle")
+    out = Path(place.format(tmp_path))
+    with pytest.raises(OSError, match="x") as caught:
+        _write(out)
+    assert str(tmp_path) in str(caught.value) or str(out.parent) in str(caught.value)
+    for attempt in (require_output, partial(write_output, content=b"content")):
+        if len(out.name) < 255:
+            with pytest.raises(OSError, match=str(out.parent)):
+                attempt(out)
+    with pytest.raises(OSError, match=r"lock|parts"):
+        open_lock_in(Path(f"{out}.parts"), "lock")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["circle", "file"]
+
+
+def test_a_leftover_that_cannot_be_removed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "out.unfinished"
+    place.mkdir()
+    (place / ".fastdiff-unfinished").touch()
+    monkeypatch.setattr(Path, "unlink", _refuse)
+    with pytest.raises(StorageError, match=r"out.unfinished: it can neither be used nor removed"):
+        _write(tmp_path / "out")
+
+
+def _refuse(path: Path) -> None:
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+
+def test_a_link_to_nothing_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to("nothing")
+    with pytest.raises(ConfigError, match="out exists"), unfinished_folder(tmp_path / "out"):
+        pytest.fail("the work has begun")
+
+
+def test_a_required_output_leaves_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("earlier")
+    require_output(tmp_path / "file")
+    require_output(tmp_path / "new" / "file")
+    with pytest.raises(IsADirectoryError):
+        require_output(tmp_path)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "new"]
+    assert (tmp_path / "file").read_text() == "earlier"
 
 
 def test_a_small_file_replaces_a_link_and_follows_none(tmp_path: Path) -> None:

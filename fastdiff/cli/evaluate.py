@@ -20,7 +20,7 @@ from fastdiff.config.argument_types import (
     seed,
 )
 from fastdiff.errors import ConfigError, require
-from fastdiff.files import write_output
+from fastdiff.files import require_output, write_output
 
 if TYPE_CHECKING:
     from fastdiff.config.run import RunConfig
@@ -143,8 +143,8 @@ def _evaluate_images(arguments: argparse.Namespace) -> None:
     from fastdiff.evaluation.image_comparison import ImageComparisonOptions, evaluate_images
 
     out = arguments.out
-    if out and not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it first")
+    if out:
+        require_output(out)
     options = ImageComparisonOptions(
         **_given(arguments, "features", "batch", "seed"), metrics=tuple(arguments.metric or ())
     )
@@ -161,6 +161,7 @@ def _evaluate_nll(arguments: argparse.Namespace, published: RunConfig | None) ->
 
     if arguments.png:
         require_matplotlib()
+        require_output(arguments.png)
     options = NllOptions(**_given(arguments, "samples", "data", "batch", "seed"), clip=arguments.clip_denoised)
     run = Run(arguments.subject, ema=arguments.ema, ema_std=arguments.ema_std, published=published)
     result, found = evaluate_nll(run, options, progress=True)

@@ -19,6 +19,7 @@ from fastdiff.config.argument_types import (
 )
 from fastdiff.config.sampler import SamplerConfig, SchedulerName
 from fastdiff.errors import ConfigError
+from fastdiff.files import require_output
 
 if TYPE_CHECKING:
     from fastdiff.config.run import RunConfig
@@ -153,7 +154,7 @@ def _sample(arguments: argparse.Namespace) -> None:
         return
     run = Run(arguments.folder, ema=arguments.ema, ema_std=arguments.ema_std, step=arguments.step, published=published)
     grid = arguments.grid or Path("grid.png")
-    grid.parent.mkdir(parents=True, exist_ok=True)  # fails before the images are drawn
+    require_output(grid)
     columns = ""
     if arguments.prompt:
         run.draw_prompts(

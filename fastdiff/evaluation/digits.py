@@ -18,7 +18,7 @@ from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.diffusion.noise_shaping import small_images
 from fastdiff.errors import ConfigError
 from fastdiff.evaluation.image_metrics import frechet_distance
-from fastdiff.files import publish
+from fastdiff.files import publish, require_output
 from fastdiff.models.load import null_label
 from fastdiff.sampling.image_grid import image_grid, save_picture
 from fastdiff.sampling.run import Run
@@ -44,6 +44,7 @@ def evaluate_run(run: Run) -> dict[str, Any]:
             f"with `fastdiff sample {run.folder} --num 10000 --npz drawn.npz` and measure them with `fastdiff evaluate "
             "drawn.npz --reference REAL`, where REAL is a folder or an npz file of real images of the same size"
         )
+    require_output(run.folder / "evaluation.json")
     result = _evaluate_enlarged(run, source) if run.config.model.low_res_size else _evaluate_drawn(run)
     publish(run.folder / "evaluation.json", json.dumps(result, indent=2).encode() + b"\n")
     return result

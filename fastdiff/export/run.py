@@ -6,7 +6,7 @@ complete and on the disk.
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from typing import Literal
 from fastdiff.checkpoint.power_function import constant_name, in_words
 from fastdiff.checkpoint.weights import AS_TRAINED
 from fastdiff.config.run import RunConfig
-from fastdiff.errors import ConfigError, StorageError, require
+from fastdiff.errors import ConfigError, StorageError, remedy, require
 from fastdiff.export.card_text import Place
 from fastdiff.export.formats import Exported, ExportFormat, format_of, formats_of
 from fastdiff.export.model_card import write_card
@@ -65,7 +65,7 @@ def export(
         ConfigError: ``out`` exists, or the run cannot be exported in this format.
         StorageError: a file could not be read or written; ``out`` does not exist.
     """
-    if out.exists():
+    if os.path.lexists(out):
         raise ConfigError(f"{out} exists; export to a new folder, or delete it")
     form, exported = _of_run(run, choice) if published is None else _of_file(run, resolve(published), choice)
     with _new_folder(out) as folder:
@@ -123,8 +123,6 @@ def _new_folder(out: Path) -> Iterator[Path]:
         with unfinished_folder(out) as folder:
             yield folder
     except OSError as error:
-        free = shutil.disk_usage(out.parent).free if out.parent.exists() else 0
         raise StorageError(
-            f"{error.filename or out}: {error.strerror or error} ({free / 2**20:.1f} MiB are free); {out} is not "
-            "written: free some space, or export to another disk"
+            f"{error.filename or out}: {error.strerror or error}; {out} is not written: {remedy(error)}"
         ) from None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
 from fastdiff.errors import ConfigError
+from fastdiff.files import write_output
 from fastdiff.optional_packages import pip_install
 from fastdiff.planning.options import Planned
 
@@ -35,6 +37,7 @@ def draw(path: Path, best: Sequence[Planned]) -> None:
 
     Raises:
         ConfigError: there is nothing to draw, or no matplotlib.
+        OSError: with the path; it cannot be written.
     """
     if not best:
         raise ConfigError(f"--picture {path}: no option fits, so there is nothing to draw")
@@ -57,7 +60,9 @@ def draw(path: Path, best: Sequence[Planned]) -> None:
     axes.set_xlabel("GiB of a rank at the peak of a step")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize="small")
-    figure.savefig(path, dpi=150)
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:].lower(), dpi=150)
+    write_output(path, content.getvalue())
 
 
 def _label(planned: Planned) -> str:

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdiff.data.shards.format import canonical_json
-from fastdiff.errors import ConfigError, StorageError, remedy
-from fastdiff.files import fsync, is_temporary, open_lock, publish
+from fastdiff.errors import ConfigError, StorageError, remedy, require
+from fastdiff.files import fsync, is_temporary, make_parents, open_lock_in, publish
 from fastdiff.run_files import read_inside
 from fastdiff.sampling.npz import comment_of, write_npz
 
@@ -59,6 +59,7 @@ class SampleParts:
         batch: int,
         labels: npt.NDArray[np.int64] | None,
     ) -> None:
+        require(not out.is_dir(), f"--npz {out}: a folder, expected the name of a file to write")
         self.out, self.batch = out, batch
         self.complete = False
         self._plan: dict[str, Any] = json.loads(canonical_json(plan))
@@ -188,7 +189,7 @@ class SampleParts:
         except FileNotFoundError:
             return False
         except NotADirectoryError:
-            return True
+            return os.path.lexists(self._folder)  # or a file stands in place of a folder above it
         others = [name for name in names if name != _LOCK and not is_temporary(name, _PLAN)]
         return bool(others) and not plan.exists()
 
@@ -212,12 +213,8 @@ class SampleParts:
                 return
             if is_foreign:
                 raise self._foreign()
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            while True:
-                self._folder.mkdir(exist_ok=True)
-                with suppress(FileNotFoundError):  # another rank has joined the parts and removed the folder
-                    file = open_lock(self._folder / _LOCK)
-                    break
+            make_parents(self.out)
+            file = open_lock_in(self._folder, _LOCK)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 self.complete = self._is_complete()  # another rank may have finished during the wait

@@ -149,6 +149,13 @@ def test_other_sizes_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str
 # --- refusals of the command ---------------------------------------------------------------------------------------
 
 
+def test_a_result_that_cannot_be_written_is_refused_before_the_images_are_read(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").touch()
+    nothing = str(tmp_path / "nothing")
+    assert main(["evaluate", nothing, "--reference", nothing, "--out", str(tmp_path / "file" / "r.json")]) == 74
+    assert "file/r.json: Not a directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -156,7 +163,6 @@ def test_other_sizes_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--reference", "a.npz", "--samples", "5"], "--samples needs --nll"),
         (["--reference", "a.npz", "--ema", "0.9"], "--ema applies to a network"),
         (["--reference", "a.npz", "--features", "dino"], "expected pixels, inception or PATH.py:FUNCTION"),
-        (["--reference", "a.npz", "--features", "pixels", "--out", "no/r.json"], "there is no folder no"),
         (["--reference", "b.npz", "--features", "pixels"], "b.npz: there is no such file or folder; expected an npz"),
         (["--reference", "a.npz", "--features", "f.py:f"], "--features: f.py:1: ZeroDivisionError: division by zero"),
         (["--features", "pixels"], "--features needs --reference"),

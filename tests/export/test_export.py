@@ -255,6 +255,22 @@ def test_impossible_exports_are_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("/proc/x", "/proc/x.unfinished: No such file or directory; /proc/x is not written: check the path"),
+        ("/dev/null/x", "Not a directory; /dev/null/x is not written: a file stands where its path needs a folder"),
+    ],
+)
+def test_an_export_where_no_folder_can_be_made_ends(
+    world: World, digits: Path, tmp_path: Path, capsys: Any, out: str, message: str
+) -> None:
+    train(tiny(digits, tmp_path / "run", steps=1), launch(1), world)
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "run"), out, "--format", "safetensors"]) == 74
+    assert message in capsys.readouterr().err
+
+
 def test_a_full_disk_leaves_nothing(world: World, digits: Path, tmp_path: Path) -> None:
     train(tiny(digits, tmp_path / "run", steps=1), launch(1), world)
     weights = sum(value.numel() * 4 / 2**20 for value in newest(tmp_path / "run").weights().values())

@@ -220,6 +220,23 @@ def test_a_complete_set_is_not_drawn_again(trained: Path, undisturbed: Path, tmp
     assert out.stat().st_mtime_ns == before
 
 
+@pytest.mark.parametrize(
+    ("place", "code", "message"),
+    [
+        ("{}/file/x.npz", 74, "file/x.npz: Not a directory; a file stands where its path needs a folder"),
+        ("{}", 2, ": a folder, expected the name of a file to write"),
+        ("/", 2, "/: a folder, expected the name of a file to write"),
+    ],
+)
+def test_a_set_where_no_file_can_be_made_is_refused(
+    trained: Path, tmp_path: Path, capsys: Any, place: str, code: int, message: str
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(flags(trained, Path(place.format(tmp_path)))) == code
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize("names", [["mine"], ["lock", "part-000000"]])
 def test_a_folder_of_the_user_stays(
     trained: Path, undisturbed: Path, tmp_path: Path, capsys: Any, names: list[str]

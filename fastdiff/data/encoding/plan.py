@@ -14,11 +14,10 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import IO, Any
+from typing import Any
 
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
@@ -36,8 +35,8 @@ from fastdiff.data.shards.format import (
 )
 from fastdiff.data.shards.null_embedding import write_null
 from fastdiff.data.shards.writer import is_shard_file
-from fastdiff.errors import ConfigError, DataError, StorageError
-from fastdiff.files import is_temporary, lock, open_lock, publish
+from fastdiff.errors import ConfigError, DataError, StorageError, remedy
+from fastdiff.files import is_temporary, lock, open_lock_in, publish
 
 BAD_IMAGES = "bad_images.jsonl"
 
@@ -179,12 +178,9 @@ class EncodeFolder:
         try:
             yield
         except OSError as error:
-            free = "unknown"
-            with contextlib.suppress(OSError):
-                free = str(shutil.disk_usage(self.out).free)
             raise StorageError(
-                f"cannot write to {error.filename or self.out}: {error.strerror or error} ({free} bytes free); free "
-                "some space, then run the same command again: it resumes after the last finished unit"
+                f"cannot write to {error.filename or self.out}: {error.strerror or error}; {remedy(error)}. The same "
+                "command resumes after the last finished unit"
             ) from error
 
     def _write(self, records: list[UnitRecord], template: DatasetInfo, null: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -291,8 +287,8 @@ class EncodeFolder:
             wait: Called before waiting for another process; None: raise ConfigError instead of waiting.
         """
         with self.storage():
-            file = self._lock_file(name)
-        with file:
+            descriptor = open_lock_in(self._work, f"{name}.lock")
+        with open(descriptor, "rb") as file:
             with self.storage():
                 try:
                     lock(file.fileno(), self.out)
@@ -306,12 +302,6 @@ class EncodeFolder:
                     wait()
                     fcntl.flock(file, fcntl.LOCK_EX)
             yield
-
-    def _lock_file(self, name: str) -> IO[bytes]:
-        while True:
-            self._work.mkdir(exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # the publishing process has removed the folder
-                return open(open_lock(self._work / f"{name}.lock"), "rb")
 
 
 def _selection(template: DatasetInfo, records: list[UnitRecord]) -> Selection:

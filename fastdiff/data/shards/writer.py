@@ -10,7 +10,6 @@ import dataclasses
 import io
 import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from fastdiff.data.shards.format import INFO_FILE, MAX_SHARD_SAMPLES, DatasetInf
 from fastdiff.data.shards.null_embedding import write_null
 from fastdiff.data.shards.sample_files import components
 from fastdiff.data.shards.tar_writer import ShardTar
-from fastdiff.errors import ConfigError, DataError, StorageError
+from fastdiff.errors import ConfigError, DataError, StorageError, remedy
 from fastdiff.files import lock, open_lock
 
 # Present during an encode, or after a killed one: all shards in the folder then belong to it and may be replaced.
@@ -177,11 +176,7 @@ def _storage(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        free = "unknown"
-        with contextlib.suppress(OSError):
-            free = str(shutil.disk_usage(path if path.is_dir() else path.parent).free)
         raise StorageError(
-            f"cannot write to {error.filename or path}: {error.strerror or error} ({free} bytes free); "
-            "free some space or choose another folder, then run the same command again: it starts over and replaces "
-            "the files written so far"
+            f"cannot write to {error.filename or path}: {error.strerror or error}; {remedy(error)}. The same command "
+            "starts over and replaces the files written so far"
         ) from error
