@@ -164,7 +164,7 @@ def _start(argv: Sequence[str], stop: StopRequest) -> int:
         command_line.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, world_size()))
         return 0
     config.batch.require_divisible(world_size())
-    check_files(config, launch.preset)
+    check_files(config, launch)
     reserve_workspaces(config.performance.deterministic)
     # The hang detection must act first: it knows more than a collective that timed out.
     world = start_world(2 * launch.hang_timeout_s, config.performance.device)

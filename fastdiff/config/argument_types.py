@@ -44,7 +44,9 @@ class Parser(argparse.ArgumentParser):
         """Add subcommands, each of which knows all of its flags."""
         return super().add_subparsers(**({"parser_class": Command} | options))
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
         """Parse; without any argument, a command of subcommands shows its help."""
         if args is not None and not args and self._subparsers is not None:
             self.print_help()
@@ -100,7 +102,9 @@ class Parser(argparse.ArgumentParser):
 class Command(Parser):
     """A subcommand: whatever it does not know is an error of its own, which names the nearest flag."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
         """Parse all arguments; ConfigError if one is unknown."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:

@@ -247,7 +247,7 @@ def _without_other_processes(flags: Sequence[str], process: Process) -> list[str
                     parser.add_argument(f"--objective.{no}{written}", action="store_false", dest=name)
             else:
                 parser.add_argument(f"--objective.{written}", type=type(value), dest=name)
-    given, rest = parser.parse_known_args(list(flags))
+    given, rest = parser.parse_known_args(flags)
     without_defaults_of_others(process, vars(given))
     return rest
 

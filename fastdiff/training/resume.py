@@ -2,62 +2,28 @@
 
 from __future__ import annotations
 
-import difflib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastdiff.checkpoint.power_function import constant_name
 from fastdiff.checkpoint.reader import Checkpoint
-from fastdiff.config.config_file import with_kind
+from fastdiff.checkpoint.unchanged import Facts, check_resume, check_unchanged
 from fastdiff.config.launch_options import Launch
-from fastdiff.config.objective import DEFAULTS
 from fastdiff.config.run import RunConfig
-from fastdiff.config.run_record import as_json
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.performance import Precision
 from fastdiff.console import log
-from fastdiff.errors import ConfigError, require
+from fastdiff.errors import require
 from fastdiff.models.pretrained.training_state import AdamState, PublishedTraining, read_published_training
 from fastdiff.parallel.fragments import Flat
 from fastdiff.progress import Progress
 from fastdiff.training.checkpoints import Checkpoints
 from fastdiff.training.optimizer.build import step_count
 from fastdiff.training.state import TrainState
-
-Facts = dict[str, Any]
-
-FREE = (
-    "output.",
-    "validation.",
-    "data.path",
-    "data.image_root",
-    "data.cache",
-    "data.damaged",
-    "data.loader",
-    "data.prefetch",
-    "data.workers",
-    "batch.micro",
-    "ema.snapshot_every",
-    "objective.plugin",
-    "divergence.limit",
-    "performance.device",
-    "performance.engine",
-    "performance.cuda_graph",
-    "performance.recompute",
-    "performance.profile",
-)
-"""Fields, or sections that end with a dot, that may differ at a resume: they change nothing, or rounding alone
-(``batch.micro``, ``performance.engine``). The code of ``objective.plugin`` is compared by its digest."""
-_OF_RESULT = ("plugin.network", "plugin.objective")
-"""Plug-ins that decide the result of a run (``run_record.plugins``)."""
-_SUMS = "performance.grad_accum_dtype"
-_OBJECTIVE = {f"objective.{name}": value for name, value in DEFAULTS.items()}
 
 
 def find(checkpoints: Checkpoints, launch: Launch, facts: Facts, folder: Path) -> Checkpoint | None:
@@ -67,69 +33,11 @@ def find(checkpoints: Checkpoints, launch: Launch, facts: Facts, folder: Path) -
         ConfigError: ``--resume`` excludes the state of the folder, or the run was started with another configuration.
         StorageError: no checkpoint is intact.
     """
-    if launch.resume == "never":
-        if (folder / "run.json").exists():
-            raise ConfigError(f"--resume never: {folder} holds a run; delete it or choose another --output.folder")
-        return None
-    saved = checkpoints.newest()
-    if saved is None and launch.resume == "must":
-        raise ConfigError(f"--resume must: {folder} has no checkpoint; use --resume auto to start a new run")
+    saved = None if launch.resume == "never" else checkpoints.newest()
+    check_resume(folder, launch.resume, resumable=saved is not None)
     if saved is not None:
-        check_unchanged(saved, facts, launch.allow_change)
+        check_unchanged(saved.folder, saved.manifest, facts, launch.allow_change)
     return saved
-
-
-def check_unchanged(saved: Checkpoint, facts: Facts, allowed: Sequence[str]) -> None:
-    """Raise ConfigError with a diff if the configuration, the data set or the base of a LoRA has changed."""
-    saved.require("config", "dataset")
-    _check_known(allowed, facts["config"])
-    changes = config_changes(saved.manifest["config"], facts["config"], allowed)
-    if saved.manifest["dataset"] != facts["dataset"] and "dataset" not in allowed:
-        changes["dataset"] = f"{saved.manifest['dataset'][:12]} -> {facts['dataset'][:12]} (digest)"
-    base, now = saved.manifest.get("base"), facts["base"]
-    if base is not None and now is not None and base != now and "base" not in allowed:
-        changes["base"] = f"{base[:12]} -> {now[:12]} (digest of the weights that the LoRA is added to)"
-    changes |= _plugin_changes(saved.manifest.get("versions", {}), facts["versions"], allowed)
-    if not changes:
-        return
-    diff = "\n".join(f"  --{key}: {change}" for key, change in changes.items())
-    accept = " ".join(f"--allow-change {key}" for key in changes)
-    raise ConfigError(
-        f"the run in {saved.folder.parent.parent} was started with another configuration:\n{diff}\n"
-        f"change it back, choose another --output.folder, or accept it with {accept}"
-    )
-
-
-def _plugin_changes(saved: Mapping[str, str], now: Mapping[str, str], allowed: Sequence[str]) -> dict[str, str]:
-    """Return the plug-ins with another code; the folder of a file does not count."""
-    return {
-        name: f"{saved.get(name, 'none')} -> {now.get(name, 'none')}"
-        for name in _OF_RESULT
-        if _code(saved.get(name)) != _code(now.get(name)) and name not in allowed
-    }
-
-
-def _code(identified: str | None) -> str | None:
-    return None if identified is None else identified.rpartition(":")[2]
-
-
-def config_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence[str]) -> dict[str, str]:
-    """Return the differing fields that make two configurations different runs.
-
-    ``FREE`` and ``allowed`` fields do not count, nor does the length of the run under a constant learning rate.
-    """
-    free = (*FREE, "samples") if str(now["optim"]["schedule"]).startswith("constant") else FREE
-    defaults = flatten(as_json(with_kind(RunConfig(), saved, "the checkpoint")))
-    new = _OBJECTIVE | flatten(now)
-    # Fields newer than the run, and fields that its process lacks, have their defaults.
-    old = _OBJECTIVE | {key: value for key, value in defaults.items() if key in new} | flatten(saved)
-    old[_SUMS] = old[_SUMS] or old["performance.precision"]  # runs older than the field added up in their precision
-    new[_SUMS] = new[_SUMS] or old[_SUMS]
-    return {
-        key: f"{json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key not in allowed and not _is_free(key, free)
-    }
 
 
 def with_sums(config: RunConfig, saved: Checkpoint | None) -> RunConfig:
@@ -144,27 +52,6 @@ def with_sums(config: RunConfig, saved: Checkpoint | None) -> RunConfig:
     found = old.get("grad_accum_dtype") or old.get("precision")
     dtype: Precision = performance.precision if found == performance.precision else "fp32"
     return replace(config, performance=replace(performance, grad_accum_dtype=dtype))
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings by dotted name."""
-    flat = {}
-    for key, value in tree.items():
-        flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
-    return flat
-
-
-def _is_free(key: str, free: Sequence[str]) -> bool:
-    return any(key.startswith(name) if name.endswith(".") else key == name for name in free)
-
-
-def _check_known(allowed: Sequence[str], config: dict[str, Any]) -> None:
-    known = ["dataset", "base", *_OF_RESULT, *(_OBJECTIVE | flatten(config))]
-    for key in allowed:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"--allow-change {key}: there is no such field{hint}")
 
 
 def continue_from(path: Path, state: TrainState) -> Progress:

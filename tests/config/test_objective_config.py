@@ -10,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from fastdiff.checkpoint.unchanged import config_changes
 from fastdiff.config.command_line import parse
 from fastdiff.config.config_file import from_mapping, with_process
 from fastdiff.config.data import ValidationConfig
@@ -23,7 +24,6 @@ from fastdiff.config.run_record import as_json
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.timesteps import DENSITIES, TimestepConfig
 from fastdiff.errors import ConfigError
-from fastdiff.training.resume import config_changes
 from tests.support.inputs.objectives import objective_of
 
 LEARNED = {"variance": "learned_range"}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
+from fastdiff.checkpoint.unchanged import config_changes
 from fastdiff.config.config_file import from_mapping
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
@@ -29,7 +30,6 @@ from fastdiff.models.dit.network import DiT
 from fastdiff.models.load import build_network
 from fastdiff.rng import Stream, normal
 from fastdiff.sampling.solvers import sample
-from fastdiff.training.resume import config_changes
 
 MODEL = DiTConfig(depth=2, hidden=16, heads=2, patch=2, size=8, channels=2, classes=3, learn_sigma=True)
 SHAPE = (MODEL.channels, MODEL.size, MODEL.size)

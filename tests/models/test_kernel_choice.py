@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastdiff.checkpoint.unchanged import config_changes
 from fastdiff.cli.machines import doctor
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.presets import preset
@@ -21,7 +22,6 @@ from fastdiff.models import kernel_choice
 from fastdiff.parallel.world import World
 from fastdiff.sampling.run import Run
 from fastdiff.train import train
-from fastdiff.training.resume import config_changes
 from fastdiff_kernels import dispatch
 from fastdiff_kernels import launch as kernel_launch
 from fastdiff_kernels.dispatch import Choice

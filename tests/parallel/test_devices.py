@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastdiff.checkpoint.unchanged import config_changes
 from fastdiff.config.presets import PRESETS, preset
 from fastdiff.config.run_record import as_json
 from fastdiff.errors import ConfigError
@@ -21,7 +22,6 @@ from fastdiff.parallel.devices import (
     select_device,
 )
 from fastdiff.parallel.world import World, start_world
-from fastdiff.training.resume import config_changes
 
 CPU = torch.device("cpu")
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastdiff.checkpoint.manifest import committed, digest_of, verify
 from fastdiff.checkpoint.reader import Checkpoint
+from fastdiff.checkpoint.unchanged import flatten
 from fastdiff.config.data import DataConfig
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.dit import DiTConfig
@@ -30,7 +31,6 @@ from fastdiff.data.shards.reader import LatentReader
 from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.parallel.world import World
 from fastdiff.train import train
-from fastdiff.training.resume import flatten
 
 STEPS = 6
 

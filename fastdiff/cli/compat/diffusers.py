@@ -23,8 +23,8 @@ from fastdiff.config.argument_types import count
 from fastdiff.config.flags.of_others import PRECISIONS, PREDICTIONS
 from fastdiff.errors import ConfigError
 
-_PREDICTION = {None: "auto", **PREDICTIONS}
-_PRECISION = {None: "fp32", **PRECISIONS}
+_PREDICTION = dict[str | None, str](PREDICTIONS) | {None: "auto"}
+_PRECISION = dict[str | None, str](PRECISIONS) | {None: "fp32"}
 _FILTERS = ("nearest", "nearest_exact", "bilinear", "bicubic", "box", "hamming", "lanczos")
 _SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fastdiff.cluster.preflight.run_folder import check_run_folder
 from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.run import RunConfig
@@ -57,6 +58,7 @@ class Job:
             if not launch.dry_run and not elsewhere:
                 require_installed(config.output.report_to)
             if not launch.dry_run:
+                check_run_folder(config, launch)
                 check_data_set(config, launch.preset)
                 _check_plugins(config, elsewhere=elsewhere)
         except (DataError, StorageError) as error:

@@ -7,19 +7,22 @@ import socket
 
 from fastdiff.cluster.preflight.node_checks import examine_data, examine_space
 from fastdiff.cluster.preflight.report import Problem, as_error
+from fastdiff.cluster.preflight.run_folder import check_run_folder
 from fastdiff.cluster.supervisor.environment import PREFLIGHT
+from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.data.loading.fit import check_data_set
 from fastdiff.parallel.world import World, attempt
 
 
-def check_files(config: RunConfig, preset: str | None) -> None:
-    """Check what files and flags alone can tell; called by each rank before it meets the others.
+def check_files(config: RunConfig, launch: Launch) -> None:
+    """Check what files and flags alone can tell; called before the ranks start, and by each before it meets the others.
 
     Raises:
-        FastdiffError: as of ``data.loading.fit.check_data_set``.
+        FastdiffError: as of ``run_folder.check_run_folder`` and ``data.loading.fit.check_data_set``.
     """
-    check_data_set(config, preset)
+    check_run_folder(config, launch)
+    check_data_set(config, launch.preset)
 
 
 def check_if_requested(config: RunConfig, world: World) -> None:

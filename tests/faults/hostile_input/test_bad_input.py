@@ -340,7 +340,7 @@ def test_an_allowed_change_starts_what_is_new(world: World, trained: RunConfig, 
 @pytest.mark.fault(25)
 def test_another_data_set_is_refused(world: World, trained: RunConfig, tmp_path: Path) -> None:
     data = with_nans(tmp_path / "other", 10**6)
-    with pytest.raises(ConfigError, match=r"dataset: .*digest"):
+    with pytest.raises(ConfigError, match=r"run is a run on .*digits \(step 4, done\); give --output"):
         train(tiny(data, Path(trained.output.folder), steps=6), launch(), world)
 
 

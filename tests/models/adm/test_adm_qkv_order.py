@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastdiff.checkpoint.unchanged import config_changes
 from fastdiff.config.command_line import parse
 from fastdiff.config.config_file import from_mapping, overlay
 from fastdiff.config.networks.adm import AdmConfig
@@ -20,7 +21,6 @@ from fastdiff.errors import ConfigError
 from fastdiff.models.adm.blocks import AttentionBlock
 from fastdiff.models.adm.network import AdmUNet
 from fastdiff.models.build import load_model
-from fastdiff.training.resume import config_changes
 from tests.support.references.adm_networks import SMALL, built, inputs, referred, worst
 from tests.support.references.unet_reference import difference, gradients
 

@@ -131,10 +131,10 @@ def _commands() -> Iterator[Command]:
 
 
 def _train_flags() -> list[str]:
+    from fastdiff.checkpoint.unchanged import flatten
     from fastdiff.config import command_line
     from fastdiff.config.presets import preset
     from fastdiff.config.run_record import as_json
-    from fastdiff.training.resume import flatten
 
     own = [action.option_strings[0] for action in command_line._pre_parser()._actions]
     return sorted({*own, *(f"--{name}" for name in flatten(as_json(preset("digits"))))} - {"--preset", "--local_rank"})

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastdiff.checkpoint.async_saves import AsyncSaves
+from fastdiff.checkpoint.unchanged import config_changes
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
@@ -44,7 +45,6 @@ from fastdiff.training.callbacks.saving import save_checkpoint
 from fastdiff.training.checkpoints import Checkpoints
 from fastdiff.training.metrics import Meters
 from fastdiff.training.profiling.recording import trace_path
-from fastdiff.training.resume import config_changes
 from fastdiff.training.spikes import Spikes
 from fastdiff.training.state import TrainState
 from tests.support.forked import forked_ranks, values

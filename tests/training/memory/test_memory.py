@@ -16,6 +16,7 @@ from torch import nn
 
 from fastdiff.checkpoint import staging
 from fastdiff.checkpoint.staging import HostCopy
+from fastdiff.checkpoint.unchanged import config_changes
 from fastdiff.config import command_line
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.presets import preset
@@ -29,7 +30,6 @@ from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from fastdiff.training.memory.explanation import _cache_and_room, out_of_memory
-from fastdiff.training.resume import config_changes
 from fastdiff.training.state import TrainState
 from tests.support.processes import ON_CPU, ROOT
 from tests.support.runs import flags, launch, tiny

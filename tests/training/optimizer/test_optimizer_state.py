@@ -17,6 +17,7 @@ from torch import Tensor
 from fastdiff.checkpoint.bitsandbytes_state import BLOCK
 from fastdiff.checkpoint.manifest import MANIFEST
 from fastdiff.checkpoint.reader import FRAGMENTS
+from fastdiff.checkpoint.unchanged import config_changes
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.errors import ConfigError
@@ -28,7 +29,6 @@ from fastdiff.training.build import build
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.optimizer.build import build_optimizer
 from fastdiff.training.optimizer.state import check_groups
-from fastdiff.training.resume import config_changes
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import copy_run, launch, newest, renew_digest, tiny
 

@@ -1,0 +1,77 @@
+"""Check of a run folder that already holds a run, before the ranks start and before any word on shapes of the data.
+
+Advice on how the network could fit a data set would be wrong where the folder holds a run on another one.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastdiff.checkpoint.unchanged import Facts, check_resume, check_unchanged, newest_manifest
+from fastdiff.config.launch_options import Launch
+from fastdiff.config.run import RunConfig
+from fastdiff.config.run_record import as_json, plugins
+from fastdiff.data.loading.fit import require_fit
+from fastdiff.data.shards.format import DatasetInfo
+from fastdiff.errors import ConfigError, DataError, StorageError
+from fastdiff.sanitize import is_address
+
+
+def check_run_folder(config: RunConfig, launch: Launch) -> None:
+    """Refuse a folder with a run on other data, or of another configuration.
+
+    What is only known later is left to the ranks: data at an address or encoded online, and the fields that a pipeline
+    decides.
+
+    Raises:
+        ConfigError: with the state of that run, and the flag for another folder.
+    """
+    run = Path(config.output.folder)
+    found = None if launch.resume == "never" else newest_manifest(run)
+    check_resume(run, launch.resume, resumable=found is not None)
+    if found is None:
+        return
+    folder, manifest = found
+    digest, fits = _read(config)
+    # Data of other shapes are another run's, whatever may change.
+    allowed = [name for name in launch.allow_change if fits or name != "dataset"]
+    facts: Facts = {
+        "config": as_json(config),
+        "dataset": digest,
+        "base": None,
+        "versions": manifest.get("versions", {}),
+    }
+    with suppress(ConfigError):  # of code that is not here, also told later
+        facts["versions"] = plugins(config)
+    if config.pretrained.path and not config.pretrained.is_file:
+        facts["config"] = _as_saved(facts["config"], manifest["config"])
+    else:
+        prediction: Any = config.objective.predicted
+        facts["config"] = as_json(replace(config, objective=replace(config.objective, prediction=prediction)))
+    check_unchanged(folder, manifest, facts, allowed, fits=fits)
+
+
+def _read(config: RunConfig) -> tuple[str | None, bool]:
+    """Return the digest of the data set, None if it is not known here, and whether the network takes it."""
+    path = config.data.path
+    if not path or config.data.online or is_address(path):
+        return None, True
+    try:
+        info = DatasetInfo.read(path)
+    except (DataError, StorageError):  # told by the check of the data
+        return None, True
+    if config.pretrained.path and not config.pretrained.is_file:
+        return info.digest, True  # the pipeline is read later
+    try:
+        require_fit(config, info)
+    except ConfigError:
+        return info.digest, False
+    return info.digest, True
+
+
+def _as_saved(config: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a run with those that its pipeline decides as the run has recorded them."""
+    return {**config, **{name: saved[name] for name in ("model", "objective", "pretrained") if name in saved}}
