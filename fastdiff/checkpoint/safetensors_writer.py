@@ -33,7 +33,7 @@ _ALIGNMENT = 8
 def write_tensors(
     path: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
+    dtype: torch.dtype | Mapping[str, torch.dtype],
     read: Callable[[str], Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
@@ -42,8 +42,8 @@ def write_tensors(
     Args:
         path: must not exist.
         shapes: of the tensors, which are written in the order of their names.
-        dtype: of every tensor: float32, float16 or bfloat16.
-        read: returns the tensor of a name; it is converted to ``dtype``.
+        dtype: of every tensor, or of each by name: float32, float16 or bfloat16.
+        read: returns the tensor of a name; it is converted to its ``dtype``.
         metadata: of the file, in addition to its format.
 
     Raises:
@@ -51,10 +51,11 @@ def write_tensors(
     """
     with path.open("xb") as file:
         # The loaders of transformers require the format.
-        layout = {name: (dtype, shapes[name]) for name in sorted(shapes)}
+        dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
+        layout = {name: (dtypes[name], shapes[name]) for name in sorted(shapes)}
         file.write(header(layout, {"format": "pt", **(metadata or {})}))
         for name in sorted(shapes):
-            file.write(_bytes(read(name), name, shapes[name], dtype))
+            file.write(_bytes(read(name), name, shapes[name], dtypes[name]))
 
 
 def header(layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:

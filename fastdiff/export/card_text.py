@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,18 @@ def base_name(config: RunConfig) -> str:
     path = config.pretrained.path
     is_id = _HUB_ID.fullmatch(path) and not config.pretrained.is_file and not Path(path).exists()
     return path if is_id else Path(path).resolve().name
+
+
+def from_pretrained(path: str, options: str = "") -> str:
+    """Return code that loads ``pipeline`` from a folder or an id of the hub."""
+    load = f'DiffusionPipeline.from_pretrained("{path}"{options})'
+    return f"from diffusers import DiffusionPipeline\n\npipeline = {load}\n"
+
+
+def drawing(config: RunConfig) -> str:
+    """Return code that draws an image with ``pipeline``, of a prompt of the run."""
+    prompt = next(iter(config.validation.prompts), "a caption like those of the training")
+    return f'image = pipeline({json.dumps(prompt, ensure_ascii=False)}).images[0]\nimage.save("image.png")'
 
 
 def load_safetensors(config: RunConfig, place: Place, name: str) -> str:

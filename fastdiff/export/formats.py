@@ -17,11 +17,10 @@ from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.checkpoint.safetensors_writer import write_tensors
 from fastdiff.config.networks.registry import ModelConfig, networks
 from fastdiff.config.run import RunConfig
-from fastdiff.errors import ConfigError, StorageError
+from fastdiff.errors import ConfigError
 from fastdiff.export.card_text import Place, load_safetensors
 from fastdiff.export.weights import ExportedWeights
 from fastdiff.models.family import family_of
-from fastdiff.models.lora import WEIGHTS_FILE, save_lora
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ def formats_of(model: ModelConfig | type[ModelConfig]) -> dict[str, str]:
     """Return the formats of a network as ``module:NAME`` by name, its own first."""
     found = dict(family_of(model).formats)
     if model.lora_targets:
-        found.setdefault("lora", f"{__name__}:LORA")
+        found.setdefault("lora", "fastdiff.export.adapters:LORA")
     found.setdefault("safetensors", f"{__name__}:PLAIN")
     return found
 
@@ -84,33 +83,11 @@ def format_of(model: ModelConfig, name: str) -> ExportFormat:
             raise ConfigError(f"{found[name]} is a {type(form).__name__}, expected an ExportFormat")
         return form
     owners = [network.title for network in networks().values() if name in formats_of(network)]
-    *others, last = [known for known in found if known != "lora"]
+    *others, last = [known for known in found if not known.startswith("lora")]
     raise ConfigError(
         f"--format {name} is for {' and '.join(owners) or 'no network'}, the run has {model.title}; use "
         + (f"{', '.join(others)} or {last}" if others else last)
     )
-
-
-def write_lora(folder: Path, exported: Exported) -> None:
-    """Write the adapter.
-
-    Raises:
-        StorageError: it could not be written.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    dtype, weights, config = exported.dtype, exported.weights, exported.config
-    read = weights.reader(dtype)
-    try:
-        file = save_lora(folder, {name: read(name).to(dtype) for name in weights.shapes}, config.lora, config.model)
-    except SafetensorError as error:
-        raise StorageError(f"{folder}: the adapter could not be written ({error}); make room") from None
-    # Rewritten, because the library orders the metadata differently each time.
-    with safe_open(file, framework="pt") as saved:
-        metadata, keys = saved.metadata(), saved.keys()
-        shapes = {name: tuple(saved.get_slice(name).get_shape()) for name in keys}
-        write_tensors(folder / "sorted.safetensors", shapes, dtype, saved.get_tensor, metadata)
-    (folder / "sorted.safetensors").replace(file)
 
 
 def _write_plain(folder: Path, exported: Exported) -> None:
@@ -120,7 +97,4 @@ def _write_plain(folder: Path, exported: Exported) -> None:
 
 PLAIN = ExportFormat(
     write=_write_plain, use=lambda config, place, step: load_safetensors(config, place, "model.safetensors")
-)
-LORA = ExportFormat(
-    write=write_lora, use=lambda config, place, step: load_safetensors(config, place, WEIGHTS_FILE), adapter=True
 )

@@ -17,9 +17,9 @@ from fastdiff.config.objective import PREDICTION_TYPES, DdpmConfig, ObjectiveCon
 from fastdiff.config.run import RunConfig
 from fastdiff.diffusion.schedules import betas
 from fastdiff.errors import ConfigError
-from fastdiff.export.card_text import Place, base_name, python
+from fastdiff.export.card_text import Place, drawing, from_pretrained, python
 from fastdiff.export.diffusers_model import Source, write_model
-from fastdiff.export.formats import Exported, ExportFormat, write_lora
+from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.weights import ExportedWeights
 from fastdiff.models.load import pretrained
 from fastdiff.models.pretrained.pipeline import Pretrained
@@ -166,26 +166,11 @@ def _write(folder: Path, exported: Exported) -> None:
     write_pipeline(folder, exported.weights, exported.config, exported.dtype)
 
 
-_DRAW = 'image = pipeline("a photograph of a cat").images[0]\nimage.save("image.png")'
-
-
 def _use(config: RunConfig, place: Place, step: int) -> str:
     if config.pretrained.path:
-        return python(_load(str(place)) + _DRAW)
+        return python(from_pretrained(str(place)) + drawing(config))
     code = f'unet = UNet2DConditionModel.from_pretrained("{place}", subfolder="unet")'
     return python(f"from diffusers import UNet2DConditionModel\n\n{code}")
 
 
-def _use_adapter(config: RunConfig, place: Place, step: int) -> str:
-    given = {"revision": config.pretrained.revision, "variant": config.pretrained.variant}
-    version = "".join(f', {name}="{value}"' for name, value in given.items() if value is not None)
-    return python(f'{_load(base_name(config), version)}pipeline.load_lora_weights("{place}")\n{_DRAW}')
-
-
-def _load(path: str, options: str = "") -> str:
-    load = f'DiffusionPipeline.from_pretrained("{path}"{options})'
-    return f"from diffusers import DiffusionPipeline\n\npipeline = {load}\n"
-
-
 DIFFUSERS = ExportFormat(write=_write, use=_use, library="diffusers")
-LORA = ExportFormat(write=write_lora, use=_use_adapter, adapter=True)

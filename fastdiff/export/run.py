@@ -98,10 +98,10 @@ def _of_file(path: Path, config: RunConfig, choice: Choice) -> tuple[ExportForma
 def _checked(choice: Choice, config: RunConfig) -> ExportFormat:
     """Return the format; ConfigError if it does not support the run or the other choices."""
     name = choice.format
-    if name == "lora":
-        instead = next(known for known in formats_of(config.model) if known != "lora")
-        require(config.lora.rank > 0, f"--format lora: the run trained all weights and has no adapter; use {instead}")
     found = format_of(config.model, name)
+    if found.adapter:
+        instead = next(known for known in formats_of(config.model) if not format_of(config.model, known).adapter)
+        require(config.lora.rank > 0, f"--format {name}: the run trained all weights and has no adapter; use {instead}")
     if found.training:
         require(choice.dtype == "fp32", f"--dtype {choice.dtype}: the files of --format {name} are in fp32")
         require(not choice.raw, f"--raw: --format {name} holds the raw weights in addition to the averages")

@@ -42,7 +42,7 @@ class ExportedWeights:
         Raises:
             ConfigError: on reading a weight that overflows.
         """
-        return lambda name: _representable(name, self.read(name), dtype)
+        return lambda name: representable(name, self.read(name), dtype)
 
 
 def exported_weights(
@@ -115,7 +115,8 @@ def _base(config: RunConfig) -> tuple[Shapes, Read]:
     return shapes, lambda name: handles[name].get_tensor(name).float()
 
 
-def _representable(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+def representable(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``value`` if ``dtype`` can represent it, otherwise raise ConfigError."""
     if dtype == torch.float16 and not value.to(dtype).isfinite().all() and value.isfinite().all():
         raise ConfigError(
             f"--dtype fp16: {name} has entries up to {value.abs().max():.3g}, above the fp16 maximum 65504; use bf16"

@@ -1,9 +1,8 @@
-"""Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685) of the networks with peft, and its files for diffusers."""
+"""Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685) of the networks with peft."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,6 @@ from fastdiff.models.build import Model
 from fastdiff.models.family import family_of
 from fastdiff.models.quantized import Bits, QuantizedLinear
 from fastdiff.optional_packages import pip_install
-
-WEIGHTS_FILE = "pytorch_lora_weights.safetensors"
-"""File name of an adapter in a folder, as diffusers expects it."""
 
 _ADAPTER = "default"
 
@@ -54,47 +50,6 @@ def add_lora(model: Model, config: LoraConfig, *, seed: int, weights: Mapping[st
 def lora_targets(config: LoraConfig, model: ModelConfig) -> tuple[str, ...]:
     """Return the suffixes of the names of the adapted layers."""
     return config.targets or model.lora_targets
-
-
-def lora_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the trained parameters under diffusers' names, without the prefix of the network.
-
-    diffusers' training scripts write ``to_q.lora.down.weight`` for the attention of a UNet, and ``lora_A.weight`` for
-    all other layers. From a file with both it loads only the latter, so the former is used only if it fits every name.
-
-    Args:
-        weights: names as in ``model.named_parameters()``.
-    """
-    from diffusers.utils import convert_state_dict_to_diffusers
-
-    suffix = f".{_ADAPTER}.weight"
-    plain = {name.removesuffix(suffix) + ".weight": value.contiguous() for name, value in weights.items()}
-    converted = dict(convert_state_dict_to_diffusers(plain))
-    return plain if any(name in plain for name in converted) else converted
-
-
-def save_lora(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig, model: ModelConfig) -> Path:
-    """Write the adapter in diffusers' format and return the file.
-
-    For a UNet, ``pipeline.load_lora_weights(folder)`` applies it with the same scale: the metadata of the file has rank
-    and alpha. Programs that ignore them scale by 1, which is correct only if alpha is the rank. For other networks the
-    names begin with ``transformer.``; diffusers has no pipeline with the layer names of a DiT.
-
-    Args:
-        folder: created if it is missing.
-        weights: every trained parameter, names as in ``model.named_parameters()``.
-        config: configuration of the adapter.
-        model: configuration of the network.
-    """
-    from diffusers.loaders import SD3LoraLoaderMixin, StableDiffusionLoraLoaderMixin
-
-    metadata = {"r": config.rank, "lora_alpha": config.numerator, "target_modules": list(lora_targets(config, model))}
-    layers = lora_weights(weights)
-    component = family_of(model).lora_component
-    loader = {"transformer": SD3LoraLoaderMixin, "unet": StableDiffusionLoraLoaderMixin}[component]
-    given = {f"{component}_lora_layers": layers, f"{component}_lora_adapter_metadata": metadata}
-    loader.save_lora_weights(folder, **given)
-    return folder / WEIGHTS_FILE
 
 
 def _adaptable(model: nn.Module) -> list[str]:

@@ -105,13 +105,13 @@ def test_every_format_that_a_family_names_is_there() -> None:
     found = {kind: list(formats_of(config)) for kind, config in networks().items()}
     assert found == {
         "dit": ["diffusers", "dit", "dit-training", "lora", "safetensors"],
-        "unet": ["diffusers", "lora", "safetensors"],
+        "unet": ["diffusers", "single-file", "lora", "lora-diffusers", "safetensors"],
         "adm": ["diffusers", "iddpm", "safetensors"],
     }
     for kind, names in found.items():
         for name in names:
             form = format_of(networks()[kind](), name)
-            assert form.adapter == (name == "lora")
+            assert form.adapter == name.startswith("lora")
             assert form.training == (name in ("dit-training", "iddpm"))
 
 

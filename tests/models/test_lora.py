@@ -1,17 +1,14 @@
-"""LoRA on our networks, its quantised base, and its files in diffusers."""
+"""LoRA on our networks, and its quantised base."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from fastdiff.config.networks.dit import DiTConfig
@@ -23,10 +20,10 @@ from fastdiff.errors import ConfigError
 from fastdiff.export.formats import formats_of
 from fastdiff.export.run import Choice, _checked
 from fastdiff.models.blockwise import BlockwiseModel
-from fastdiff.models.build import Model, build_model, load_model
+from fastdiff.models.build import Model, build_model
 from fastdiff.models.family import ModelFamily
-from fastdiff.models.lora import add_lora, lora_weights, save_lora
-from fastdiff.models.pretrained.tiny_pipeline import UNETS, Kind, build
+from fastdiff.models.lora import add_lora
+from fastdiff.models.pretrained.tiny_pipeline import UNETS
 from fastdiff.models.quantized import QuantizedLinear
 
 DIT = DiTConfig(depth=2, hidden=32, heads=2, patch=2, channels=4, size=8, classes=10)
@@ -265,84 +262,3 @@ def test_blocks_compile_whole(kind: str, quantize: Any) -> None:
     model.compile_blocks(backend="aot_eager")
     for found, value in zip(gradients(model, given), expected, strict=True):
         assert torch.allclose(found, value, atol=1e-4 * float(value.abs().max()))
-
-
-TARGETS = {
-    "attention": (),
-    "everywhere": ("to_q", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "conv1", "time_emb_proj"),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "alpha", "targets"),
-    [
-        ("sd15", None, "attention"),
-        ("sd15", 7.0, "attention"),
-        ("sd15", 7.0, "everywhere"),
-        ("sdxl", 1.5, "attention"),
-        ("sdxl", 1.5, "everywhere"),
-    ],
-)
-def test_diffusers_loads_the_file_and_changes_as_we_do(
-    kind: Kind, alpha: float | None, targets: str, tmp_path: Path, pipelines: Mapping[Kind, Path]
-) -> None:
-    import diffusers
-
-    config, model = LoraConfig(rank=4, alpha=alpha, targets=TARGETS[targets]), UNETS[kind]
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(pipelines[kind])
-    plain = load_model(model, pipeline.unet.state_dict())
-    ours = load_model(model, pipeline.unet.state_dict())
-    add_lora(ours, config, seed=1)
-    weights = trained(ours)
-    ours.load_state_dict(weights, strict=False)
-    given = inputs(model)
-
-    def theirs() -> Tensor:
-        added = {"text_embeds": given["pooled"], "time_ids": given["time_ids"]} if kind == "sdxl" else None
-        out = pipeline.unet(given["noisy"], given["time"], given["context"], added_cond_kwargs=added)
-        return out.sample  # type: ignore[no-any-return]
-
-    with torch.no_grad():
-        before, delta = theirs(), ours(**given) - plain(**given)
-        file = save_lora(tmp_path / "lora", weights, config, model)
-        pipeline.load_lora_weights(tmp_path / "lora")
-        after = theirs()
-    assert file == tmp_path / "lora" / "pytorch_lora_weights.safetensors"
-    assert float(delta.norm()) > 0.1 * float(before.norm()), "the adapter matters"
-    assert relative(ours(**given), after) < 1e-5
-    assert relative(delta, after - before) < 1e-5
-
-
-@pytest.fixture(scope="module")
-def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
-    kinds: tuple[Kind, ...] = ("sd15", "sdxl")
-    return {kind: build(tmp_path_factory.mktemp("pipelines") / kind, kind=kind) for kind in kinds}
-
-
-def test_names_are_those_of_pefts_own_export() -> None:
-    """And, if all of it is attention, those of diffusers' training script."""
-    from diffusers.utils import convert_state_dict_to_diffusers
-    from peft import get_peft_model_state_dict
-
-    for targets, convert in ((), convert_state_dict_to_diffusers), (("to_q", "ff.net.2"), dict):
-        model: Any = adapted(UNETS["sd15"], LoraConfig(rank=2, targets=targets))
-        expected = convert(get_peft_model_state_dict(model))
-        found = lora_weights(trainable(model))
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def test_the_file_of_a_dit(tmp_path: Path) -> None:
-    config = LoraConfig(rank=2, alpha=3.0)
-    weights = trained(adapted(DIT, config))
-    with safe_open(save_lora(tmp_path, weights, config, DIT), "pt") as file:
-        metadata = json.loads(file.metadata()["lora_adapter_metadata"])
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
-    assert metadata == {
-        "transformer.r": 2,
-        "transformer.lora_alpha": 3.0,
-        "transformer.target_modules": ["attn.qkv", "attn.proj"],
-    }
-    assert len(found) == len(weights)
-    name = "blocks.1.attn.qkv.lora_B"
-    assert torch.equal(found[f"transformer.{name}.weight"], weights[f"{name}.default.weight"])

@@ -67,7 +67,11 @@ UNET = ModelFamily(
     draws_on_meta=True,
     subject=lambda config: "A text-to-image UNet",
     library="diffusers",
-    formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS", "lora": "fastdiff.export.pipeline:LORA"},
+    formats={
+        "diffusers": "fastdiff.export.pipeline:DIFFUSERS",
+        "lora": "fastdiff.export.adapters:KOHYA",
+        "lora-diffusers": "fastdiff.export.adapters:SCALED",
+    },
     lora_component="unet",
     quantized_blocks=(TransformerBlock,),
     usual_guidance=7.5,
