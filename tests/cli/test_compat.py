@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from fastdiff.cli.compat.translation import Translation, program
 from fastdiff.cli.main import _parser, main
 from fastdiff.config.command_line import parse
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
+from fastdiff.config.networks.registry import networks
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError
+from fastdiff.models.family import family_of
 from tests.support.inputs.images import encode, natural
 from tests.support.processes import run
 from tests.support.scripts import COMMAND, run_with_forks
@@ -166,8 +169,62 @@ def test_epochs_count_the_images(classes: Path) -> None:
     assert config.steps == 9, "12 images by 2 GPUs by 2, three times"
     assert config.validation.prompts == ("a", "b")
     assert (config.validation.first, config.validation.every) == (3, 5 * 3), "after epochs 1, 6, 11, ..."
-    with pytest.raises(ConfigError, match=r"cannot be counted .*give --max_train_steps"):
-        translate("t2i", ["--pretrained_model_name_or_path", "p", "--train_data_dir", "/nowhere"], gpus=1)
+
+
+def test_without_the_images_epochs_stay_epochs(classes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default of the script is one of epochs; the training counts the images where they are."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["--pretrained_model_name_or_path", "p", "--train_data_dir", "images/none", "--train_batch_size", "4"]
+    done = translate("t2i", flags, gpus=1)
+    command = training_command(done)
+    assert command[command.index("--epochs") + 1] == "100"
+    assert "--samples" not in command
+    assert any("--epochs 100: the images of" in note and "the training counts them" in note for note in done.notes)
+    classes.rename(tmp_path / "elsewhere")
+    (tmp_path / "images").mkdir()
+    (tmp_path / "elsewhere").rename(tmp_path / "images" / "none")
+    assert config_of(command).steps == 100 * 3
+    some = translate("t2i", [*flags[:3], "/nowhere", "--max_train_samples", "5", "--validation_prompts", "a"], gpus=1)
+    assert any("--validation.every to the steps of an epoch" in note for note in some.notes)
+    words = ["/nowhere" if word == str(tmp_path / "images" / "none") else word for word in command]
+    with pytest.raises(ConfigError, match=r"--epochs 100: the images of /nowhere cannot be counted"):
+        config_of(words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ("--num_validation_images 0 --validation_prompt x", {"validation.prompts": ()}),
+        ("--num_validation_images=-1 --validation_prompt x", {"validation.prompts": ()}),
+        ("--validation_prompt=", {"validation.prompts": ("",), "validation.images_per_prompt": 4}),
+        ("--validation_epochs 0", {"validation.prompts": ()}),
+        ("--checkpoints_total_limit 0", {"output.keep": 1}),
+        ("--checkpoints_total_limit=-3", {"output.keep": 1}),
+        ("--num_train_epochs 0", {"steps": 100}),
+        ("--lr_scheduler cosine --lr_warmup_steps=-1", {"optim.warmup_steps": 0}),
+        ("--lr_scheduler cosine --lr_warmup_steps 500", {"optim.warmup_steps": 500}),
+        ("--max_grad_norm inf", {"optim.clip": 0.0}),
+        ("--noise_offset=-0.1", {"objective.noise_offset": 0.1}),
+        ("--dataloader_num_workers 0 --local_rank 3", {"data.workers": 1}),
+        ("--report_to none", {"output.report_to": ()}),
+        ("--report_to trackio", {"output.report_to": ("trackio",)}),
+        ("--resume_from_checkpoint=", {"steps": 100}),
+        ("--seed 0 --adam_beta1 0 --adam_weight_decay 0", {"seed": 0, "optim.betas": (0.0, 0.999)}),
+    ],
+)
+def test_every_value_that_the_script_takes_is_taken(flags: str, found: dict[str, object]) -> None:
+    config, _ = run_of("t2i-lora", [*T2I, *flags.split()])
+    for name, value in found.items():
+        assert attrgetter(name)(config) == value
+
+
+def test_the_end_of_a_run_names_the_printed_format() -> None:
+    for script, model in (("t2i", "unet"), ("dit", "dit"), ("iddpm", "adm")):
+        given = {"t2i": T2I, "dit": ["--data-path", "imagenet"], "iddpm": ["--data_dir", "cifar", "--image_size", "32"]}
+        [export] = [words for words in translate(script, given[script], gpus=1).commands if words[1] == "export"]
+        assert export[export.index("--format") + 1] == family_of(networks()[model]).script_format
+    [export] = [words for words in translate("t2i-lora", T2I, gpus=1).commands if words[1] == "export"]
+    assert export[export.index("--format") + 1] == family_of(networks()["unet"]).adapter_formats[-1]
 
 
 def test_dit(classes: Path) -> None:
@@ -245,6 +302,10 @@ def test_the_encode_command_is_one_that_fastdiff_has(classes: Path, tmp_path: Pa
         ([*T2I, "--image_interpolation_mode", "best"], "invalid choice"),
         ([*T2I, "--train_batch_size", "0"], "--train_batch_size: 0: expected a whole number from 1 to"),
         ([*T2I, "--checkpointing_steps", "0"], "--checkpointing_steps: 0"),
+        ([*T2I, "--max_train_steps", "0"], "--max_train_steps: their script takes no step below 1"),
+        ([*T2I[:4], "--num_train_epochs", "0"], "--num_train_epochs: their script takes no step below 1"),
+        ([*T2I, "--validation_epochs", "0", "--validation_prompts", "a"], "their script divides by it"),
+        ([*T2I, "--train_text_encoder"], "--train_text_encoder, of train_text_to_image_lora_sdxl.py: text encoders"),
         ([*T2I, "--learning_rate", "nan"], "an invalid run: --optim.lr nan: above 0"),
     ],
 )
@@ -273,7 +334,17 @@ def test_what_theirs_does_otherwise_is_said() -> None:
     config, notes = run_of("t2i", T2I)
     assert config.output.log_every == 1, "theirs logs every step"
     told = "\n".join(notes)
-    for word in ("starts anew", "every step is logged", "last step of an epoch", "16 bits", "EXIF", "16-bit gray"):
+    for word in (
+        "folders checkpoint-N",
+        "text encoders stay",
+        "the export replaces",
+        "starts anew",
+        "every step is logged",
+        "last step of an epoch",
+        "16 bits",
+        "EXIF",
+        "16-bit gray",
+    ):
         assert word in told, word
     _, resumed = run_of("t2i", [*T2I, "--resume_from_checkpoint", "latest"])
     assert "starts anew" not in "\n".join(resumed)

@@ -169,7 +169,7 @@ def test_the_length_of_a_run_in_every_unit(digits: Path, length: list[str], samp
         (["--epochs", "-1"], "--epochs"),
         (["--epochs", "1", "--data.path", "nowhere"], "make the data set with `fastdiff encode digits nowhere`"),
         (["--epochs", "1", "--data.path", "s3://a/b"], "not known here; use --steps"),
-        (["--epochs", "1", "--data.online"], "before --data.online has listed them"),
+        (["--epochs", "1", "--data.online", "--data.path", "./none"], "images of ./none cannot be counted"),
     ],
 )
 def test_a_length_that_is_no_length_is_refused(length: list[str], message: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import dataclass
 
 from fastdiff import sanitize
 from fastdiff.cli.compat.translation import (
@@ -15,13 +16,13 @@ from fastdiff.cli.compat.translation import (
     Translation,
     absolute,
     absolute_or_id,
-    count_images,
     flag,
     training,
 )
-from fastdiff.config.argument_types import count
+from fastdiff.config.argument_types import LARGEST, count
 from fastdiff.config.flags.of_others import PRECISIONS, PREDICTIONS
-from fastdiff.errors import ConfigError
+from fastdiff.data.images.sources import count_images
+from fastdiff.errors import ConfigError, FastdiffError
 
 _PREDICTION = dict[str | None, str](PREDICTIONS) | {None: "auto"}
 _PRECISION = dict[str | None, str](PRECISIONS) | {None: "fp32"}
@@ -34,6 +35,12 @@ _ALWAYS = (
     "alphas_cumprod stays fp32; theirs is rounded to the dtype of the latents, so in fp16 and bf16 the first "
     "timesteps get no noise",
     "a resumed run continues at the sample where it stopped; theirs restarts the epoch",
+    "checkpoints are in checkpoints/step-N of the run folder, with weights, averages, optimizer and position; theirs "
+    "are folders checkpoint-N in --output_dir, which accelerate reads; `fastdiff export --step N` writes the weights "
+    "of one",
+    "text encoders stay as they are, as in their script; --train_text_encoder of train_text_to_image_lora_sdxl.py has "
+    "no counterpart",
+    "the export replaces that of an earlier start; theirs writes the final weights into --output_dir itself",
     "every step is logged, as in their script; --output.log_every 50 waits for the GPU less often",
     "every step has --batch.samples images, across the epochs; theirs has fewer in the last step of an epoch if "
     "their number is no multiple of the batch",
@@ -43,6 +50,14 @@ _ALWAYS = (
     "give the shards as --data.path and drop --data.online (centre crops only)",
 )
 """Differences of every run."""
+_TRACKERS = ("tensorboard", "wandb", "trackio")
+_WITHOUT_EPOCHS = 500
+"""Steps between validation images where an epoch has an unknown number of them; their default of a checkpoint."""
+_ROUNDED = "theirs rounds each epoch up to whole batches"
+OF_OTHERS = {
+    "--train_text_encoder": "of train_text_to_image_lora_sdxl.py: text encoders are not trained here; leave it out",
+}
+"""Flags of related scripts that have no counterpart."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +78,7 @@ def add_lora_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of train_text_to_image_lora.py."""
     _add_common(parser, output_dir="sd-model-finetuned-lora", validation_epochs=1)
     parser.add_argument("--validation_prompt")
-    parser.add_argument("--num_validation_images", type=count, default=4)
+    parser.add_argument("--num_validation_images", type=int, default=4)
     parser.add_argument("--rank", type=count, default=4)
 
 
@@ -78,15 +93,19 @@ def _add_common(parser: argparse.ArgumentParser, *, output_dir: str, validation_
     add("--output_dir", default=output_dir)
     add("--image_interpolation_mode", default="lanczos", choices=_FILTERS)
     add("--report_to", default="tensorboard")
-    for name in ("max_train_samples", "max_train_steps", "checkpoints_total_limit"):
-        add(f"--{name}", type=count)
+    add("--max_train_samples", type=count)
+    for name in ("max_train_steps", "checkpoints_total_limit"):
+        add(f"--{name}", type=int)
     counts = {
-        "resolution": 512, "train_batch_size": 16, "num_train_epochs": 100, "gradient_accumulation_steps": 1,
-        "checkpointing_steps": 500, "validation_epochs": validation_epochs,
+        "resolution": 512, "train_batch_size": 16, "gradient_accumulation_steps": 1, "checkpointing_steps": 500,
     }  # fmt: skip
     for name, number in counts.items():
         add(f"--{name}", type=count, default=number)
-    for name, number in {"lr_warmup_steps": 500, "dataloader_num_workers": 0, "local_rank": -1}.items():
+    whole = {
+        "num_train_epochs": 100, "lr_warmup_steps": 500, "dataloader_num_workers": 0, "local_rank": -1,
+        "validation_epochs": validation_epochs,
+    }  # fmt: skip
+    for name, number in whole.items():
         add(f"--{name}", type=int, default=number)
     add("--seed", type=int)
     real = {
@@ -110,19 +129,20 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
     """Translate train_text_to_image.py."""
     done = Translation()
     own = [
-        *flag("objective.input_perturbation", flags.input_perturbation or None),
+        *flag("objective.input_perturbation", abs(flags.input_perturbation) or None),
         *(flag("objective.dream", True) if flags.dream_training else []),
         *(flag("objective.dream_detail_preservation", flags.dream_detail_preservation) if flags.dream_training else []),
         *flag("ema.rates", (0.9999,) if flags.use_ema else ()),
         *flag("ema.warmup", flags.use_ema),
         *flag("output.project", flags.tracker_project_name),
-        *_validation(flags, gpus, flags.validation_prompts or [], 1),
     ]
-    _add_commands(done, flags, gpus, own, "diffusers")
+    drawn = _Drawn(flags.validation_prompts or [], images=1, steps=20)
+    _add_commands(done, flags, gpus, own, drawn, "diffusers")
     done.note(
         flags.offload_ema or flags.foreach_ema,
         "--offload_ema and --foreach_ema: the average is always fused, and sharded over the GPUs by ZeRO",
     )
+    done.note(not flags.max_grad_norm, "--max_grad_norm 0: nothing is clipped; theirs multiplies every gradient by 0")
     done.note(flags.non_ema_revision, "--non_ema_revision: the UNet is taken from --pretrained.revision too")
     return done
 
@@ -130,13 +150,10 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
 def translate_lora(flags: argparse.Namespace, gpus: int) -> Translation:
     """Translate train_text_to_image_lora.py."""
     done = Translation()
-    prompts = [flags.validation_prompt] if flags.validation_prompt else []
-    own = [
-        *flag("lora.rank", flags.rank),
-        *flag("ema.rates", ()),
-        *_validation(flags, gpus, prompts, flags.num_validation_images),
-    ]
-    _add_commands(done, flags, gpus, own, "lora")
+    asked = flags.validation_prompt is not None and flags.num_validation_images > 0
+    drawn = _Drawn([flags.validation_prompt] if asked else [], images=flags.num_validation_images, steps=30)
+    own = [*flag("lora.rank", flags.rank), *flag("ema.rates", ())]
+    _add_commands(done, flags, gpus, own, drawn, "lora-diffusers")
     done.note(
         flags.max_grad_norm,
         "--max_grad_norm clips the gradient; in their script it has no effect, because its list of parameters is empty",
@@ -148,14 +165,28 @@ def translate_lora(flags: argparse.Namespace, gpus: int) -> Translation:
     return done
 
 
-def _add_commands(done: Translation, flags: argparse.Namespace, gpus: int, own: list[str], export: str) -> None:
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """The validation images of a script."""
+
+    prompts: list[str]
+    images: int
+    """Per prompt."""
+    steps: int
+    """Denoising steps."""
+
+
+def _add_commands(
+    done: Translation, flags: argparse.Namespace, gpus: int, own: list[str], drawn: _Drawn, export: str
+) -> None:
     _check(flags)
     batch = _batch(flags, gpus)
-    steps = flags.max_train_steps or flags.num_train_epochs * _steps_per_epoch(flags, gpus)
+    epoch, why = _steps_per_epoch(flags, gpus, asked=flags.max_train_steps is None or drawn.prompts)
+    steps = flags.max_train_steps or (flags.num_train_epochs * epoch if epoch else None)
     train = training(
         gpus,
         flag("preset", "sd15-finetune"),
-        flag("samples", steps * batch),
+        flag("samples", steps * batch) if steps else flag("epochs", flags.num_train_epochs),
         flag("seed", flags.seed),
         flag("pretrained.path", absolute_or_id("--pretrained_model_name_or_path", flags.pretrained_model_name_or_path)),
         flag("pretrained.revision", flags.revision),
@@ -169,18 +200,32 @@ def _add_commands(done: Translation, flags: argparse.Namespace, gpus: int, own: 
         _optimizer(flags, gpus),
         _performance(flags),
         own,
+        _validation(flags, drawn, epoch),
         _output(flags, steps),
     )
     run = absolute("--output_dir", flags.output_dir)
-    done.commands += [train, ["fastdiff", "export", run, f"{run}/export", "--format", export]]
+    done.commands += [train, ["fastdiff", "export", run, f"{run}/export", "--overwrite", "--format", export]]
     if flags.push_to_hub:
         done.commands[-1] += ["--push-to-hub", flags.hub_model_id or flags.output_dir.rstrip("/").split("/")[-1]]
     done.notes += _ALWAYS
-    for condition, text in (*_notes_of_numbers(flags), *_notes_of_data(flags), *_notes_of_results(flags)):
+    done.note(why and not steps, f"--epochs {flags.num_train_epochs}: {why}, so the training counts them; {_ROUNDED}")
+    done.note(
+        why and drawn.prompts,
+        f"--validation_epochs: {why}, so the images are drawn every {_WITHOUT_EPOCHS} steps: set --validation.every to "
+        "the steps of an epoch times --validation_epochs",
+    )
+    notes = (*_notes_of_numbers(flags), *_notes_of_data(flags), *_notes_of_results(flags, drawn))
+    for condition, text in notes:
         done.note(condition, text)
 
 
 def _check(flags: argparse.Namespace) -> None:
+    asked = getattr(flags, "validation_prompts", None) or getattr(flags, "validation_prompt", None) is not None
+    if asked and not flags.validation_epochs:
+        raise ConfigError("--validation_epochs 0 with a validation prompt: their script divides by it; at least 1")
+    if (flags.num_train_epochs if flags.max_train_steps is None else flags.max_train_steps) < 1:
+        name = "--num_train_epochs" if flags.max_train_steps is None else "--max_train_steps"
+        raise ConfigError(f"{name}: their script takes no step below 1, and saves the weights that it began with")
     if not flags.dataset_name and not flags.train_data_dir:
         raise ConfigError("neither --dataset_name nor --train_data_dir is given; one of them names the images")
     if flags.report_to == "wandb" and flags.hub_token:
@@ -199,18 +244,19 @@ def _batch(flags: argparse.Namespace, gpus: int) -> int:
     return int(flags.train_batch_size * gpus * flags.gradient_accumulation_steps)
 
 
-def _steps_per_epoch(flags: argparse.Namespace, gpus: int) -> int:
-    images = count_images(
-        _source(flags),
-        "give --max_train_steps, and no validation prompts",
-        image_column=flags.image_column,
-        caption_column=flags.caption_column,
-        dataset_config=_dataset_config(flags),
-    )
+def _steps_per_epoch(flags: argparse.Namespace, gpus: int, *, asked: object) -> tuple[int | None, str]:
+    """Return the optimizer steps of an epoch; None, and why, if the images cannot be counted here, or without need."""
+    if not asked:
+        return None, ""
+    source = _source(flags)
+    columns = {"image_column": flags.image_column, "caption_column": flags.caption_column}
+    try:
+        images = count_images(source, dataset_config=_dataset_config(flags), **columns)
+    except FastdiffError as error:
+        return None, f"the images of {source} cannot be counted here ({error})"
     images = min(images, flags.max_train_samples or images)
     per_process = math.ceil(math.ceil(images / gpus) / flags.train_batch_size)
-    steps: int = math.ceil(per_process / flags.gradient_accumulation_steps)
-    return steps
+    return math.ceil(per_process / flags.gradient_accumulation_steps), ""
 
 
 def _dataset_config(flags: argparse.Namespace) -> str | None:
@@ -237,7 +283,7 @@ def _objective(flags: argparse.Namespace) -> list[str]:
     return [
         *flag("objective.prediction", _PREDICTION[flags.prediction_type]),
         *flag("objective.min_snr_gamma", flags.snr_gamma),
-        *flag("objective.noise_offset", flags.noise_offset or None),
+        *flag("objective.noise_offset", abs(flags.noise_offset) or None),  # the noise has no sign
         *flag("objective.condition_dropout", 0.0),
     ]
 
@@ -250,9 +296,9 @@ def _optimizer(flags: argparse.Namespace, gpus: int) -> list[str]:
         *flag("optim.betas", (flags.adam_beta1, flags.adam_beta2)),
         *flag("optim.weight_decay", flags.adam_weight_decay),
         *flag("optim.eps", flags.adam_epsilon),
-        *flag("optim.clip", flags.max_grad_norm),
+        *flag("optim.clip", flags.max_grad_norm if math.isfinite(flags.max_grad_norm) else 0.0),
         *flag("optim.schedule", flags.lr_scheduler),
-        *flag("optim.warmup_steps", None if flags.lr_scheduler == "constant" else flags.lr_warmup_steps),
+        *flag("optim.warmup_steps", None if flags.lr_scheduler == "constant" else max(0, flags.lr_warmup_steps)),
     ]
 
 
@@ -265,28 +311,30 @@ def _performance(flags: argparse.Namespace) -> list[str]:
     ]
 
 
-def _validation(flags: argparse.Namespace, gpus: int, prompts: list[str], images: int) -> list[str]:
-    if not prompts:
+def _validation(flags: argparse.Namespace, drawn: _Drawn, epoch: int | None) -> list[str]:
+    if not drawn.prompts:
         return []
-    epoch = _steps_per_epoch(flags, gpus)
+    # Python's remainder by -n is 0 as often as that by n.
+    every = abs(flags.validation_epochs) * epoch if epoch else _WITHOUT_EPOCHS
     return [
-        *flag("validation.prompts", prompts),
-        *flag("validation.first", epoch),
-        *flag("validation.every", flags.validation_epochs * epoch),
-        *flag("validation.images_per_prompt", images),
-        *flag("validation.steps", 20 if hasattr(flags, "validation_prompts") else 30),
+        *flag("validation.prompts", drawn.prompts),
+        *flag("validation.first", epoch or _WITHOUT_EPOCHS),
+        *flag("validation.every", every),
+        *flag("validation.images_per_prompt", drawn.images),
+        *flag("validation.steps", drawn.steps),
     ]
 
 
-def _output(flags: argparse.Namespace, steps: int) -> list[str]:
+def _output(flags: argparse.Namespace, steps: int | None) -> list[str]:
     trackers = ("tensorboard", "wandb") if flags.report_to == "all" else (flags.report_to,)
-    every = flags.checkpointing_steps
+    every, limit = flags.checkpointing_steps, flags.checkpoints_total_limit
+    of_all = math.ceil(steps / every) + 1 if steps else LARGEST
     return [
         *flag("output.folder", absolute("--output_dir", flags.output_dir)),
         *flag("output.log_every", 1),
         *flag("output.checkpoint_every", every),
-        *flag("output.keep", flags.checkpoints_total_limit or math.ceil(steps / every) + 1),
-        *flag("output.report_to", [name for name in trackers if name in ("tensorboard", "wandb")]),
+        *flag("output.keep", of_all if limit is None else max(1, limit)),  # theirs keeps one for a limit of 0
+        *flag("output.report_to", [name for name in trackers if name in _TRACKERS]),
     ]
 
 
@@ -333,11 +381,11 @@ def _notes_of_data(flags: argparse.Namespace) -> list[Note]:
     ]
 
 
-def _notes_of_results(flags: argparse.Namespace) -> list[Note]:
+def _notes_of_results(flags: argparse.Namespace, drawn: _Drawn) -> list[Note]:
     """Return the notes on checkpoints, validation images and trackers."""
     return [
         (
-            getattr(flags, "validation_prompts", None) or getattr(flags, "validation_prompt", None),
+            drawn.prompts,
             "validation images are drawn with DPM-Solver++; theirs with the scheduler of the pipeline",
         ),
         (
@@ -345,7 +393,7 @@ def _notes_of_results(flags: argparse.Namespace) -> list[Note]:
             "--checkpoints_total_limit: an old checkpoint is deleted when the new one is complete; theirs before",
         ),
         (
-            flags.resume_from_checkpoint is None,
+            not flags.resume_from_checkpoint,
             "without --resume_from_checkpoint theirs starts anew in the same --output_dir; here the same command "
             "resumes: for a new run give another --output.folder, or remove the old one",
         ),
@@ -354,10 +402,16 @@ def _notes_of_results(flags: argparse.Namespace) -> list[Note]:
             "--resume_from_checkpoint latest: the same command resumes by itself (--resume never disables that)",
         ),
         (
-            flags.resume_from_checkpoint not in (None, "latest"),
-            f"--resume_from_checkpoint {flags.resume_from_checkpoint}: a checkpoint of accelerate is a pickle and is "
-            "not read; its unet/ can be read as part of the pipeline of --pretrained.path",
+            flags.resume_from_checkpoint not in (None, "", "latest"),
+            f"--resume_from_checkpoint {flags.resume_from_checkpoint}: the same command resumes from the newest "
+            "checkpoint of the run folder; one of accelerate is a pickle and is not read, but its unet/ can be part of "
+            "the pipeline of --pretrained.path",
         ),
-        (flags.report_to in ("comet_ml", "all"), f"--report_to {flags.report_to}: comet_ml is not supported"),
+        (flags.report_to == "all", "--report_to all: tensorboard and wandb; comet_ml and others are not supported"),
+        (
+            flags.report_to not in (*_TRACKERS, "all"),
+            f"--report_to {flags.report_to}: not supported; known are {', '.join(_TRACKERS)}; metrics.jsonl has all "
+            "values",
+        ),
         (flags.logging_dir != "logs", "--logging_dir: TensorBoard's files are in tensorboard/ of the run folder"),
     ]

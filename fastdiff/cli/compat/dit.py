@@ -6,10 +6,11 @@ import argparse
 import os
 import stat
 
-from fastdiff.cli.compat.translation import EXPORT_NOTE, GRAY_NOTE, Translation, absolute, count_images, flag, training
+from fastdiff.cli.compat.translation import EXPORT_NOTE, GRAY_NOTE, Translation, absolute, flag, training
 from fastdiff.config.argument_types import count
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES
-from fastdiff.errors import ConfigError, require
+from fastdiff.data.images.sources import count_images
+from fastdiff.errors import ConfigError, FastdiffError, require
 
 _IMAGENET = 1_281_167
 """Images of the training set of ImageNet's ILSVRC 2012."""
@@ -57,7 +58,7 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
         raise ConfigError(f"--global-batch-size {batch} is not divisible by {gpus} GPUs; their script refuses it too")
     data = absolute("--data-path", flags.data_path)
     here = _is_here(data)
-    images = count_images(data, _REMEDY) if here else _IMAGENET
+    images = _images(data) if here else _IMAGENET
     steps = flags.epochs * (images // batch)
     if not steps:
         raise ConfigError(f"{flags.data_path} holds {images} images, fewer than --global-batch-size {batch}")
@@ -68,7 +69,7 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
         [
             _encode(flags, data, latents),
             training(gpus, *_flags(flags, steps, latents, run)),
-            ["fastdiff", "export", run, f"{run}-export", "--format", "dit-training"],
+            ["fastdiff", "export", run, f"{run}-export", "--overwrite", "--format", "dit-training"],
             _sample(flags, run),
         ],
         [*_NOTES],
@@ -79,6 +80,15 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
         f"{_IMAGENET} of ImageNet; translate where the images are, or set it to --epochs times the images",
     )
     return done
+
+
+def _images(data: str) -> int:
+    try:
+        return count_images(data)
+    except FastdiffError as error:
+        raise ConfigError(
+            f"--epochs: the images of --data-path {data} cannot be counted ({error}); {_REMEDY}"
+        ) from None
 
 
 def _name(flags: argparse.Namespace) -> str:

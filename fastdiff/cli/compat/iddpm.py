@@ -129,7 +129,7 @@ def _encode(flags: argparse.Namespace, size: int, shards: str) -> list[str]:
 
 
 def _export(run: str) -> list[str]:
-    return ["fastdiff", "export", run, f"{run}-export", "--format", "iddpm"]
+    return ["fastdiff", "export", run, f"{run}-export", "--overwrite", "--format", "iddpm"]
 
 
 def _sample(flags: argparse.Namespace, network: AdmConfig, run: str) -> list[str]:

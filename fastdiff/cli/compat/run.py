@@ -81,9 +81,10 @@ def _train_flags(translation: Translation) -> list[str]:
 
 
 def _check(flags: Sequence[str]) -> None:
-    """Refuse now flags that the trainer would refuse later."""
+    """Refuse now flags that the trainer would refuse later; it counts the images for epochs where they are."""
+    words = ["--steps" if word == "--epochs" else word for word in flags]
     try:
-        parse(flags)
+        parse(words)
     except ConfigError as error:
         raise ConfigError(f"these flags describe an invalid run: {error}") from None
 
@@ -110,6 +111,8 @@ class _Parser(argparse.ArgumentParser):
         given = [word.partition("=")[0] for word in words if word.startswith("--")]
         if not given:
             return "a value without a flag"
+        if told := diffusers.OF_OTHERS.get(given[0]):
+            return f"{given[0]}, {told}"
         near = difflib.get_close_matches(given[0].replace("-", "_"), self._written, n=1)
         return ", ".join(given) + (f" (did you mean {self._written[near[0]]}?)" if near else "")
 

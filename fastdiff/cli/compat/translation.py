@@ -12,8 +12,7 @@ from pathlib import Path
 from fastdiff import sanitize
 from fastdiff.config.argument_types import require_local
 from fastdiff.config.networks.pretrained import HUB_ID
-from fastdiff.data.images.sources import open_source
-from fastdiff.errors import ConfigError, FastdiffError, require
+from fastdiff.errors import require
 
 LAUNCH = ["fastdiff", "launch", "local"]
 """Start of a training command; it runs in any folder, and on a free port. The flags of the run follow ``--``."""
@@ -74,16 +73,6 @@ def absolute(name: str, path: str) -> str:
 def absolute_or_id(name: str, text: str) -> str:
     """Return the path from the root; what may be an id of the Hugging Face hub, and is no path here, stays as it is."""
     return text if re.fullmatch(HUB_ID, text) and not os.path.exists(text) else absolute(name, text)
-
-
-def count_images(source: str, remedy: str, **columns: str | None) -> int:
-    """Count the images of a source, for epochs; ConfigError with the remedy if they cannot be counted."""
-    try:
-        return len(open_source(source, samples_per_unit=1, **columns))  # type: ignore[arg-type]
-    except FastdiffError as error:
-        raise ConfigError(
-            f"a flag is given in epochs, and the images of {source} cannot be counted ({error}); {remedy}"
-        ) from None
 
 
 def training(gpus: int, *flags: list[str]) -> list[str]:

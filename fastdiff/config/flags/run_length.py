@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pkgutil import resolve_name
 
-from fastdiff.config.argument_types import Parser, count, finite
+from fastdiff.config.argument_types import LARGEST, Parser, count, finite
 from fastdiff.config.flags.data_set import INFO_FILE, read_description
 from fastdiff.config.presets import encode_command
 from fastdiff.config.run import RunConfig
-from fastdiff.errors import ConfigError, require
+from fastdiff.errors import ConfigError, FastdiffError, require
 from fastdiff.sanitize import address, is_address
+
+_COUNT = "fastdiff.data.images.sources:count_images"
+"""Counts the images of a source; imported for this alone, because it stands on the configuration."""
+_COLUMNS = ("image_column", "caption_column", "dataset_config")
+"""Fields that it takes."""
 
 
 def add_run_length(parser: argparse.ArgumentParser) -> None:
@@ -42,12 +48,10 @@ def samples_flag(
     require(len(names) <= 1, f"{' and '.join(names)}: each is the length of the run; give one of them")
     batch = fields.batch or default.batch.samples
     if epochs is not None:
-        require(
-            not (fields.online or default.data.online),
-            f"--epochs {epochs:g}: the number of images is not known before --data.online has listed them; use --steps",
-        )
         path = default.data.path if fields.path is None else fields.path
-        steps = max(1, round(epochs * _images(path, epochs, preset) / batch))
+        online = fields.online or default.data.online
+        images = _listed(path, epochs, fields) if online else _images(path, epochs, preset)
+        steps = max(1, round(epochs * images / batch))
     return ["--samples", str((steps or 1) * batch)]
 
 
@@ -69,6 +73,18 @@ def _images(path: str, epochs: float, preset: str | None) -> int:
     raise ConfigError(f"--epochs {epochs:g}: the size of {path} is unknown, {problem}, or use --steps")
 
 
+def _listed(path: str, epochs: float, fields: argparse.Namespace) -> int:
+    """Return the number of images for online encoding, which are listed for it."""
+    count_images = resolve_name(_COUNT)
+    columns = {name: value for name, value in vars(fields).items() if name in _COLUMNS and value is not None}
+    try:
+        return min(int(count_images(path, **columns)), fields.max_samples or LARGEST)
+    except FastdiffError as error:
+        raise ConfigError(
+            f"--epochs {epochs:g}: the images of {address(path)} cannot be counted ({error}); use --steps"
+        ) from None
+
+
 def _field_parser() -> argparse.ArgumentParser:
     """Return a parser of the fields that the length depends on; tyro parses them again, with all others."""
     parser = Parser(add_help=False, allow_abbrev=False)
@@ -76,6 +92,9 @@ def _field_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch.samples", dest="batch", type=count)
     parser.add_argument("--data.path", dest="path")
     parser.add_argument("--data.online", dest="online", action="store_true")
+    parser.add_argument("--data.max_samples", "--data.max-samples", dest="max_samples", type=count)
+    for name in _COLUMNS:
+        parser.add_argument(f"--data.{name}", f"--data.{name.replace('_', '-')}", dest=name)
     return parser
 
 

@@ -87,6 +87,19 @@ def open_source(
     return HuggingFaceSource(text, image_column=image_column, split=split, config=dataset_config, **per_unit)
 
 
+def count_images(text: str, **columns: str | None) -> int:
+    """Count the images of a source.
+
+    Args:
+        text: As for ``open_source``.
+        columns: Its ``image_column``, ``caption_column`` and ``dataset_config``.
+
+    Raises:
+        FastdiffError: They cannot be counted.
+    """
+    return len(open_source(text, samples_per_unit=1, **columns))  # type: ignore[arg-type]
+
+
 def _of_user(
     text: str, image_root: str, dataset_config: str | None, samples_per_unit: int, max_samples: int | None
 ) -> ImageSource:
