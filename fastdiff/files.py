@@ -310,21 +310,28 @@ def lock(descriptor: int, folder: Path) -> None:
         ) from None
 
 
-_UNFINISHED, _CONTENT = ".fastdiff-unfinished", "content"
-"""Entries of the folder in which another one is written: a file that its writer locks, and the content."""
+_UNFINISHED, _CONTENT, _REPLACED = ".fastdiff-unfinished", "content", "replaced"
+"""Entries of the folder in which another one is written: a file that its writer locks, the content, and, for a moment,
+the folder that it replaces."""
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Of Linux's renameat2: paths count from the working directory; exchange both."""
 
 
 @contextmanager
-def unfinished_folder(out: Path) -> Iterator[Path]:
+def unfinished_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a new folder in ``out.unfinished``, which becomes ``out`` at the end, when it is on the disk.
 
     A leftover of a killed process is removed first; a folder of that name that is no leftover stays.
+
+    Args:
+        out: name of the folder at the end.
+        replace: take the place of a folder ``out``, which is then removed.
 
     Raises:
         ConfigError: ``out`` exists, another process writes it, or a folder of someone else has the temporary name.
         OSError: a file cannot be written.
     """
-    if os.path.lexists(out):
+    if not replace and os.path.lexists(out):
         raise ConfigError(f"{out} exists; choose another name, or delete it")
     place = out.with_name(f"{out.name}.unfinished")
     make_parents(place)
@@ -335,13 +342,29 @@ def unfinished_folder(out: Path) -> Iterator[Path]:
         yield folder
         for path in (*folder.rglob("*"), folder):
             fsync(path)
-        if os.path.lexists(out):
+        if replace and out.is_dir() and not out.is_symlink():
+            _exchange(folder, out)
+        elif os.path.lexists(out):
             raise ConfigError(f"{out} appeared meanwhile; choose another name")
-        folder.rename(out)
+        else:
+            folder.rename(out)
         fsync(out.parent)
     finally:
         _remove_unfinished(place)
         os.close(marker)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Exchange two folders in one operation; where the file system has none, ``old`` moves out of the way first."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE) == 0:
+        return
+    if (number := ctypes.get_errno()) not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        raise OSError(number, os.strerror(number), str(old))
+    aside = new.with_name(_REPLACED)
+    old.rename(aside)
+    new.rename(old)
+    aside.rename(new)
 
 
 def _claim_unfinished(place: Path, out: Path) -> int:
@@ -393,7 +416,8 @@ def _remove_leftover(place: Path, out: Path, busy: ConfigError) -> None:
 
 def _remove_unfinished(place: Path) -> None:
     """Remove the content and then the marker, so that a kill leaves a folder that is known as a leftover."""
-    shutil.rmtree(place / _CONTENT, ignore_errors=True)
+    for name in (_CONTENT, _REPLACED):
+        shutil.rmtree(place / name, ignore_errors=True)
     with suppress(OSError):
         (place / _UNFINISHED).unlink()
         place.rmdir()

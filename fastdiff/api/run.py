@@ -300,17 +300,20 @@ class Run:
         raw: bool = False,
         dtype: Precision = "fp32",
         step: int | None = None,
+        overwrite: bool = False,
     ) -> Path:
         """Write the weights in the format of another library, with a model card, as ``fastdiff export`` does.
 
         Args:
-            path: folder to write; it must not exist.
-            format: diffusers, lora, dit, dit-training, iddpm, safetensors, or one of the network's own.
+            path: folder to write.
+            format: diffusers, single-file, lora, lora-diffusers, dit, dit-training, iddpm, safetensors, or one of the
+                network's own.
             ema: decay rate of the average; None: the first average of the run.
             ema_std: relative width of a power-function average instead.
             raw: the raw weights instead of an average.
             dtype: of the weights.
             step: of the checkpoint; None: the newest.
+            overwrite: replace an earlier export in ``path``, when the new one is complete.
 
         Returns:
             ``path``.
@@ -322,7 +325,7 @@ class Run:
         from fastdiff.export.run import Choice, export
 
         choice = Choice(format=format, ema=ema, ema_std=ema_std, raw=raw, dtype=dtype, step=step)
-        export(self.path, Path(path), choice)
+        export(self.path, Path(path), choice, overwrite=overwrite)
         return Path(path)
 
     def __repr__(self) -> str:

@@ -18,16 +18,22 @@ def add(commands: Subcommands) -> None:
         metavar="RUN|FILE",
         help="run folder, whose newest checkpoint is used, or .pt or .safetensors file",
     )
-    parser.add_argument("out", type=local_path, metavar="OUT", help="folder to write; must not exist")
+    parser.add_argument("out", type=local_path, metavar="OUT", help="folder to write")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace an earlier export in OUT, when the new one is complete; without it OUT must not exist",
+    )
     parser.add_argument(
         "--format",
         metavar="FORMAT",
         required=True,
         help="diffusers: a pipeline, or the network alone (a DiT needs two lines of code after loading, see "
-        "OUT/README.md); lora: pytorch_lora_weights.safetensors; dit: weights for the published DiT, dit.pt; "
-        "dit-training: its full training state, NNNNNNN.pt; iddpm: the full training state of improved-diffusion, "
-        "model*.pt, ema_*.pt and opt*.pt; safetensors: the weights alone. All except lora merge an adapter into its "
-        "base",
+        "OUT/README.md); single-file: a checkpoint of the original Stable Diffusion, for ComfyUI and AUTOMATIC1111; "
+        "lora: an adapter that they and diffusers read; lora-diffusers: under the names of diffusers; dit: weights for "
+        "the published DiT, dit.pt; dit-training: its full training state, NNNNNNN.pt; iddpm: the full training state "
+        "of improved-diffusion, model*.pt, ema_*.pt and opt*.pt; safetensors: the weights alone. All except those of "
+        "an adapter merge it into its base",
     )
     add_preset(parser)
     add_plugin(parser)
@@ -70,7 +76,14 @@ def _export(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         step=arguments.step,
     )
-    export(arguments.run_folder, arguments.out, choice, published=published, repo_id=arguments.push_to_hub)
+    export(
+        arguments.run_folder,
+        arguments.out,
+        choice,
+        published=published,
+        repo_id=arguments.push_to_hub,
+        overwrite=arguments.overwrite,
+    )
     print(f"{arguments.out} is written, in the format {arguments.format}; its README.md says how to load it")
     if arguments.push_to_hub is not None:
         print(push(arguments.out, arguments.push_to_hub, private=arguments.private))

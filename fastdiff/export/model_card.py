@@ -12,6 +12,7 @@ from fastdiff.console import log
 from fastdiff.diffusion.levels import GAMMA
 from fastdiff.export.card_text import Place, base_name
 from fastdiff.export.formats import Exported, format_of
+from fastdiff.files import read_bounded
 from fastdiff.models.family import family_of
 from fastdiff.run_files import names_inside, read_inside
 
@@ -19,6 +20,7 @@ _SAMPLES = "samples.png"
 _PICTURE = re.compile(r"step-([0-9]{8,})\.png")
 _MOST = 2**27
 """Bytes of the largest picture that is copied."""
+_LARGEST_CARD = 4 << 20
 _PLUGINS = {"plugin.network": "Network of the user", "plugin.objective": "Loss of the user"}
 """Code of users by its name among the versions (``run_record.plugins``)."""
 _NORMAL = {"logit_normal": (0.0, 1.0), "log_normal": (-1.2, 1.2)}
@@ -58,6 +60,15 @@ def write_card(folder: Path, run: Path, exported: Exported, format_: str, dtype:
         "and of the data.\n"
     )
     (folder / "README.md").write_text(text)
+
+
+def is_export(folder: Path) -> bool:
+    """Whether a folder has a card that ``write_card`` wrote."""
+    try:
+        card = read_bounded(folder / "README.md", _LARGEST_CARD).decode()
+    except (OSError, ValueError):
+        return False
+    return card.startswith("---\n") and "\n- fastdiff\n" in card.partition("\n---\n")[0]
 
 
 def _newest_picture(run: Path, step: int) -> bytes | None:

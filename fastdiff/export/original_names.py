@@ -1,11 +1,12 @@
-"""Names of the original Stable Diffusion (CompVis, Stability AI) for the layers of diffusers' UNet.
+"""Names of the original Stable Diffusion (CompVis, Stability AI) for the layers of diffusers and transformers.
 
 Programs with single-file checkpoints know the layers by these names, and kohya's adapters of SDXL have them as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable
 
 from fastdiff.config.networks.unet import UNetConfig
 
@@ -20,6 +21,22 @@ _RES_BLOCK = {
     "norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0",
     "conv2": "out_layers.3", "conv_shortcut": "skip_connection",
 }  # fmt: skip
+_AUTOENCODER = (
+    (r"\bdown_blocks\.", "down."), (r"\.resnets\.(?=\d+\.\w+\.)(?<!mid_block\.resnets\.)", ".block."),
+    (r"\bmid_block\.resnets\.0\b", "mid.block_1"), (r"\bmid_block\.resnets\.1\b", "mid.block_2"),
+    (r"\bmid_block\.attentions\.0\.", "mid.attn_1."), (r"\bdownsamplers\.0\.", "downsample."),
+    (r"\bupsamplers\.0\.", "upsample."), (r"\bconv_norm_out\b", "norm_out"), (r"\bconv_shortcut\b", "nin_shortcut"),
+    (r"\bgroup_norm\b", "norm"), (r"\b(to_q|query)\b", "q"), (r"\b(to_k|key)\b", "k"), (r"\b(to_v|value)\b", "v"),
+    (r"\b(to_out\.0|proj_attn)\b", "proj_out"),
+)  # fmt: skip
+"""Replacements in the names of diffusers' autoencoder; its attention has had two sets of names."""
+_OPEN_CLIP = (
+    (r"^encoder\.layers\.", "transformer.resblocks."), (r"\blayer_norm1\b", "ln_1"), (r"\blayer_norm2\b", "ln_2"),
+    (r"\bmlp\.fc1\b", "mlp.c_fc"), (r"\bmlp\.fc2\b", "mlp.c_proj"), (r"\bself_attn\b", "attn"),
+    (r"^embeddings\.token_embedding\b", "token_embedding"), (r"^final_layer_norm\b", "ln_final"),
+    (r"^embeddings\.position_embedding\.weight$", "positional_embedding"),
+    (r"^text_projection\.weight$", "text_projection"),
+)  # fmt: skip
 
 
 def original_layer(layer: str, model: UNetConfig) -> str:
@@ -45,13 +62,28 @@ def original_weights(names: Iterable[str], model: UNetConfig) -> dict[str, str]:
     return {f"{original_layer(layer, model)}.{part}": f"{layer}.{part}" for layer, _, part in split}
 
 
-def renamed(layer: str, parts: Mapping[str, str]) -> str:
-    """Replace the dotted parts of a name that are keys of ``parts``; longer keys first."""
-    for theirs in sorted(parts, key=len, reverse=True):
-        dotted = f".{layer}."
-        if f".{theirs}." in dotted:
-            layer = dotted.replace(f".{theirs}.", f".{parts[theirs]}.").strip(".")
-    return layer
+def autoencoder_weight(name: str, levels: int) -> str:
+    """Return the original name of a weight of the autoencoder; the original decoder counts its levels from the finest.
+
+    Args:
+        name: in diffusers' ``AutoencoderKL``.
+        levels: of the autoencoder.
+    """
+    name = re.sub(r"^decoder\.up_blocks\.(\d+)", lambda found: f"decoder.up.{levels - 1 - int(found[1])}", name)
+    for theirs, original in _AUTOENCODER:
+        name = re.sub(theirs, original, name)
+    return name
+
+
+def open_clip_weight(name: str) -> str:
+    """Return OpenCLIP's name of a weight of a text encoder, other than those of queries, keys and values.
+
+    Args:
+        name: in the text encoders of transformers, without ``text_model.``.
+    """
+    for theirs, original in _OPEN_CLIP:
+        name = re.sub(theirs, original, name)
+    return name
 
 
 def _inside(kind: str, rest: list[str]) -> list[str]:

@@ -16,10 +16,10 @@ from typing import Literal
 from fastdiff.checkpoint.power_function import constant_name, in_words
 from fastdiff.checkpoint.weights import AS_TRAINED
 from fastdiff.config.run import RunConfig
-from fastdiff.errors import ConfigError, StorageError, remedy, require
+from fastdiff.errors import StorageError, remedy, require
 from fastdiff.export.card_text import Place
 from fastdiff.export.formats import Exported, ExportFormat, format_of, formats_of
-from fastdiff.export.model_card import write_card
+from fastdiff.export.model_card import is_export, write_card
 from fastdiff.export.weights import exported_weights, published_weights
 from fastdiff.files import unfinished_folder
 from fastdiff.models.kernel_choice import DTYPES
@@ -32,11 +32,12 @@ class Choice:
     """Selection of the exported weights, and their format."""
 
     format: str
-    """diffusers: a pipeline, or only the network if the run has none. lora: the adapter. dit: the weights of the
-    published DiT. dit-training, iddpm: the full training state of DiT and improved-diffusion, with weights, average and
-    optimizer, in fp32. safetensors: a plain state dict. Networks of other packages may have more. All formats except
-    lora merge an adapter into its base weights: W + alpha / rank * B A, also if these were quantized during the
-    training."""
+    """diffusers: a pipeline, or only the network if the run has none. single-file: the same as one checkpoint in the
+    layout of the original Stable Diffusion. lora: the adapter; lora-diffusers: under the names of diffusers. dit: the
+    weights of the published DiT. dit-training, iddpm: the full training state of DiT and improved-diffusion, with
+    weights, average and optimizer, in fp32. safetensors: a plain state dict. Networks of other packages may have more.
+    All formats except those of an adapter merge it into its base weights: W + alpha / rank * B A, also if these were
+    quantized during the training."""
     ema: float | None = None
     """Decay rate of the average; without it and ``ema_std`` the first EMA, or the raw weights if there is none."""
     ema_std: float | None = None
@@ -50,29 +51,46 @@ class Choice:
 
 
 def export(
-    run: Path, out: Path, choice: Choice, *, published: RunConfig | None = None, repo_id: str | None = None
+    run: Path,
+    out: Path,
+    choice: Choice,
+    *,
+    published: RunConfig | None = None,
+    repo_id: str | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write the weights of a run or of a published file, and a model card ``README.md``, to a new folder.
 
     Args:
         run: run folder, or the file.
-        out: must not exist.
+        out: must not exist, but see ``overwrite``.
         choice: weights and format.
         published: configuration of the network in the file (``cli.published_weights``); None: a run.
         repo_id: Hugging Face hub id in the examples of the card; None: ``out``.
+        overwrite: replace an earlier export in ``out``, when the new one is complete.
 
     Raises:
         ConfigError: ``out`` exists, or the run cannot be exported in this format.
         StorageError: a file could not be read or written; ``out`` does not exist.
     """
-    if os.path.lexists(out):
-        raise ConfigError(f"{out} exists; export to a new folder, or delete it")
+    _check_place(out, overwrite)
     form, exported = _of_run(run, choice) if published is None else _of_file(run, resolve(published), choice)
-    with _new_folder(out) as folder:
+    with _new_folder(out, replace=overwrite) as folder:
         form.write(folder, exported)
         if form.training:
             exported = replace(exported, weights=replace(exported.weights, description=_all_of(form, exported)))
         write_card(folder, run, exported, choice.format, choice.dtype, Place(out, repo_id))
+
+
+def _check_place(out: Path, overwrite: bool) -> None:
+    """Refuse a place that is taken, unless it is by an earlier export that is to be replaced."""
+    if not os.path.lexists(out):
+        return
+    require(overwrite, f"{out} exists; export to a new folder, delete it, or replace an earlier export by --overwrite")
+    require(
+        not out.is_symlink() and is_export(out),
+        f"--overwrite: {out} is no export of fastdiff, whose README.md has the tag fastdiff; choose another name",
+    )
 
 
 def _of_run(run: Path, choice: Choice) -> tuple[ExportFormat, Exported]:
@@ -117,10 +135,10 @@ def _all_of(found: ExportFormat, exported: Exported) -> str:
 
 
 @contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
+def _new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
     """Yield a folder that gets the name ``out`` at the end; after an error it is removed."""
     try:
-        with unfinished_folder(out) as folder:
+        with unfinished_folder(out, replace=replace) as folder:
             yield folder
     except OSError as error:
         raise StorageError(

@@ -79,6 +79,10 @@ class ModelFamily(Generic[C]):
     """Library that has the network with the same weight names, as named on the Hugging Face hub; empty: none."""
     formats: Mapping[str, str] = field(default_factory=dict)
     """Additional export formats: ``module:NAME`` of each ``ExportFormat``, imported on export."""
+    script_format: str = "safetensors"
+    """Format of the script that usually trains it elsewhere; ``fastdiff compat`` prints its export."""
+    adapter_formats: tuple[str, ...] = ("lora",)
+    """Formats of an adapter, that of such a script last."""
     lora_component: Literal["transformer", "unet"] = "transformer"
     """Name of the network in diffusers' adapter files."""
     quantized_blocks: tuple[type[nn.Module], ...] = ()

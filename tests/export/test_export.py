@@ -400,3 +400,39 @@ def test_the_streamed_file_is_a_safetensors_file(tmp_path: Path) -> None:
     assert header["__metadata__"] == {"format": "pt"}
     with pytest.raises(ValueError, match="the header says"):
         write_tensors(tmp_path / "b.safetensors", {"scalar": (2,)}, torch.float32, weights.__getitem__)
+
+
+def test_an_earlier_export_is_replaced_and_nothing_else_is(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A reader of the old one sees it whole until the new one is complete."""
+    train(tiny(digits, tmp_path / "run", steps=1), launch(1), world)
+    monkeypatch.chdir(tmp_path)
+    command = ["export", "run", "out", "--format", "safetensors", "--raw"]
+    assert main(command) == 0
+    before, folder = digests(Path("out")), Path("out").stat().st_ino
+    train(tiny(digits, tmp_path / "run", steps=2), launch(1), world)
+    capsys.readouterr()
+    assert main(command) == 2
+    assert "out exists; export to a new folder, delete it, or replace an earlier export by --overwrite" in (
+        capsys.readouterr().err
+    )
+    assert digests(Path("out")) == before
+    monkeypatch.setattr("fastdiff.export.run.write_card", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export(Path("run"), Path("out"), Choice(format="safetensors", raw=True), overwrite=True)
+    assert digests(Path("out")) == before, "a failure leaves the old one"
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "--overwrite"]) == 0
+    found = load_file("out/model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in newest(tmp_path / "run").weights().items())
+    assert Path("out").stat().st_ino != folder, "exchanged, not written over"
+    Path("mine").mkdir()
+    Path("mine", "README.md").write_text("# my own notes\n")
+    Path("link").symlink_to("out")
+    for other in ("mine", "run", "link"):
+        capsys.readouterr()
+        assert main(["export", "run", other, "--format", "safetensors", "--overwrite"]) == 2
+        assert f"--overwrite: {other} is no export of fastdiff" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "mine", "out", "run"]

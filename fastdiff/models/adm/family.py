@@ -115,6 +115,7 @@ ADM = ModelFamily(
     draws_on_meta=True,
     subject=_subject,
     published=_published,
+    script_format="iddpm",
     formats={
         "diffusers": "fastdiff.export.diffusers_adm:DIFFUSERS",
         "iddpm": "fastdiff.export.original_checkpoint:IDDPM",

@@ -81,6 +81,7 @@ DIT = ModelFamily(
     per_sample=(AdaLNModulation,),
     subject=lambda config: "A class-conditional diffusion transformer",
     published=_published,
+    script_format="dit-training",
     formats={
         "diffusers": "fastdiff.export.diffusers_dit:DIFFUSERS",
         "dit": "fastdiff.export.original_checkpoint:DIT",

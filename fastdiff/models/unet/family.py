@@ -67,8 +67,11 @@ UNET = ModelFamily(
     draws_on_meta=True,
     subject=lambda config: "A text-to-image UNet",
     library="diffusers",
+    script_format="diffusers",
+    adapter_formats=("lora", "lora-diffusers"),
     formats={
         "diffusers": "fastdiff.export.pipeline:DIFFUSERS",
+        "single-file": "fastdiff.export.single_file:SINGLE_FILE",
         "lora": "fastdiff.export.adapters:KOHYA",
         "lora-diffusers": "fastdiff.export.adapters:SCALED",
     },

@@ -16,6 +16,7 @@ from fastdiff.console import log
 from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.build import choose_loader
 from fastdiff.models import kernel_choice
+from fastdiff.models.family import family_of
 from fastdiff.training.state import TrainState
 
 
@@ -80,13 +81,14 @@ def closing(state: TrainState, loss: float | None) -> str:
     picture = ["--grid", f"{folder.name}.png"]
     if model.low_res_size:
         picture = ["--npz", f"{folder.name}.npz", "--low-res", "SMALL.npz"]
-    form = "lora" if state.config.lora.rank else "safetensors"
+    family = family_of(model)
+    forms = family.adapter_formats if state.config.lora.rank else (family.script_format,)
     own = file_of(model.kind)
     code = ["--plugin", own.text] if own is not None else []
-    lines += [
-        f"  {shlex.join(['fastdiff', 'sample', str(folder), *code, *condition, *picture])}",
-        f"  {shlex.join(['fastdiff', 'export', str(folder), f'{folder.name}-{form}', '--format', form, *code])}",
-    ]
+    lines.append(f"  {shlex.join(['fastdiff', 'sample', str(folder), *code, *condition, *picture])}")
+    for form in forms:
+        exported = ["fastdiff", "export", str(folder), f"{folder.name}-{form}", "--format", form, *code]
+        lines.append(f"  {shlex.join(exported)}")
     return "\n  ".join(lines)
 
 
