@@ -151,7 +151,7 @@ def why_no_record(line: bytes) -> str:
     except OverflowError:
         return "a number beyond all bounds"
     except ValueError as error:  # also of a number with thousands of digits
-        return str(error)
+        return str(error).partition(";")[0]
     return ""
 
 

@@ -32,6 +32,12 @@ def _add_watch(commands: Subcommands) -> None:
     )
     parser.add_argument("--port", type=at_most(65535), help="port; default: the first free one from 7007 on")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    parser.add_argument(
+        "--no-token",
+        dest="token",
+        action="store_false",
+        help="let other users of this machine read the page without the token of its address",
+    )
     parser.set_defaults(run=_watch)
 
 
@@ -87,19 +93,22 @@ def _add_ledger(commands: Subcommands) -> None:
 
 
 def _watch(arguments: argparse.Namespace) -> None:
+    from fastdiff.dashboard.access import new_token
     from fastdiff.dashboard.folders import Folders
     from fastdiff.dashboard.server import HOST, bind, serve
 
     folders = Folders(arguments.runs)
     listening = bind(arguments.port)
     address = f"http://{HOST}:{listening.getsockname()[1]}"
+    token = new_token() if arguments.token else None
     show(f"{folders.in_words()}: {address} (Ctrl-C ends)")
+    show(f"for other users of this machine: {address}{f'/?token={token}' if token else ', without a token'}")
     if arguments.open:
         import webbrowser
 
         webbrowser.open(address)
     try:
-        serve(folders, listening)
+        serve(folders, listening, token)
     except KeyboardInterrupt:
         print("\nno longer served; the runs go on")
 

@@ -75,6 +75,14 @@ def glance(run: Path) -> dict[str, Any]:
     }
 
 
+def unreadable(error: Exception) -> dict[str, Any]:
+    """Return the state of a run whose files break the page in a way that nobody has thought of."""
+    last = dict.fromkeys(("step", "samples", "loss", "samples_per_s"))
+    text = f"its files cannot be read: {type(error).__name__}: {error}"
+    nothing = dict.fromkeys(("samples", "steps", "network", "objective"))
+    return {"kind": "unreadable", "text": text, **nothing, "last": last}
+
+
 class RunFacts:
     """What is known of one run folder; it may be called by several threads.
 
@@ -155,7 +163,7 @@ class RunFacts:
         """Return all records, thinned, or those that a page lacks, if they are few."""
         series = self._series
         generation, _, told = have.partition(":")
-        first = int(told) if generation == series.generation and told.isdecimal() else -1
+        first = int(told) if generation == series.generation and told.isdecimal() and len(told) < 16 else -1
         data: dict[str, Any] = {"count": series.count, "snr_edges": SNR_EDGES}
         if 0 < first <= series.count and series.count - first <= _MOST_NEW:
             data |= {"first": first, "columns": series.since(first) if first < series.count else {}}

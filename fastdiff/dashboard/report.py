@@ -9,10 +9,12 @@ import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import fastdiff
 from fastdiff.config.run_record import require_run
-from fastdiff.dashboard.facts import RunFacts, glance
+from fastdiff.console import log
+from fastdiff.dashboard.facts import RunFacts, glance, unreadable
 from fastdiff.dashboard.folders import key_of, names_of
 from fastdiff.dashboard.page_files import inlined
 from fastdiff.dashboard.pictures import embedded
@@ -41,14 +43,23 @@ def _embedded_facts(runs: Sequence[Path]) -> str:
     found = []
     for run in names_of(folders):
         folder = folders[run["key"]]
-        facts = RunFacts(folder)
-        sections = facts.sections({})
-        sections["pictures"] = embedded(facts.pictures)
-        found.append(run | {"state": glance(folder), "sections": sections})
+        found.append(run | _of_run(folder))
     written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     text = json.dumps({"runs": found, "written": written, "version": fastdiff.__version__}, allow_nan=False)
     # Nothing in it ends the element: no text of a run is ever markup.
     return f'<script type="application/json" id="facts">{text.replace("<", chr(92) + "u003c")}</script>'
+
+
+def _of_run(folder: Path) -> dict[str, Any]:
+    """Return state and sections of a run; whatever its files hold, the other runs are in the report."""
+    try:
+        facts = RunFacts(folder)
+        sections = facts.sections({})
+        sections["pictures"] = embedded(facts.pictures)
+        return {"state": glance(folder), "sections": sections}
+    except Exception as error:
+        log.warning(f"{folder}: left out of the report: {type(error).__name__}: {error}")
+        return {"state": unreadable(error), "sections": {}}
 
 
 def _with_policy(page: str) -> str:

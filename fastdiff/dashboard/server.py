@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,7 +20,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fastdiff.dashboard.facts import Have, RunFacts, glance, signature
+from fastdiff.console import log
+from fastdiff.dashboard.access import Access
+from fastdiff.dashboard.facts import Have, RunFacts, glance, signature, unreadable
 from fastdiff.dashboard.folders import Folders, names_of
 from fastdiff.dashboard.page_files import TYPES, page_file
 from fastdiff.dashboard.pictures import content
@@ -33,6 +36,7 @@ _POLL_S = 0.5
 _ALIVE_S = 10.0
 """Seconds after which a silent stream of changes says that it lives."""
 _MOST_WIDTH = 4096
+_NUMBER = re.compile("[0-9]{1,18}")
 _SLICE_S = 1.0
 """Seconds for which an answer reads a long log before it tells how far it is; Ctrl-C waits as long."""
 _HEADERS = {
@@ -68,14 +72,19 @@ def bind(port: int | None) -> socket.socket:
     raise ConfigError(f"{named}: cannot be listened on ({reason}); choose another --port")
 
 
-def serve(folders: Folders, listening: socket.socket) -> None:
+def serve(folders: Folders, listening: socket.socket, token: str | None) -> None:
     """Serve the page until Ctrl-C.
+
+    Args:
+        folders: runs to show.
+        listening: socket of ``bind``.
+        token: which other users of this machine need; None: they need none.
 
     Raises:
         KeyboardInterrupt: at Ctrl-C, after the server has ended.
     """
     server: uvicorn.Server
-    app = application(folders, lambda: server.should_exit)
+    app = application(folders, lambda: server.should_exit, token)
     config = uvicorn.Config(
         app, loop="asyncio", http="h11", ws="none", lifespan="off", log_level="warning", access_log=False,
         timeout_graceful_shutdown=3, server_header=False,
@@ -84,7 +93,7 @@ def serve(folders: Folders, listening: socket.socket) -> None:
     server.run(sockets=[listening])
 
 
-def application(folders: Folders, ends: Callable[[], bool]) -> Starlette:
+def application(folders: Folders, ends: Callable[[], bool], token: str | None) -> Starlette:
     """Return the application.
 
     A request under another name than this machine's own is refused: a page of somebody else, whose name has been made
@@ -93,6 +102,7 @@ def application(folders: Folders, ends: Callable[[], bool]) -> Starlette:
     Args:
         folders: runs to show; nothing else on the disk can be asked for.
         ends: whether the server is about to end, so that streams do.
+        token: which other users of this machine need; None: they need none.
     """
     runs = _Runs(folders)
 
@@ -106,11 +116,12 @@ def application(folders: Folders, ends: Callable[[], bool]) -> Starlette:
         Route("/page/{name}", _page),
         Route("/runs", runs.answer_list),
         Route("/runs/{run}", runs.answer_facts),
-        Route("/runs/{run}/pictures/{step:int}", runs.answer_picture),
+        Route("/runs/{run}/pictures/{step}", runs.answer_picture),
         Route("/changes", changes),
     ]
     own_name = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False)
-    return Starlette(routes=routes, middleware=[Middleware(_Headers), own_name])
+    own_user = [] if token is None else [Middleware(Access, token=token)]
+    return Starlette(routes=routes, middleware=[Middleware(_Headers), own_name, *own_user])
 
 
 class _Runs:
@@ -152,7 +163,7 @@ class _Runs:
         folders = {key: facts.folder for key, facts in self._facts.items() if key in signatures}
         for key, folder in folders.items():
             if self._glances.get(key, ("",))[0] != signatures[key]:
-                self._glances[key] = (signatures[key], glance(folder))
+                self._glances[key] = (signatures[key], _glance_of(folder))
         return [run | {"state": self._glances[run["key"]][1]} for run in names_of(folders)]
 
     async def answer_facts(self, request: Request) -> Response:
@@ -165,10 +176,9 @@ class _Runs:
     async def answer_picture(self, request: Request) -> Response:
         """Return a sample picture; ``width`` makes it smaller."""
         facts = await self._of(request)
-        asked = request.query_params.get("width", "")
-        width = min(int(asked), _MOST_WIDTH) if asked.isdecimal() and 0 < len(asked) < 6 else None
-        step = request.path_params["step"]
-        picture = None if facts is None else await asyncio.to_thread(facts.picture, step)
+        width = min(_number(request.query_params.get("width", "")) or 0, _MOST_WIDTH)
+        step = _number(request.path_params["step"])
+        picture = None if facts is None or step is None else await asyncio.to_thread(facts.picture, step)
         if picture is None:
             return _json({"error": "no such picture"}, 404)
         try:
@@ -178,6 +188,15 @@ class _Runs:
             return _json({"error": "the picture cannot be read"}, 404)
         # Its address has the time of its last change.
         return Response(data, media_type=kind, headers={"Cache-Control": "private, max-age=86400"})
+
+
+def _glance_of(folder: Path) -> dict[str, Any]:
+    """Return the state of a run; whatever its files hold, the other runs are shown."""
+    try:
+        return glance(folder)
+    except Exception as error:
+        log.warning(f"{folder}: {type(error).__name__}: {error}", extra={"repeats": True})
+        return unreadable(error)
 
 
 async def _changes(runs: _Runs, ends: Callable[[], bool]) -> AsyncIterator[str]:
@@ -200,6 +219,11 @@ async def _page(request: Request) -> Response:
     if text is None:
         return _json({"error": "no such file"}, 404)
     return Response(text, media_type=TYPES[Path(name).suffix], headers={"Cache-Control": "no-cache"})
+
+
+def _number(text: str) -> int | None:
+    """Return a number of an address; None: it is none, or longer than any step."""
+    return int(text) if _NUMBER.fullmatch(text) else None
 
 
 def _have(request: Request) -> Have:

@@ -7,7 +7,9 @@ import json
 import math
 import os
 import shutil
+import struct
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 from fastdiff.config.run_record import claim
 from fastdiff.dashboard.facts import RunFacts, glance, signature
 from fastdiff.dashboard.folders import Folders
-from fastdiff.dashboard.pictures import content
+from fastdiff.dashboard.pictures import Picture, content
 from fastdiff.dashboard.series import Series
 from fastdiff.dashboard.timeline import timeline
 from fastdiff.errors import ConfigError
@@ -254,6 +256,50 @@ def test_pipes_in_the_place_of_files_are_not_waited_for(tmp_path: Path) -> None:
     assert glance(tmp_path)["last"]["step"] is None
     assert RunFacts(tmp_path).sections({})["time"]["data"] is None
     assert signature(tmp_path) == signature(tmp_path)
+
+
+def png(folder: Path, step: int, width: int, height: int, chunks: list[tuple[bytes, bytes]]) -> Picture:
+    """Write a picture by its chunks, and return what the page knows of it."""
+    (folder / "samples").mkdir(exist_ok=True)
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    parts = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in [(b"IHDR", head), *chunks, (b"IEND", b"")]
+    ]
+    (folder / "samples" / f"step-{step:08d}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+    found = RunFacts(folder).picture(step)
+    assert found is not None
+    return found
+
+
+def test_a_picture_that_would_cost_much_is_not_made_smaller(tmp_path: Path) -> None:
+    """By its pixels, and by its chunks, each of which takes time; the file itself is still given."""
+    data = zlib.compress(bytes(9 * 400))
+    harmless = png(tmp_path, 1, 8, 400, [(b"IDAT", data)])
+    assert content(harmless, 4)[1] == "image/webp"
+    cut = png(tmp_path, 2, 8, 400, [(b"IDAT", b"")] * 5000 + [(b"IDAT", data)])
+    with pytest.raises(ValueError, match="cut into more than"):
+        content(cut, 4)
+    large = png(tmp_path, 3, 2**13, 2**12 + 1, [(b"IDAT", data)])
+    assert large.as_json()["whole"] is True
+    with pytest.raises(ValueError, match=r"8,192 x 4,097 pixels in .* are not made smaller"):
+        content(large, 4)
+    assert content(large)[1] == "image/png"
+    edge = png(tmp_path, 4, 2**13, 2**12, [(b"IDAT", data)])
+    assert "whole" not in edge.as_json()
+
+
+def test_a_picture_beyond_the_limit_of_pixels_is_named_and_not_shown(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    picture(folder, 50)
+    png(folder, 60, 2**14, 2**13, [])
+    with pytest.raises(AssertionError):
+        png(folder, 70, 2**14, 2**13 + 1, [])
+    found = RunFacts(folder).sections({})
+    assert [one["step"] for one in found["pictures"]["data"]] == [50, 60]
+    assert found["left_out"]["data"]["samples"] == [
+        "step-00000070.png: 16,384 x 8,193 pixels, at most 134,217,728 are shown"
+    ]
 
 
 def test_a_thumbnail_is_made_once_until_its_picture_changes(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import shutil
 import signal
@@ -17,7 +18,9 @@ from urllib.parse import quote
 
 import pytest
 
-from fastdiff.dashboard import server
+from fastdiff.dashboard import report, server
+from fastdiff.dashboard.access import is_own
+from fastdiff.dashboard.report import write_report
 from fastdiff.errors import ConfigError
 from tests.dashboard.folders import lines, picture, record, run_folder
 from tests.support.processes import ROOT, fastdiff, stop
@@ -79,8 +82,10 @@ def test_it_serves_the_page_the_runs_and_their_pictures(address: str, runs: Path
     [
         "/page/../server.py", "/page/%2e%2e/server.py", "/page/..%2fserver.py", "/page//etc/passwd", "/page/facts.py",
         "/runs/../secret.png", "/runs/{a}/pictures/../../run.json", "/runs/{a}/pictures/..%2f..%2frun.json",
-        "/runs/{a}/pictures/51", "/runs/{a}/pictures/-1", "/runs/{a}/pictures/" + "9" * 400, "/runs/{a}/run.json",
-        "/runs/" + quote("../secret", safe=""), "/runs/0123456789ab", "/runs/0123456789ab/pictures/50",
+        "/runs/{a}/pictures/51", "/runs/{a}/pictures/-1", "/runs/{a}/pictures/" + "9" * 400,
+        "/runs/{a}/pictures/" + "9" * 5000, "/runs/{a}/pictures/50.5", "/runs/{a}/pictures/%D9%A5%D9%A0",
+        "/runs/{a}/run.json", "/runs/" + quote("../secret", safe=""), "/runs/0123456789ab",
+        "/runs/0123456789ab/pictures/50",
     ],
 )  # fmt: skip
 def test_nothing_else_on_the_disk_can_be_asked_for(address: str, path: str) -> None:
@@ -118,6 +123,84 @@ def test_the_page_may_ask_nobody_else(address: str) -> None:
     assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
     assert "Access-Control-Allow-Origin" not in answer.headers
+
+
+def as_nobody(address: str, path: str, *options: str) -> str:
+    """Ask as another user of this machine; return the status, its headers and the content."""
+    command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "curl", "-sS", "-i", *options]
+    return subprocess.run([*command, address + path], capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+def test_another_user_of_this_machine_needs_the_token(runs: Path) -> None:
+    process, address = watch("runs/a", "--port", str(reserved_port()), cwd=runs)
+    try:
+        assert process.stdout is not None
+        token = process.stdout.readline().partition("?token=")[2].strip()
+        assert len(token) >= 32
+        for path in ("/", "/runs", "/changes", "/page/main.js", "/?token=", f"/?token={token[:-1]}", "/?token=%C3%A9"):
+            found = as_nobody(address, path)
+            assert found.startswith("HTTP/1.1 403 "), path
+            assert "with the token that `fastdiff watch` printed" in found
+            assert token not in found
+        assert as_nobody(address, "/runs", "-H", "Cookie: fastdiff-1=x").startswith("HTTP/1.1 403 ")
+        first = as_nobody(address, f"/?token={token}", "-L", "-b", "")
+        assert first.startswith("HTTP/1.1 303 ")
+        assert "<!doctype html>" in first
+        assert "httponly; path=/; samesite=strict" in first.lower()
+        cookie = first.partition("set-cookie: ")[2].partition(";")[0]
+        assert '"name": "a"' in as_nobody(address, "/runs", "-H", f"Cookie: {cookie}")
+        assert get(address, "/runs")[0].status == 200, "its own user needs none"
+    finally:
+        stop(process)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+def test_without_a_token_every_user_of_this_machine_reads(runs: Path) -> None:
+    with watched("runs/a", "--no-token", cwd=runs) as address:
+        assert '"name": "a"' in as_nobody(address, "/runs")
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_connection_is_known_by_the_user_of_its_other_end(family: socket.AddressFamily) -> None:
+    """Also one through a socket of IPv6; not one that its program has closed."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket(family) as other:
+        port = listening.getsockname()[1]
+        other.connect(("127.0.0.1" if family == socket.AF_INET else "::ffff:127.0.0.1", port))
+        accepted, client = listening.accept()
+        with accepted:
+            scope = {"client": client, "server": ("127.0.0.1", port)}
+            assert is_own(scope)
+            assert not is_own(scope | {"client": ("127.0.0.1", 1)})
+            other.close()
+            assert not is_own(scope)
+
+
+def test_a_run_that_breaks_the_page_does_not_take_the_others_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, broken = run_folder(tmp_path / "runs/whole"), run_folder(tmp_path / "runs/broken")
+    hostile = [
+        b"[" * 400 + b"]" * 400, b'{"step": 1, "a": ' + b'{"b":' * 400 + b"1" + b"}" * 401, b"[]", b'{"step": 1e999}',
+        b'{"step": 1, "loss": ' + b"9" * 4000 + b"}", b'{"step": ' + b"9" * 5000 + b"}", b"\xff\xfe", b'{"step": NaN}',
+    ]  # fmt: skip
+    for name in ("run.json", "metrics.jsonl", "ledger.jsonl", "spikes.jsonl", "validation.jsonl"):
+        (broken / name).write_bytes(b"\n".join(hostile) + b"\n")
+    with watched(cwd=tmp_path) as address:
+        assert keys(address).keys() == {"whole", "broken"}
+        answer, content = get(address, f"/runs/{keys(address)['broken']}")
+    assert answer.status == 200
+    told = json.loads(content)["left_out"]["data"]
+    assert told["metrics.jsonl"] == told["spikes.jsonl"] == [
+        "line 1: nested more than 50 levels", "line 2: nested more than 50 levels",
+        "line 3: no object with a number step",
+        "line 6: Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits",
+        "line 7: no JSON",
+    ]  # fmt: skip
+    assert told["run.json"][0].startswith("no JSON that can be read: ")
+    monkeypatch.setattr(report, "glance", lambda folder: {} if folder == whole else 1 // 0)
+    assert write_report([whole, broken], tmp_path / "out.html")
+    assert "its files cannot be read: ZeroDivisionError" in (tmp_path / "out.html").read_text()
 
 
 def test_it_tells_of_changes_as_they_come(runs: Path, address: str) -> None:
@@ -160,7 +243,7 @@ def test_ctrl_c_ends_it_with_one_line(runs: Path) -> None:
     finally:
         stop(process)
     assert process.returncode == 0
-    assert output.split("\n") == ["", "no longer served; the runs go on", ""]
+    assert output.split("\n")[1:] == ["", "no longer served; the runs go on", ""]
 
 
 def test_a_port_that_is_taken_is_an_error_with_the_remedy(runs: Path, address: str) -> None:
