@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         FastdiffError,
         NoMemoryError,
         Preempted,
+        ProcessLimitError,
         StorageError,
     )
 
@@ -33,6 +34,7 @@ __all__ = [
     "FastdiffError",
     "NoMemoryError",
     "Preempted",
+    "ProcessLimitError",
     "Run",
     "RunError",
     "StorageError",
@@ -54,6 +56,7 @@ _MODULES = {
         "FastdiffError",
         "NoMemoryError",
         "Preempted",
+        "ProcessLimitError",
         "StorageError",
     ),
 }

@@ -12,6 +12,7 @@ import os
 import re
 import traceback
 
+from fastdiff import process_limits
 from fastdiff.console import write_line
 from fastdiff.exit_message import on_first_node, say_once
 from fastdiff.sanitize import escape, message
@@ -90,6 +91,12 @@ class NoMemoryError(FastdiffError):
     exit_code = 70
 
 
+class ProcessLimitError(FastdiffError):
+    """No more threads or processes may be started."""
+
+    exit_code = 71
+
+
 class StorageError(FastdiffError):
     """A file could not be written or read back: no space, no permission, input/output error."""
 
@@ -130,10 +137,15 @@ def is_lost_connection(message: str) -> bool:
 
 
 def explained(error: Exception) -> Exception:
-    """Return the StorageError of a file system error, and any other error as it is.
+    """Return the error with its cause and remedy for one of the file system or of a limit of threads.
 
-    An error of a lost connection or of a dead process is none of the file system.
+    Any other is returned as it is. An error of a lost connection or of a dead process is none of the file system.
     """
+    if process_limits.is_reached(error):
+        return ProcessLimitError(
+            f"no more threads or processes may be started ({process_limits.limits()}); raise the limit, end other "
+            "processes of this user or container, or set OMP_NUM_THREADS to fewer threads"
+        )
     if not isinstance(error, OSError) or isinstance(error, _NOT_OF_STORAGE):
         return error
     is_of_storage = error.errno in _REMEDIES or (error.errno is not None and error.filename is not None)

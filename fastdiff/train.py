@@ -19,6 +19,13 @@ if __name__ == "__main__":
     _own = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != _own]
 
+    from fastdiff import errors, process_limits
+
+    try:
+        process_limits.try_threads()  # before imports that would end the process without a word of ours
+    except RuntimeError as error:
+        sys.exit(errors.report_any(error))
+
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -144,7 +151,7 @@ def _take_passes(state: TrainState, batch: Batch) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code.
 
-    It is 0, 2, 65, 70, 74 or 75 (see ``errors.py``), 1 after a bug, or 130 after a second Ctrl-C.
+    It is 0, 2, 65, 70, 71, 74 or 75 (see ``errors.py``), 1 after a bug, or 130 after a second Ctrl-C.
     """
     quieten()
     with lossy_output():

@@ -29,6 +29,7 @@ from fastdiff.errors import (
     FastdiffError,
     NoMemoryError,
     Preempted,
+    ProcessLimitError,
     StorageError,
 )
 
@@ -36,6 +37,7 @@ _ERRORS: dict[int, type[FastdiffError]] = {
     2: ConfigError,
     65: DataError,
     70: DivergedError,
+    71: ProcessLimitError,
     74: StorageError,
     75: Preempted,
 }
@@ -91,6 +93,7 @@ def train(
         DataError: data that are missing or damaged.
         DivergedError: the training diverged.
         NoMemoryError: the memory does not suffice.
+        ProcessLimitError: threads or processes that cannot be started.
         StorageError: files that cannot be read or written.
         Preempted: the run was interrupted, and is saved.
         RunError: any other end.

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import fastdiff
+from fastdiff import process_limits
 from fastdiff.cli import bench, check, encode, evaluate, export, launch, runs, sample
 from fastdiff.cli.compat import command
 from fastdiff.cli.demo import command as demo
@@ -42,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     try:
+        process_limits.try_threads()
         raise_open_files()
         argv = [*argv[1:2], "--help"] if argv[:1] == ["help"] else argv
         if argv[:1] == [bench.NAME]:

@@ -52,7 +52,7 @@ ROOMS: dict[str, set[str]] = {
 }  # fmt: skip
 GROUND = {
     "batch", "console", "errors", "exit_message", "files", "json_lines", "optional_packages", "patient_files",
-    "progress", "rng", "run_files", "sanitize", "standard_streams", "tables", "terminal",
+    "process_limits", "progress", "rng", "run_files", "sanitize", "standard_streams", "tables", "terminal",
 }  # fmt: skip
 FREE_OF_TORCH = (
     "ledger",

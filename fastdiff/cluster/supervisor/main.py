@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import fastdiff
-from fastdiff import sanitize
+from fastdiff import process_limits, sanitize
 from fastdiff.cluster.supervisor import environment
 from fastdiff.cluster.supervisor.last_record import note_end
 from fastdiff.cluster.supervisor.nodes import Nodes, connect, join, listen
@@ -76,6 +76,7 @@ class _Meeting:
 def main(argv: Sequence[str]) -> int:
     """Run the supervisor of one node and return the exit code of the run."""
     try:
+        process_limits.try_threads()
         raise_open_files()
         with (
             Signals() as signals,
@@ -130,6 +131,7 @@ def _supervise(argv: Sequence[str], folder: Path, signals: Signals) -> Outcome:
             note_end(folder, outcome)
         return outcome
     except Exception as error:
+        error = explained(error)
         code = error.exit_code if isinstance(error, FastdiffError) else 1
         reason = f"{type(error).__name__}: {error}"
         nodes.propose(Outcome(code, f"fastdiff: {_name(job)} failed first: {sanitize.message(reason)}"))
