@@ -190,12 +190,17 @@ def _report(error: Exception | KeyboardInterrupt, stop: StopRequest) -> int:
     if isinstance(error, FastdiffError):
         return report(error)
     code = say_once(1, partial(_say, error))
-    if is_lost_connection(str(error)) and stop.reason is None and world_size() > 1:
+    if is_lost_connection(str(error)) and stop.reason is None and _has_others():
         # Another rank ended and cut the connection. The launcher must find that one first: its exit code is that of the
         # run.
         sys.stderr.flush()
         time.sleep(_GRACE_S)
     return code
+
+
+def _has_others() -> bool:
+    """Return whether a launcher speaks of other ranks, also where its variables cannot be."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def _explained(error: Exception) -> Exception:
@@ -238,7 +243,7 @@ if __name__ != "__main__":
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    if code and world_size() > 1:
+    if code and _has_others():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # a normal exit would wait for other ranks, or abort in the process group

@@ -16,13 +16,16 @@ from fastdiff.cli.demo import command as demo
 from fastdiff.cli.machines import plan
 from fastdiff.cli.published_weights import split_fields
 from fastdiff.config.argument_types import Parser
-from fastdiff.console import quieten, write_line
-from fastdiff.errors import StorageError, report, report_any
+from fastdiff.console import log, quieten, write_line
+from fastdiff.errors import FastdiffError, StorageError, report, report_any
 from fastdiff.files import raise_open_files
+from fastdiff.parallel.launcher import leave_job
 from fastdiff.standard_streams import lossy_output
 
 _OF_NETWORKS = ("sample", "evaluate", "export")
 """Commands that read runs and, with ``--preset`` and flags of its fields, published files."""
+_RANKS = ("encode", "sample")
+"""Commands that a launcher may start many times; the variables of ranks mean nothing to the others."""
 
 
 def entry() -> None:
@@ -42,12 +45,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
+    is_rank = bool(argv) and argv[0] in _RANKS
     try:
         process_limits.try_threads()
         raise_open_files()
         argv = [*argv[1:2], "--help"] if argv[:1] == ["help"] else argv
         if argv[:1] == [bench.NAME]:
             bench.run(argv[1:])
+        if not is_rank:
+            _leave_job(argv)
         arguments = argparse.Namespace()
         if argv[:1] and argv[0] in _OF_NETWORKS:
             argv, arguments.fields = split_fields(argv)
@@ -63,8 +69,17 @@ def _run(argv: Sequence[str]) -> int:
         write_line("fastdiff: error: interrupted")
         return 128 + signal.SIGINT
     except Exception as error:
+        if is_rank and isinstance(error, FastdiffError):
+            error.everywhere = False  # the variables may be wrong, and the process that would tell it not there
         return report_any(error)
     return 0
+
+
+def _leave_job(argv: Sequence[str]) -> None:
+    """Forget the variables of a launcher, in a command of one process; say so where they could be meant."""
+    left = leave_job()
+    if left and argv[:1] in ([launch.TRAIN], ["launch"]):
+        log.warning(f"ignoring {left} of the environment: fastdiff {argv[0]} starts and numbers the ranks itself")
 
 
 def _parser() -> Parser:

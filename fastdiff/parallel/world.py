@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,11 +16,16 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed
 
+from fastdiff.console import log
 from fastdiff.errors import FastdiffError, storage_error
 from fastdiff.parallel import rendezvous
 from fastdiff.parallel.devices import Asked, select_device
+from fastdiff.parallel.launcher import VARIABLES, Place, master, place
 
 T = TypeVar("T")
+
+_PATIENCE_S = 60.0
+"""Seconds of a start after which a rank says that it waits for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +117,12 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, FastdiffError | None]:
 def start_world(timeout_s: float = 1800.0, device: Asked = "auto") -> World:
     """Join the run that the launcher describes in the environment; without a launcher, start a run of one rank.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT. Uses NCCL with CUDA devices and gloo
+    Reads its variables (``launcher.place``), MASTER_ADDR and MASTER_PORT. Uses NCCL with CUDA devices and gloo
     without. A second call in one process returns the same world. A collective fails after ``timeout_s``.
 
     Raises:
-        ConfigError: the port is taken, or the host is unknown (rank 0 only); another rank did not start; the device
-            is not there or cannot be used (``devices.select_device``).
+        ConfigError: a variable is no number that can be; the port is taken, or the host is unknown (rank 0 only);
+            another rank did not start; the device is not there or cannot be used (``devices.select_device``).
         OSError: rank 0 cannot note its port.
     """
     _let_segments_grow()
@@ -124,22 +131,40 @@ def start_world(timeout_s: float = 1800.0, device: Asked = "auto") -> World:
         listener = rendezvous.listen("127.0.0.1", 0, alone=True)  # from now on, so that nobody else takes the port
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(listener.getsockname()[1])
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    own = select_device(device, local_rank, int(os.environ.get("LOCAL_SIZE", "1")))
-    _share_cores()  # also with a GPU: an offloaded optimizer steps on the cores
+    here, (host, port) = place(), master()
+    own = select_device(device, here.local_rank, here.local_size)
+    _share_cores(here.local_size)  # also with a GPU: an offloaded optimizer steps on the cores
     if not torch.distributed.is_initialized():
         _record_collectives()
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = rendezvous.meet(rank, host, port, timeout_s, listener)
-        torch.distributed.init_process_group(
-            "nccl" if own.type == "cuda" else "gloo",
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
-        )
-    return World(rank=rank, size=size, device=own)
+        with _told_of_a_wait(here):
+            store = rendezvous.meet(here.rank, host, port, timeout_s, listener)
+            torch.distributed.init_process_group(
+                "nccl" if own.type == "cuda" else "gloo",
+                store=store,
+                rank=here.rank,
+                world_size=here.size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+    return World(rank=here.rank, size=here.size, device=own)
+
+
+@contextmanager
+def _told_of_a_wait(here: Place) -> Iterator[None]:
+    """Say for whom a long wait is: variables of an earlier job promise ranks that never come."""
+    told = threading.Timer(
+        _PATIENCE_S,
+        log.warning,
+        [
+            f"still waiting for the other {here.size - 1} ranks: this is rank {here.rank} by {here.told_by}; if no "
+            f"launcher has started this process, end it and `unset {' '.join(VARIABLES)}`"
+        ],
+    )
+    told.daemon = True
+    told.start()
+    try:
+        yield
+    finally:
+        told.cancel()
 
 
 def _let_segments_grow() -> None:
@@ -161,8 +186,8 @@ def _record_collectives() -> None:
 
 
 def world_size() -> int:
-    """Return the number of ranks that the launcher started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Return the number of ranks that the launcher started; ConfigError if its variables cannot be."""
+    return place().size
 
 
 def stop_world() -> None:
@@ -178,8 +203,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _share_cores() -> None:
+def _share_cores(local_size: int) -> None:
     """Give each rank its share of the cores; ranks that each use all cores slow one another down."""
     if "OMP_NUM_THREADS" not in os.environ:
-        local_size = int(os.environ.get("LOCAL_SIZE", "1"))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))

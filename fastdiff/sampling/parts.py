@@ -1,8 +1,9 @@
 """Finished batches of a sample set in ``OUT.parts``: the only communication between the ranks that draw it.
 
 ``plan.json`` records everything that determines the bytes, ``part-000012`` holds the pixels of a batch. A batch without
-a file is drawn again, so that the same command continues after a kill. The rank that finds all parts joins them. The
-plan is also the zip comment of the finished file, which identifies it.
+a file is drawn again, so that the same command continues after a kill. A process claims a batch by the lock of
+``part-000012.lock`` (``parallel/claims.py``). The rank that finds all parts joins them. The plan is also the zip
+comment of the finished file, which identifies it.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ import numpy.typing as npt
 from fastdiff.data.shards.format import canonical_json
 from fastdiff.errors import ConfigError, StorageError, remedy, require
 from fastdiff.files import fsync, is_temporary, make_parents, open_lock_in, publish
+from fastdiff.parallel.claims import Claims
 from fastdiff.run_files import read_inside
 from fastdiff.sampling.npz import comment_of, write_npz
 
 _PLAN, _LOCK, _JOINED = "plan.json", "lock", "joined"
-_OWN = re.compile(r"(plan\.json|joined|lock|part-[0-9]{6,})(\.[0-9]+-[0-9a-f]{8}\.tmp)?")
+_OWN = re.compile(r"(plan\.json|joined|lock|part-[0-9]{6,}(\.lock)?)(\.[0-9]+-[0-9a-f]{8}\.tmp)?")
 """Names of the files in the folder."""
 _MOST_PLAN = 2**17
 """Bytes of the largest plan that is read."""
+_OF_LOCK = re.compile(r"lock|part-[0-9]{6,}\.lock")
+"""Those that a process may make again after another one has removed the folder."""
 
 
 class SampleParts:
@@ -65,6 +69,7 @@ class SampleParts:
         self._plan: dict[str, Any] = json.loads(canonical_json(plan))
         self._shape, self._labels = shape, labels
         self._folder = out.with_name(f"{out.name}.parts")
+        self._claims = Claims(self._folder, "part")
         with self._locked():
             if not self.complete:
                 self._agree()
@@ -97,11 +102,36 @@ class SampleParts:
         drawn = (b for b in range(self.batches) if sizes.get(self._path(b).name) == self._bytes(b))
         return sum(len(self.images(batch)) for batch in drawn)
 
+    def claim(self, batch: int) -> bool:
+        """Claim a batch; False: it has been drawn, or another process draws it."""
+        with _storage(self.out):
+            if self._is_drawn(batch) or not self._claims.take(batch):
+                return False
+            if self._is_drawn(batch):
+                self._claims.release(batch)
+                return False
+            return True
+
     def write(self, batch: int, pixels: npt.NDArray[np.uint8]) -> None:
-        """Write a batch ``[n, H, W, C]`` durably: a kill after the return does not lose it."""
+        """Write a claimed batch ``[n, H, W, C]`` durably, and release it: a kill after the return does not lose it."""
         assert pixels.shape == (len(self.images(batch)), *self._shape[1:])
         with _storage(self.out):
             publish(self._path(batch), pixels.tobytes())
+        self._claims.release(batch)
+
+    def release_all(self) -> None:
+        """Release all batches that are claimed and not drawn."""
+        self._claims.release_all()
+
+    def wait(self) -> None:
+        """Wait until no other process holds the first batch that has not been drawn."""
+        with _storage(self.out):
+            batch = next((batch for batch in range(self.batches) if not self._is_drawn(batch)), None)
+            if batch is not None:
+                self._claims.wait(batch)
+
+    def _is_drawn(self, batch: int) -> bool:
+        return self.out.exists() or self.has(batch)
 
     def join(self) -> int:
         """Write the npz if all batches have been drawn, and remove the parts.
@@ -190,7 +220,7 @@ class SampleParts:
             return False
         except NotADirectoryError:
             return os.path.lexists(self._folder)  # or a file stands in place of a folder above it
-        others = [name for name in names if name != _LOCK and not is_temporary(name, _PLAN)]
+        others = [name for name in names if not _OF_LOCK.fullmatch(name) and not is_temporary(name, _PLAN)]
         return bool(others) and not plan.exists()
 
     def _foreign(self) -> ConfigError:

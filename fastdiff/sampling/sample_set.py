@@ -1,9 +1,10 @@
 """``fastdiff sample RUN --npz OUT``: a set of samples of any size, drawn by any number of processes.
 
 The images are drawn in batches of one size, whose borders are a function of the number of images alone; rank r of W
-draws the batches r, r + W, ... Every rank computes an image by the same operations on the same numbers. The file is
-therefore the same, byte by byte, for every W and after every kill, on machines with the same hardware and libraries.
-The ranks do not wait for one another, and communicate only through ``parts.SampleParts``.
+draws the batches r, r + W, ..., then those of other ranks on which no living process works. Every rank computes an
+image by the same operations on the same numbers. The file is therefore the same, byte by byte, for every W and after
+every kill, on machines with the same hardware and libraries. The ranks communicate only through ``parts.SampleParts``.
+Each of them ends with the complete file: it waits for the batches that others have begun.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fastdiff.data.encoding.autoencoder import reproducible
 from fastdiff.data.encoding.options import Rank
 from fastdiff.errors import ConfigError
 from fastdiff.models.kernel_choice import DTYPES
+from fastdiff.parallel.claims import in_turn
 from fastdiff.parallel.devices import require_precision
 from fastdiff.sampling.conditions import Conditions, SampleRequest, conditions
 from fastdiff.sampling.parts import SampleParts
@@ -54,7 +56,7 @@ def draw_set(
     rank: Rank | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Draw the missing batches of this rank; the rank that completes the set writes the npz.
+    """Draw the missing batches together with all other processes that do so; the one that completes them joins them.
 
     All ranks pass the same ``request``, ``sampler`` and ``options``.
 
@@ -82,16 +84,19 @@ def draw_set(
     run.model.to(DTYPES[options.precision])
     remedy = f"delete {options.out}.parts and use a smaller --batch, or --precision bf16"
     with reproducible(), _in_memory(options.batch, run.device, remedy):
-        for batch in _missing(parts, rank):
-            index = parts.images(batch)
-            parts.write(batch, _draw(run, conditioned, sampler, decoder, index, options.batch, options.precision))
-    if missing := parts.join():
-        say(
-            f"rank {rank.number}: its share is done; {missing} images of other ranks are still missing; if all ranks "
-            "have ended, run this command once more"
-        )
-    else:
-        say(f"{options.out}: {conditioned.count} images, {run.description}")
+        while True:
+            try:
+                for batch in _missing(parts, rank):
+                    index = parts.images(batch)
+                    drawn = _draw(run, conditioned, sampler, decoder, index, options.batch, options.precision)
+                    parts.write(batch, drawn)
+            finally:
+                parts.release_all()
+            if not (missing := parts.join()):
+                break
+            say(f"rank {rank.number}: waiting for {missing} images that other processes draw")
+            parts.wait()
+    say(f"{options.out}: {conditioned.count} images, {run.description}")
 
 
 def draw_in_memory(
@@ -170,12 +175,10 @@ def _plan(
 
 
 def _missing(parts: SampleParts, rank: Rank) -> Iterator[int]:
-    """Yield the missing batches of a rank; rank 0 shows a progress bar over the images of all ranks."""
+    """Yield the missing batches, claimed; rank 0 shows a progress bar over the images of all ranks."""
     hidden = None if rank.number == 0 else True
     with tqdm(desc="sampling", total=parts.total, initial=parts.done(), unit="image", disable=hidden) as bar:
-        for batch in range(rank.number, parts.batches, rank.ranks):
-            if parts.has(batch):
-                continue
+        for batch in filter(parts.claim, in_turn(rank.number, rank.ranks, parts.batches)):
             yield batch
             if not bar.disable:
                 bar.update(parts.done() - bar.n)  # counts the images of all ranks

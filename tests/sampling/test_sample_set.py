@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import re
@@ -9,10 +10,12 @@ import shutil
 import signal
 import tracemalloc
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -57,6 +60,25 @@ def draw(folder: Path, out: Path, rank: Rank, num: int = IMAGES, batch: int = BA
     draw_set(
         run, SampleRequest(num=num), SamplerConfig(steps=4), SetOptions(out=out, batch=batch), rank, say=lambda _: None
     )
+
+
+@contextmanager
+def interrupted(batches: int) -> Iterator[None]:
+    """Press Ctrl-C when so many batches have been drawn."""
+    claim, claimed = SampleParts.claim, itertools.count()
+
+    def claim_or_interrupt(parts: SampleParts, number: int) -> bool:
+        if next(claimed) == batches:
+            raise KeyboardInterrupt
+        return claim(parts, number)
+
+    with mock.patch.object(SampleParts, "claim", claim_or_interrupt), pytest.raises(KeyboardInterrupt):
+        yield
+
+
+def draw_part(folder: Path, out: Path, batches: int, num: int = IMAGES, batch: int = BATCH) -> None:
+    with interrupted(batches):
+        draw(folder, out, Rank(), num, batch)
 
 
 def flags(folder: Path, out: Path) -> list[str]:
@@ -145,7 +167,7 @@ def test_the_real_command_is_killed_and_goes_on(trained: Path, undisturbed: Path
     assert not out.exists()
     kept = {path.name: path.stat().st_mtime_ns for path in parts.glob("part-??????")}
     assert len(kept) == 5
-    draw(trained, out, Rank(1, 2))
+    draw_part(trained, out, 8)
     assert {name: (parts / name).stat().st_mtime_ns for name in kept} == kept, "what was drawn is not drawn again"
     assert main(flags(trained, out)) == 0
     assert out.read_bytes() == undisturbed.read_bytes()
@@ -177,31 +199,34 @@ def test_killed_at_every_durable_call_it_writes_the_same_file(trained: Path, tmp
         out.unlink()
 
 
-def test_parts_that_nobody_saw_in_time_are_joined_by_the_same_command(trained: Path, tmp_path: Path) -> None:
-    """On a network file system that shows new files late, each rank may end without having seen those of the others."""
-    draw(trained, tmp_path / "undisturbed.npz", Rank(), num=40, batch=10)
-    out, unseen, said = tmp_path / "out.npz", tmp_path / "unseen", []
-    parts = tmp_path / "out.npz.parts"
-    draw(trained, out, Rank(0, 2), num=40, batch=10)
-    unseen.mkdir()
-    for part in parts.glob("part-*"):
-        part.rename(unseen / part.name)
-    options = SetOptions(out=out, batch=10)
-    draw_set(Run(trained), SampleRequest(num=40), SamplerConfig(steps=4), options, Rank(1, 2), say=said.append)
-    assert said == [
-        "rank 1: its share is done; 20 images of other ranks are still missing; if all ranks have ended, run "
-        "this command once more"
-    ]
-    assert not out.exists()
-    for part in unseen.iterdir():
-        part.rename(parts / part.name)
-    run = Run(trained)
-    with torch.no_grad():
-        next(run.model.parameters()).fill_(float("nan"))  # what it drew now would be refused
-    draw_set(run, SampleRequest(num=40), SamplerConfig(steps=4), options, Rank(), say=said.append)
-    assert said[1] == f"{out}: 40 images, {run.description}"
-    assert out.read_bytes() == (tmp_path / "undisturbed.npz").read_bytes()
+def test_a_process_alone_draws_all_whatever_the_variables_of_a_job_say(
+    trained: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also parts of others that it does not see, as on a network file system that shows new files late."""
+    out, parts = tmp_path / "out.npz", tmp_path / "out.npz.parts"
+    draw_part(trained, out, 5)
+    (parts / "part-000002").unlink()
+    for name, value in (("RANK", "7"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    assert main(flags(trained, out)) == 0
+    assert out.read_bytes() == undisturbed.read_bytes()
     assert not parts.exists()
+
+
+def test_a_batch_that_another_process_holds_is_waited_for(trained: Path, tmp_path: Path) -> None:
+    out, said = tmp_path / "out.npz", []
+    draw_part(trained, out, 1, num=40, batch=10)
+    other = (tmp_path / "out.npz.parts" / "part-000002.lock").open("wb")
+    fcntl.flock(other, fcntl.LOCK_EX)
+
+    def say(text: str) -> None:
+        said.append(text)
+        other.close()
+
+    run = Run(trained)
+    draw_set(run, SampleRequest(num=40), SamplerConfig(steps=4), SetOptions(out=out, batch=10), Rank(), say=say)
+    waits = "rank 0: waiting for 10 images that other processes draw"
+    assert said == [waits, f"{out}: 40 images, {run.description}"]
 
 
 def test_a_complete_set_is_not_drawn_again(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
@@ -272,6 +297,7 @@ def test_a_set_that_another_rank_finishes_during_the_start_is_complete(
         return names
 
     other = begin()
+    assert other.claim(0)
     other.write(0, np.zeros((4, 2, 2, 1), np.uint8))
     monkeypatch.setattr(os, "listdir", overtaken)
     assert begin().complete
@@ -302,7 +328,7 @@ def test_other_settings_do_not_go_on(
 ) -> None:
     out = tmp_path / "out.npz"
     if begun:
-        draw(trained, out, Rank(20, 21))  # which has no batch to draw
+        draw_part(trained, out, 0)
         assert [path.name for path in tmp_path.iterdir()] == ["out.npz.parts"]
     else:
         shutil.copyfile(undisturbed, out)
@@ -326,14 +352,8 @@ def test_an_average_made_from_other_snapshots_does_not_go_on(
     for path in snapshots[4:]:
         path.rename(tmp_path / path.name)
     begun = Run(folder, ema_std=0.07, step=8)
-    draw_set(
-        begun,
-        SampleRequest(num=40),
-        SamplerConfig(steps=4),
-        SetOptions(out=out, batch=16),
-        Rank(0, 2),
-        say=lambda _: None,
-    )
+    with interrupted(2):
+        draw_set(begun, SampleRequest(num=40), SamplerConfig(steps=4), SetOptions(out=out, batch=16), Rank())
     for path in snapshots[4:]:
         (tmp_path / path.name).rename(path)
     assert Run(folder, ema_std=0.07, step=8).description == begun.description
@@ -425,6 +445,7 @@ def joining(tmp_path: Path) -> tuple[SampleParts, int]:
     shape = 1024, 128, 128, 4
     parts = SampleParts(tmp_path / "out.npz", {"images": 1024}, shape, 16, None)
     for batch in range(parts.batches):
+        assert parts.claim(batch)
         parts.write(batch, np.full((16, *shape[1:]), batch, np.uint8))
     return parts, 2**26
 

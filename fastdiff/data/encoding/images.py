@@ -1,8 +1,9 @@
 """Encode of images into latents and text embeddings, or into pixels, on any number of ranks (``fastdiff encode``).
 
-Rank r of W encodes the units r, r + W, ... of the source, and unit k becomes the shards with number k. The files depend
-neither on W nor on killed ranks. The ranks do not wait for one another, and communicate only through
-``plan.EncodeFolder``.
+Rank r of W encodes the units r, r + W, ... of the source, then those of other ranks on which no living process works.
+Unit k becomes the shards with number k. The files depend neither on W nor on killed ranks. The ranks communicate only
+through ``plan.EncodeFolder``. Each of them ends with the complete data set: it waits for the units that others have
+begun, and takes those of a process that dies.
 """
 
 from __future__ import annotations
@@ -31,24 +32,26 @@ from fastdiff.data.images.stream import Chunk, Stopwatch, decoded_images
 from fastdiff.data.images.webdataset_tars import WebDatasetSource
 from fastdiff.data.selection import Selection, Tally
 from fastdiff.data.shards.format import LATENT, Column, DatasetInfo, Provenance
-from fastdiff.errors import ConfigError, DataError, require
+from fastdiff.errors import ConfigError, DataError, Preempted, require
 from fastdiff.models.pretrained.pipeline import Pretrained
+from fastdiff.parallel.claims import in_turn
 from fastdiff.parallel.devices import require_precision
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def encode_images(options: EncodeOptions, say: Callable[[str], None] = print) -> None:
-    """Encode this rank's part of the source, and publish the data set once all units are finished.
+    """Encode the source together with all other processes that do so, and publish the data set at the end.
 
     Args:
         options: Options, equal on all ranks; on resuming a killed encode ``bad`` and ``workers`` may change.
         say: Prints warnings and, at the end, a summary line with the time per stage.
 
     Raises:
-        ConfigError: The options do not fit the source, the pipeline or an unfinished encode, or the folder is in use.
+        ConfigError: The options do not fit the source, the pipeline or an unfinished encode.
         DataError: The source is damaged, or an image is unusable and ``bad`` is fail.
         StorageError: A file cannot be read or written.
+        Preempted: Interrupted by Ctrl-C, or shards are missing that this process cannot write.
     """
     _ImageEncode(options, Rank.from_environment(), say).run()
 
@@ -90,6 +93,8 @@ class _ImageEncode:
             options.out, self._plan(), self._source.units, self._captions_per_image, self._say_that_we_wait
         )
         self._images = self._unused_captions = 0
+        self._encoded: set[int] = set()
+        self._took_over = False
         self._bad: list[BadRecord] = []  # of this rank, earlier attempts included
 
     def run(self) -> None:
@@ -105,12 +110,41 @@ class _ImageEncode:
         for record in kept.values():
             for bad in record.bad:
                 self._refuse(bad, self._bad)
-        to_do = [unit for unit in own if unit not in kept]
-        with reproducible(), self._threads, self._enough_memory():
-            if to_do:
-                self._encode(to_do, own, kept)
+        self._expected = _Expectation(self._source, self._options.samples_per_shard, own, kept)
+        with reproducible(), self._threads, self._enough_memory(), self._told_what_is_kept():
+            self._encode_all()
+        self._report(sum(record.images for record in kept.values()))
+
+    def _encode_all(self) -> None:
+        """Encode until all units are finished, by whichever process, and publish the data set."""
+        while True:
+            units = filter(self._folder.claim, in_turn(self._rank.number, self._rank.ranks, self._source.units))
+            try:
+                if (first := next(units, None)) is not None:
+                    self._encode(itertools.chain([first], units))
+            finally:
+                self._folder.release_all()
             missing = self._folder.publish(self._info, lambda: self._null)
-        self._report(missing, sum(record.images for record in kept.values()))
+            if not missing:
+                return
+            others = self._folder.unfinished()
+            if not others or not self._encoded.isdisjoint(others):
+                raise self._preempted(f"{missing} of {self._source.units} shards are missing")
+            self._say(f"rank {self._rank.number}: waiting for {len(others)} shards that other processes write")
+            self._folder.wait(others[0])
+
+    @contextmanager
+    def _told_what_is_kept(self) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt:
+            kept = self._source.units - len(self._folder.unfinished())
+            raise self._preempted(f"interrupted; {kept} of {self._source.units} shards are kept") from None
+
+    def _preempted(self, what: str) -> Preempted:
+        rank = self._rank
+        told = f" (by {rank.told_by} this process is rank {rank.number} of {rank.ranks})" if rank.ranks > 1 else ""
+        return Preempted(f"{what} in {self._options.out}; the same command goes on from there{told}")
 
     def _warn_of_captions(self) -> None:
         if self._in_pixels and self._source.captioned:
@@ -123,15 +157,16 @@ class _ImageEncode:
                 "needs; a DiT trains on classes"
             )
 
-    def _encode(self, to_do: list[int], own: range, kept: dict[int, UnitRecord]) -> None:
+    def _encode(self, units: Iterable[int]) -> None:
+        """Encode units, each of which is claimed when it is drawn."""
         self._encoder.load(text=self._embeds_captions)
-        expected = _Expectation(self._source, self._options.samples_per_shard, own, kept)
+        expected = self._expected
         device, info = self._device, self._info()
         on_gpu = device.type == "cuda"
         stream = decoded_images(
             self._source,
             self._decoder,
-            to_do,
+            units,
             self._stopwatch,
             start=lambda: torch.cuda.set_device(device) if on_gpu else None,  # the device is set per thread
         )
@@ -146,12 +181,25 @@ class _ImageEncode:
         )
         with closing(stream), bar, self._stopwatch.measure("all"):
             for unit, chunks in itertools.groupby(stream, key=lambda chunk: chunk.unit):
-                with self._folder.claimed(unit) as still_to_do:
-                    if still_to_do:
-                        record = self._encode_unit(unit, info, chunks, bar)
-                        self._folder.finish(unit, record)
-                        expected.add(record)
-                        bar.total = expected.images
+                if unit % self._rank.ranks != self._rank.number:
+                    self._take_over(unit)
+                    bar.total = expected.images
+                record = self._encode_unit(unit, info, chunks, bar)
+                self._folder.finish(unit, record)
+                self._encoded.add(unit)
+                expected.add(record)
+                bar.total = expected.images
+
+    def _take_over(self, unit: int) -> None:
+        """Note a unit of another rank; say so at the first one."""
+        self._expected.take(unit)
+        if not self._took_over:
+            rank = self._rank
+            self._say(
+                f"rank {rank.number} of {rank.ranks} (by {rank.told_by}): goes on with shards of other ranks on which "
+                "no process works"
+            )
+        self._took_over = True
 
     @contextmanager
     def _enough_memory(self) -> Iterator[None]:
@@ -313,7 +361,7 @@ class _ImageEncode:
             f"{self._decoder.name}; {latents}; plan {self._folder.plan_digest}"
         )
 
-    def _report(self, missing: int, kept: int) -> None:
+    def _report(self, kept: int) -> None:
         seconds = dict(self._stopwatch.seconds)
         total = seconds.pop("all", 0.0)
         text = f"rank {self._rank.number}: {self._images} images in {total:.1f} s"
@@ -329,33 +377,38 @@ class _ImageEncode:
             text += f"; {len(self._bad)} bad images skipped, listed in {self._options.out / BAD_IMAGES}"
         if self._unused_captions:
             text += f"; {self._unused_captions} images have further captions, which --captions all embeds"
-        if missing:
-            text += f"; {missing} shards are still missing: other ranks write them; if all have ended, run it once more"
         self._say(text)
-        if not missing:
-            info = DatasetInfo.read(self._options.out)
-            for line in info.selection.lines(info.samples) if info.selection else ():
-                self._say(line)
-            check = shlex.join(["fastdiff", "verify", str(self._options.out)])
-            self._say(f"{self._options.out} is complete: {info.samples} samples; check it with `{check}`")
+        info = DatasetInfo.read(self._options.out)
+        for line in info.selection.lines(info.samples) if info.selection else ():
+            self._say(line)
+        check = shlex.join(["fastdiff", "verify", str(self._options.out)])
+        self._say(f"{self._options.out} is complete: {info.samples} samples; check it with `{check}`")
 
 
 class _Expectation:
     """The expected number of this rank's images, for the progress bar."""
 
     def __init__(self, source: ImageSource, per_unit: int, own: range, kept: dict[int, UnitRecord]) -> None:
-        self._units = len(own)
+        self._per_unit = per_unit
+        self._units = self._images = 0
         self._finished = len(kept)
         self.done = sum(record.images for record in kept.values())
-        self._exact: int | None = None
-        if not isinstance(source, WebDatasetSource):  # a tar source would have to read all headers
-            self._exact = sum(min(per_unit, len(source) - unit * per_unit) for unit in own)
+        # A tar source would have to read all headers.
+        self._total = None if isinstance(source, WebDatasetSource) else len(source)
+        for unit in own:
+            self.take(unit)
+
+    def take(self, unit: int) -> None:
+        """Count a unit that is to be encoded."""
+        self._units += 1
+        if self._total is not None:
+            self._images += min(self._per_unit, self._total - unit * self._per_unit)
 
     @property
     def images(self) -> int | None:
         """The exact or estimated number; None: unknown."""
-        if self._exact is not None or not self._finished:
-            return self._exact
+        if self._total is not None or not self._finished:
+            return None if self._total is None else self._images
         return round(self.done / self._finished * self._units)
 
     def add(self, record: UnitRecord) -> None:

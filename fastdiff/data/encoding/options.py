@@ -14,8 +14,9 @@ from fastdiff.config.argument_types import require_local
 from fastdiff.config.networks.pretrained import HUB_ID
 from fastdiff.data.images.items import ClassesFrom
 from fastdiff.data.shards.format import MAX_SHARD_SAMPLES
-from fastdiff.errors import ConfigError, require
+from fastdiff.errors import require
 from fastdiff.parallel.devices import select_device, usable_gpus
+from fastdiff.parallel.launcher import place_in_any_job
 
 _OF_PIPELINE = ("pretrained", "revision", "variant", "precision", "dtype", "batch", "flip", "captions")
 """Options without meaning for a data set in pixel space."""
@@ -108,22 +109,20 @@ class Rank:
     local: int = 0
     """Local rank on this machine, which selects the GPU."""
 
+    shared_by: int = 1
+    """Processes on this machine, as far as the launcher says."""
+    told_by: str = ""
+    """The variables that say so, for messages."""
+
     @classmethod
     def from_environment(cls) -> Rank:
-        """Read the rank from the variables of torchrun or deepspeed (RANK, ...), otherwise from those of srun."""
-        found = os.environ
-        if "RANK" in found:
-            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        elif "SLURM_STEP_ID" in found:  # the other SLURM variables are also set outside srun, in the batch script
-            names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-        else:
-            return cls()
-        try:
-            number, ranks, local = (int(found.get(name, default)) for name, default in zip(names, "010", strict=True))
-        except ValueError as error:
-            raise ConfigError(f"{', '.join(names)}: {error}; expected integers") from None
-        require(0 <= number < ranks, f"{names[0]} is {number}, expected 0 to {ranks - 1} ({names[1]} is {ranks})")
-        return cls(number, ranks, local)
+        """Read the rank from the variables of torchrun or deepspeed (RANK, ...), otherwise from those of srun.
+
+        Raises:
+            ConfigError: They are no numbers that can be.
+        """
+        found = place_in_any_job()
+        return cls(found.rank, found.size, found.local_rank, found.local_size, found.told_by)
 
     def device(self) -> torch.device:
         """Select and return the GPU of this process, which processes may share, or return the CPU.
@@ -135,5 +134,4 @@ class Rank:
 
     def cores(self) -> int:
         """Return this process's share of the cores of this machine."""
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-        return max(1, len(os.sched_getaffinity(0)) // ranks)
+        return max(1, len(os.sched_getaffinity(0)) // self.shared_by)

@@ -1,8 +1,8 @@
 """Coordination of the ranks of an encode through files in ``OUT/.encoding``, their only communication.
 
 ``plan.json`` holds all options that affect the bytes, and ``unit-000012.json`` records a finished unit. A unit without
-a record is encoded again from its start, so the same command resumes a killed encode. The rank that finds all records
-publishes the data set.
+a record is encoded again from its start, so the same command resumes a killed encode. A process claims a unit by the
+lock of ``unit-000012.lock`` (``parallel/claims.py``). The rank that finds all records publishes the data set.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from fastdiff.data.shards.null_embedding import write_null
 from fastdiff.data.shards.writer import is_shard_file
 from fastdiff.errors import ConfigError, DataError, StorageError, remedy
 from fastdiff.files import is_temporary, lock, open_lock_in, publish
+from fastdiff.parallel.claims import Claims
 
 BAD_IMAGES = "bad_images.jsonl"
 
@@ -103,12 +104,13 @@ class EncodeFolder:
         self.out, self._units = out, units
         self._work = out / _FOLDER
         self._plan_path = self._work / "plan.json"
+        self._claims = Claims(self._work, "unit")
         self._plan: dict[str, Any] = json.loads(canonical_json(plan))
         self.plan_digest = hashlib.sha256(canonical_json(plan)).hexdigest()
         self.published, self.captions = False, 1
         with self.storage():
             self._refuse_foreign()
-        with self._locked("plan", wait):
+        with self._locked(wait):
             with self.storage():
                 self.published = self._is_published()
             if not self.published:
@@ -122,29 +124,42 @@ class EncodeFolder:
             return None
         return record if all(map(self._is_there, record.shards)) else None
 
-    @contextlib.contextmanager
-    def claimed(self, unit: int) -> Iterator[bool]:
-        """Lock a unit against other processes, and remove the files of earlier attempts.
-
-        Yields:
-            True if the unit must be encoded; False if another process has just finished it.
-
-        Raises:
-            ConfigError: Another process is encoding the unit.
-        """
-        with self._locked(f"unit-{unit:06d}", None):
-            with self.storage():
-                # Without a record of this unit no process can publish, so from here on the files belong to this one.
-                to_do = not (self.out / INFO_FILE).exists() and self.record(unit) is None
-                for leftover in self.out.glob(f"train-{unit:06d}[.-]*") if to_do else ():
-                    if is_shard_file(leftover.name):
-                        leftover.unlink(missing_ok=True)
-            yield to_do
+    def claim(self, unit: int) -> bool:
+        """Claim a unit and remove the files of earlier attempts; False: it is finished, or another process has it."""
+        with self.storage():
+            if self._is_finished(unit) or not self._claims.take(unit):
+                return False
+            # Without a record of this unit no process can publish, so from here on the files belong to this one.
+            if self._is_finished(unit):
+                self._claims.release(unit)
+                return False
+            for leftover in self.out.glob(f"train-{unit:06d}[.-]*"):
+                if is_shard_file(leftover.name):
+                    leftover.unlink(missing_ok=True)
+            return True
 
     def finish(self, unit: int, record: UnitRecord) -> None:
-        """Record that a claimed unit is finished; its shards must be on disk."""
+        """Record that a claimed unit is finished, and release it; its shards must be on disk."""
         with self.storage():
             publish(self._record_path(unit), canonical_json(dataclasses.asdict(record)))
+        self._claims.release(unit)
+
+    def release_all(self) -> None:
+        """Release all units that are claimed and not finished."""
+        self._claims.release_all()
+
+    def unfinished(self) -> list[int]:
+        """Return the units that are not finished, by any process."""
+        with self.storage():
+            return [unit for unit in range(self._units) if not self._is_finished(unit)]
+
+    def wait(self, unit: int) -> None:
+        """Wait until no other process holds a unit."""
+        with self.storage():
+            self._claims.wait(unit)
+
+    def _is_finished(self, unit: int) -> bool:
+        return (self.out / INFO_FILE).exists() or self.record(unit) is not None
 
     def publish(self, template: Callable[[], DatasetInfo], null: Callable[[], Mapping[str, npt.NDArray[Any]]]) -> int:
         """Write dataset.json if all units are finished; only then the arguments are called.
@@ -159,7 +174,7 @@ class EncodeFolder:
         Raises:
             DataError: All images are unusable.
         """
-        with self._locked("plan"):
+        with self._locked():
             with self.storage():
                 if self._is_published():
                     return 0
@@ -279,26 +294,15 @@ class EncodeFolder:
             return False
 
     @contextlib.contextmanager
-    def _locked(self, name: str, wait: Callable[[], None] | None = lambda: None) -> Iterator[None]:
-        """Hold a file lock, which ends with this process; shared storage must support locks between machines.
-
-        Args:
-            name: Name of the lock.
-            wait: Called before waiting for another process; None: raise ConfigError instead of waiting.
-        """
+    def _locked(self, wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Hold the lock of the plan, which ends with this process; ``wait`` is called before a wait for another one."""
         with self.storage():
-            descriptor = open_lock_in(self._work, f"{name}.lock")
+            descriptor = open_lock_in(self._work, "plan.lock")
         with open(descriptor, "rb") as file:
             with self.storage():
                 try:
                     lock(file.fileno(), self.out)
-                except BlockingIOError as error:
-                    if wait is None:
-                        raise ConfigError(
-                            f"another `fastdiff encode` is writing {name} to {self.out}; wait until it ends, or give "
-                            "every process its own RANK",
-                            everywhere=False,
-                        ) from error
+                except BlockingIOError:
                     wait()
                     fcntl.flock(file, fcntl.LOCK_EX)
             yield

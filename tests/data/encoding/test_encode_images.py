@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import shutil
@@ -17,17 +18,18 @@ from safetensors.torch import load_file, save_file
 
 from fastdiff.cli.main import main
 from fastdiff.data.encoding.builtin import encode_digits
-from fastdiff.data.encoding.options import EncodeOptions
-from fastdiff.data.encoding.plan import EncodeFolder
+from fastdiff.data.encoding.options import EncodeOptions, Rank
+from fastdiff.data.encoding.plan import EncodeFolder, UnitRecord
 from fastdiff.data.shards.format import DatasetInfo, index_path
 from fastdiff.data.shards.index import ShardIndex
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.data.shards.verify import verify
-from fastdiff.errors import ConfigError, DataError, StorageError
+from fastdiff.errors import ConfigError, DataError, Preempted, StorageError
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.models.pretrained.tiny_pipeline import build
+from fastdiff.parallel.launcher import VARIABLES
 from tests.support.injected.tiny_disk import tiny_disk
-from tests.support.inputs.encoding import captioned, encode, files, picture
+from tests.support.inputs.encoding import captioned, encode, encode_part, files, picture
 
 CAPTIONS = ["a cat", "a dog", "a cat", "a seven", "a dog", "a cat"]
 
@@ -221,11 +223,7 @@ def test_bad_images_end_the_encode_or_are_listed(tmp_path: Path, sd: Path) -> No
 def test_images_that_were_left_out_are_an_error_when_the_policy_changes(tmp_path: Path, sd: Path) -> None:
     source = captioned(tmp_path / "images", [f"picture {n}" for n in range(9)])
     (source / "000.png").write_text("no image at all")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RANK", "0")
-        patch.setenv("WORLD_SIZE", "2")
-        said = encode(source, tmp_path / "out", sd, bad="skip")
-    assert "1 shards are still missing" in said[0]
+    assert "2 of 3 shards are kept" in str(encode_part(source, tmp_path / "out", sd, 2, bad="skip"))
     with pytest.raises(DataError, match=r"000\.png cannot be used"):
         encode(source, tmp_path / "out", sd)
 
@@ -242,20 +240,71 @@ def test_latents_that_are_not_finite_are_bad(tmp_path: Path, source: Path, sd: P
         encode(source, tmp_path / "out", broken, bad="skip")
 
 
-def test_ranks_write_the_same_files_as_one(
-    tmp_path: Path, source: Path, sd: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
+JOBS = {
+    "torchrun": {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+    "a template": {"RANK": "7", "WORLD_SIZE": "8"},
+    "a step of Slurm": {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"},
+}
+
+
+@pytest.fixture
+def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*VARIABLES, *JOBS["a step of Slurm"]):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_job")
+@pytest.mark.parametrize("job", JOBS)
+def test_a_process_alone_encodes_all_whatever_the_variables_of_a_job_say(
+    tmp_path: Path, source: Path, sd: Path, plain: Path, monkeypatch: pytest.MonkeyPatch, job: str
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    assert "1 shards are still missing" in encode(source, tmp_path / "out", sd)[0]
-    monkeypatch.delenv("RANK")
-    for name, value in (("STEP_ID", "0"), ("PROCID", "0"), ("NTASKS", "2"), ("LOCALID", "0")):
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    encode(source, tmp_path / "out", sd)
+    for name, value in JOBS[job].items():
+        monkeypatch.setenv(name, value)
+    said = encode(source, tmp_path / "out", sd)
     assert files(tmp_path / "out") == files(plain)
+    [told] = [line for line in said if "goes on with shards of other ranks" in line]
+    assert all(f"{name}={JOBS[job][name]}" in told for name in list(JOBS[job])[-3:-1] if "LOCAL" not in name)
     # A rank that comes late finds everything done.
-    assert encode(source, tmp_path / "out", sd) == [f"{tmp_path / 'out'} is already complete"]
+    again = encode(source, tmp_path / "out", sd)
+    assert again == ([f"{tmp_path / 'out'} is already complete"] if "0" in JOBS[job].values() else [])
     assert files(tmp_path / "out") == files(plain)
+
+
+@pytest.mark.usefixtures("no_job")
+def test_the_shell_of_an_interactive_step_of_slurm_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in JOBS["a step of Slurm"].items():
+        monkeypatch.setenv(name, value)
+    assert Rank.from_environment().ranks == 4
+    monkeypatch.setenv("SLURM_STEP_ID", "4294967290")
+    assert Rank.from_environment() == Rank()
+
+
+def test_a_unit_that_another_process_holds_is_waited_for_and_taken_when_that_process_ends(
+    tmp_path: Path, source: Path, sd: Path, plain: Path
+) -> None:
+    encode_part(source, tmp_path / "out", sd, 1)
+    other = (tmp_path / "out" / ".encoding" / "unit-000001.lock").open("wb")
+    fcntl.flock(other, fcntl.LOCK_EX)
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "waiting for 1 shards that other processes write" in text:
+            other.close()
+
+    encode(source, tmp_path / "out", sd, say=say)
+    assert len([text for text in said if "waiting for" in text]) == 1
+    assert files(tmp_path / "out") == files(plain)
+
+
+def test_shards_that_do_not_stay_end_with_75(
+    tmp_path: Path, source: Path, sd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(EncodeFolder, "record", lambda folder, unit: None)
+    with pytest.raises(Preempted, match=r"2 of 2 shards are missing .*RANK=1, WORLD_SIZE=2.* rank 1 of 2"):
+        encode(source, tmp_path / "out", sd)
 
 
 def test_the_number_of_threads_does_not_matter(tmp_path: Path, source: Path, sd: Path) -> None:
@@ -271,27 +320,21 @@ def test_the_number_of_threads_does_not_matter(tmp_path: Path, source: Path, sd:
 
 @pytest.mark.fault(9)
 def test_a_damaged_shard_of_a_killed_encode_is_written_again(
-    tmp_path: Path, source: Path, sd: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: Path, sd: Path, plain: Path
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    encode(source, tmp_path / "out", sd)
+    encode_part(source, tmp_path / "out", sd, 1)
     shard = tmp_path / "out" / "train-000000.tar"
     shard.write_bytes(shard.read_bytes()[:1000])
-    monkeypatch.undo()
     encode(source, tmp_path / "out", sd)
     assert files(tmp_path / "out") == files(plain)
 
 
-def test_other_options_are_refused(tmp_path: Path, source: Path, sd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    encode(source, tmp_path / "out", sd)
+def test_other_options_are_refused(tmp_path: Path, source: Path, sd: Path) -> None:
+    encode_part(source, tmp_path / "out", sd, 1)
     before = files(tmp_path / "out")
     with pytest.raises(ConfigError, match=r"other options \(batch was 3, is 2; flip was False, is True\)"):
         encode(source, tmp_path / "out", sd, batch=2, flip=True)
     assert files(tmp_path / "out") == before
-    monkeypatch.undo()
     encode(source, tmp_path / "out", sd)
     with pytest.raises(ConfigError, match="already holds a data set with another source or other options"):
         encode(source, tmp_path / "out", sd, batch=2)
@@ -381,13 +424,15 @@ def test_a_mark_of_someone_else_is_not_written(tmp_path: Path) -> None:
 
 @pytest.mark.fault(27)
 def test_a_unit_is_written_by_one_process(tmp_path: Path) -> None:
-    first, second = (EncodeFolder(tmp_path, {}, 1, lambda: 1) for _ in range(2))
-    with first.claimed(0) as to_do:
-        assert to_do
-        with pytest.raises(ConfigError, match="another `fastdiff encode` is writing unit-000000"):
-            second.claimed(0).__enter__()
-    with second.claimed(0) as to_do:
-        assert to_do
+    first, second = (EncodeFolder(tmp_path, {}, 2, lambda: 1) for _ in range(2))
+    assert first.claim(0)
+    assert not second.claim(0)
+    assert second.claim(1)
+    first.release_all()
+    assert second.claim(0)
+    second.finish(0, UnitRecord((), ()))
+    assert not first.claim(0)
+    assert first.unfinished() == [1]
 
 
 @pytest.mark.fault(8)

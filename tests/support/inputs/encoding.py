@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from fastdiff.data.encoding.images import encode_images
 from fastdiff.data.encoding.options import EncodeOptions
+from fastdiff.data.encoding.plan import EncodeFolder, UnitRecord
+from fastdiff.errors import Preempted
 
 
 def picture(number: int, size: tuple[int, int] = (32, 32)) -> Image.Image:
@@ -32,14 +37,30 @@ def captioned(folder: Path, captions: Sequence[Any], sizes: Sequence[tuple[int, 
     return folder
 
 
-def encode(source: Path, out: Path, pretrained: Path, **options: Any) -> list[str]:
-    """Encode in this process and return what was said."""
+def encode(
+    source: Path, out: Path, pretrained: Path, *, say: Callable[[str], None] | None = None, **options: Any
+) -> list[str]:
+    """Encode in this process and return what was said, unless ``say`` takes it."""
     said: list[str] = []
     defaults: dict[str, Any] = {"resolution": 32, "decode": "pillow", "batch": 3, "samples_per_shard": 4, "workers": 1}
     encode_images(
-        EncodeOptions(source=str(source), out=out, pretrained=str(pretrained), **defaults | options), said.append
+        EncodeOptions(source=str(source), out=out, pretrained=str(pretrained), **defaults | options), say or said.append
     )
     return said
+
+
+def encode_part(source: Path, out: Path, pretrained: Path, units: int, **options: Any) -> Preempted:
+    """Encode as `encode` until so many units are finished, and then press Ctrl-C."""
+    finish, finished = EncodeFolder.finish, itertools.count(1)
+
+    def then_interrupt(folder: EncodeFolder, unit: int, record: UnitRecord) -> None:
+        finish(folder, unit, record)
+        if next(finished) == units:
+            raise KeyboardInterrupt
+
+    with mock.patch.object(EncodeFolder, "finish", then_interrupt), pytest.raises(Preempted) as caught:
+        encode(source, out, pretrained, **options)
+    return caught.value
 
 
 def files(folder: Path) -> dict[str, bytes]:
