@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from pathlib import PurePath
 from typing import Any, Literal
 
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from tqdm import tqdm
 
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, reproducible
 from fastdiff.data.encoding.builtin import versions
+from fastdiff.data.encoding.losses import losses
 from fastdiff.data.encoding.options import EncodeOptions, Rank
 from fastdiff.data.encoding.plan import BAD_IMAGES, BadRecord, EncodeFolder, UnitRecord
 from fastdiff.data.encoding.unit import UnitEncoder
@@ -92,7 +94,7 @@ class _ImageEncode:
         self._folder = EncodeFolder(
             options.out, self._plan(), self._source.units, self._captions_per_image, self._say_that_we_wait
         )
-        self._images = self._unused_captions = 0
+        self._images = 0
         self._encoded: set[int] = set()
         self._took_over = False
         self._bad: list[BadRecord] = []  # of this rank, earlier attempts included
@@ -236,9 +238,8 @@ class _ImageEncode:
                     if isinstance(item, BadItem) or isinstance(decoded, BadImage):
                         leave_out(item.name, decoded.reason if isinstance(decoded, BadImage) else "")
                     else:
-                        self._unused_captions += self._embeds_captions and len(item.captions) > info.captions
-                        if self._embeds_captions and item.captions[:1] == ("",):
-                            tally.add("with an empty caption, trained as the empty prompt", item.name)
+                        for loss in losses(item, decoded, info, self._encoder):
+                            tally.add(loss, PurePath(item.name).name)
                         with self._folder.storage():
                             shards.add(item, decoded)
                     self._images += 1
@@ -375,8 +376,6 @@ class _ImageEncode:
             text += f"; {kept} more were already encoded"
         if self._bad:
             text += f"; {len(self._bad)} bad images skipped, listed in {self._options.out / BAD_IMAGES}"
-        if self._unused_captions:
-            text += f"; {self._unused_captions} images have further captions, which --captions all embeds"
         self._say(text)
         info = DatasetInfo.read(self._options.out)
         for line in info.selection.lines(info.samples) if info.selection else ():
