@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import numpy.typing as npt
 import torch
-from tqdm import tqdm
 
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, reproducible
 from fastdiff.data.encoding.builtin import versions
@@ -38,6 +37,7 @@ from fastdiff.errors import ConfigError, DataError, Preempted, require
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.parallel.claims import in_turn
 from fastdiff.parallel.devices import require_precision
+from fastdiff.progress_bar import Bar
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -173,14 +173,7 @@ class _ImageEncode:
             start=lambda: torch.cuda.set_device(device) if on_gpu else None,  # the device is set per thread
         )
         description = "encode" if self._rank.ranks == 1 else f"encode, rank {self._rank.number}"
-        bar = tqdm(
-            desc=description,
-            total=expected.images,
-            initial=expected.done,
-            unit="image",
-            position=self._rank.local,
-            disable=None,
-        )
+        bar = Bar(description, expected.images, "images", done=expected.done, alone=self._rank.ranks == 1)
         with closing(stream), bar, self._stopwatch.measure("all"):
             for unit, chunks in itertools.groupby(stream, key=lambda chunk: chunk.unit):
                 if unit % self._rank.ranks != self._rank.number:
@@ -215,7 +208,7 @@ class _ImageEncode:
                 everywhere=False,
             ) from None
 
-    def _encode_unit(self, unit: int, info: DatasetInfo, chunks: Iterable[Chunk], bar: Any) -> UnitRecord:
+    def _encode_unit(self, unit: int, info: DatasetInfo, chunks: Iterable[Chunk], bar: Bar) -> UnitRecord:
         bad: list[BadRecord] = []
         tally = Tally()
 
@@ -265,8 +258,8 @@ class _ImageEncode:
         """Return the largest number of captions to embed per image."""
         if self._options.captions == "first" or not self._embeds_captions:
             return 1
-        units = tqdm(range(self._source.units), desc="counting captions", unit="shard", disable=None)
-        return max(1, *map(self._source.most_captions, units))
+        with Bar("counting captions", self._source.units, "shards") as bar:
+            return max(1, *map(self._source.most_captions, bar.over(range(self._source.units))))
 
     def _say_that_we_wait(self) -> None:
         if self._options.captions == "all":
