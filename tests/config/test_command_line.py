@@ -170,13 +170,14 @@ def test_the_length_of_a_run_in_every_unit(digits: Path, length: list[str], samp
         (["--steps", "0"], "--steps: 0: expected a whole number"),
         (["--epochs", "-1"], "--epochs"),
         (["--epochs", "1", "--data.path", "nowhere"], "make the data set with `fastdiff encode digits nowhere`"),
+        (["--epochs", "1e308", "--data.path", "DIGITS"], "--epochs 1e+308: more than 2147483647 steps"),
         (["--epochs", "1", "--data.path", "s3://a/b"], "not known here; use --steps"),
         (["--epochs", "1", "--data.online", "--data.path", "./none"], "images of ./none cannot be counted"),
     ],
 )
-def test_a_length_that_is_no_length_is_refused(length: list[str], message: str) -> None:
+def test_a_length_that_is_no_length_is_refused(digits: Path, length: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        command_line.parse(["--preset", "digits", *length])
+        command_line.parse(["--preset", "digits", *(str(digits) if word == "DIGITS" else word for word in length)])
 
 
 def test_every_preset_names_the_command_of_its_data() -> None:

@@ -52,6 +52,7 @@ def samples_flag(
         path = default.data.path if fields.path is None else fields.path
         online = fields.online or default.data.online
         images = _listed(path, epochs, fields) if online else _images(path, epochs, preset)
+        require(epochs * images / batch <= LARGEST, f"--epochs {epochs:g}: more than {LARGEST} steps; give fewer")
         steps = max(1, round(epochs * images / batch))
     return ["--samples", str((steps or 1) * batch)]
 
