@@ -28,10 +28,10 @@ def add(commands: Subcommands) -> None:
     )
     parser.add_argument(
         "source",
-        help="images: a folder (with metadata.jsonl or .csv, or text files beside them, or one folder per class), a "
-        "file of metadata (.json with a list, .jsonl or .csv), WebDataset tars (path or address, braces allowed), or a "
-        "Hugging Face dataset; or PATH.py:NAME, code of yours, which is executed (docs/api.md); or digits "
-        "(scikit-learn's 1,797 real scans) or synthetic, which take no --pretrained",
+        help="images: a folder (with metadata.jsonl or .csv, a caption file beside each, one folder per class, or none "
+        "of these), a file of metadata (.json with a list, .jsonl or .csv), WebDataset tars (path or address, braces "
+        "allowed), or a Hugging Face dataset; or PATH.py:NAME, code of yours, which is executed (docs/api.md); or "
+        "digits (scikit-learn's 1,797 real scans) or synthetic, which take no --pretrained",
     )
     parser.add_argument("out", type=local_path, metavar="OUT", help="folder to write; must not hold a data set yet")
     _add_pipeline(parser)
@@ -95,6 +95,12 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "folder", "prefix", "none"),
         help="classes of an image folder: folder: the subfolder names; prefix: the part of a file name before the "
         "first underscore; none. auto: captions if there are any, otherwise the subfolders",
+    )
+    group.add_argument("--caption", metavar="TEXT", help="caption of each image without one, as 'a photo of sks dog'")
+    group.add_argument(
+        "--caption-from",
+        choices=("folder",),
+        help="caption of each image without one: the name of its folder, without the repeats of kohya's '10_sks dog'",
     )
     group.add_argument(
         "--captions",

@@ -21,14 +21,22 @@ class Counted:
     """Files or samples that were treated alike."""
 
     reason: str
-    """Reads on after the count: ``without a row in metadata.csv``."""
+    """What they are; of pictures, what follows the word: ``without a row in metadata.csv``."""
     count: int
     first: tuple[str, ...] = ()
     """Up to three names, without control characters."""
 
     def __str__(self) -> str:
-        names = f" (first: {', '.join(self.first)})" if self.first else ""
-        return f"{self.count} {self.reason}{names}"
+        return f"{self.reason}: {self.count}{self._names}"
+
+    @property
+    def of_pictures(self) -> str:
+        """The words for pictures that were left out."""
+        return f"{_pictures(self.count)} {self.reason}{self._names}"
+
+    @property
+    def _names(self) -> str:
+        return f" (first: {', '.join(self.first)})" if self.first else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +60,8 @@ class Selection:
         """Return the summary, the first line with the number of pictures."""
         total = taken + sum(each.count for each in self.left_out)
         kept = "all taken" if total == taken else f"{taken} taken, {total - taken} left out"
-        lines = [f"{total} picture{'s' if total != 1 else ''}: {kept}"]
-        lines += [f"  left out: {each}" for each in self.left_out]
+        lines = [f"{_pictures(total)}: {kept}"]
+        lines += [f"  left out: {each.of_pictures}" for each in self.left_out]
         return lines + [f"  note: {each}" for each in self.noted]
 
 
@@ -77,6 +85,10 @@ class Tally:
             Counted(reason=reason, count=count, first=tuple(self._names[reason]))
             for reason, (count,) in self._counts.items()
         )
+
+
+def _pictures(count: int) -> str:
+    return f"{count} picture{'s' if count != 1 else ''}"
 
 
 def _sum(counts: Iterable[Counted]) -> tuple[Counted, ...]:

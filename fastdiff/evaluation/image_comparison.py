@@ -55,6 +55,8 @@ def evaluate_images(samples: Path, reference: Path, options: ImageComparisonOpti
     metrics = open_metrics(options.metrics)  # fails before images are read
     drawn, real = open_images(samples), open_reference(reference)
     for path, images in ((samples, drawn), (reference, real.images)):
+        for left_out in images.left_out if images is not None else ():
+            log.warning(f"{path}: left out: {left_out.of_pictures}")
         if images is not None and len(images) < 2:
             raise ConfigError(f"{path} holds {len(images)} image; a distribution needs at least 2")
     if real.images is not None and drawn.size != real.images.size:

@@ -17,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdiff.data.images.decode import BadImage, ImageTransform, PillowDecoder
-from fastdiff.data.images.folder import is_image, walk_files
-from fastdiff.data.images.items import IMAGE_EXTENSIONS, LARGEST_IMAGE
+from fastdiff.data.images.items import LARGEST_IMAGE
+from fastdiff.data.images.kinds import READ
+from fastdiff.data.images.listing import Listing
+from fastdiff.data.selection import Counted, Tally
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.evaluation.image_metrics import MOST_FEATURES, Gaussian
 from fastdiff.files import read_bounded
@@ -27,7 +29,7 @@ from fastdiff.sampling.npz import NpyMember, npz_member, npz_names
 Pixels = npt.NDArray[np.uint8]
 _KINDS = (
     "an npz file with arr_0 uint8 [N, H, W, C] or a folder of images "
-    f"({', '.join(sorted(IMAGE_EXTENSIONS))}), as reference also an npz file with mu and sigma"
+    f"({READ}), as reference also an npz file with mu and sigma"
 )
 _STATISTICS = frozenset({"mu", "sigma"})
 _ROUNDING = 1e-4
@@ -37,6 +39,9 @@ eigenvalues."""
 
 class ImageSet(Protocol):
     """Images of one size, in a fixed order."""
+
+    left_out: tuple[Counted, ...]
+    """Pictures that are not in the set, by reason."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -98,6 +103,8 @@ def open_reference(path: Path) -> Reference:
 class NpzImages:
     """``arr_0`` of an npz file, read batch by batch."""
 
+    left_out: tuple[Counted, ...] = ()
+
     def __init__(self, member: NpyMember) -> None:
         self._member = member
         shape = member.shape
@@ -118,14 +125,22 @@ class NpzImages:
 
 
 class FolderImages:
-    """All images below a folder as RGB, sorted by name, without hidden files and other types."""
+    """All images below a folder as RGB, sorted by name, chosen as ``fastdiff encode`` does.
+
+    Attributes:
+        left_out: Pictures that are not taken, by reason.
+    """
 
     def __init__(self, folder: Path) -> None:
         if (folder / "run.json").is_file():
             raise ConfigError(f"{folder} is a run; draw its images first: fastdiff sample {folder} --npz samples.npz")
-        self._paths = [folder / name for name in sorted(walk_files(folder)) if is_image(name)]
+        listing, left_out = Listing.below(folder), Tally()
+        listing.count(left_out, Tally())
+        self.left_out = left_out.counted()
+        self._paths = [folder / name for name in listing.images]
         if not self._paths:
-            raise DataError(f"{folder} holds no images; expected {_KINDS}")
+            others = "".join(f"; left out: {each.of_pictures}" for each in self.left_out)
+            raise DataError(f"{folder} holds no images; expected {_KINDS}{others}")
         first = _decode([self._paths[0]], PillowDecoder(_covering((1, 1)), threads=1))[0]
         self.size = first[1]
         self._decoder = PillowDecoder(_covering(self.size), threads=os.cpu_count() or 1)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from PIL import Image
 
 from fastdiff.cli.main import main
 from fastdiff.errors import ConfigError, DataError
@@ -126,6 +127,18 @@ def test_folders_give_the_pixels_of_their_files(tmp_path: Path) -> None:
     assert (len(opened), opened.size) == (9, (4, 3))
     np.testing.assert_array_equal(np.concatenate(list(opened.batches(4))), np.concatenate([images[::2], images[1::2]]))
     assert opened.name_of(5) == str(folder / "class 1" / "001.png")
+
+
+def test_pictures_are_chosen_as_an_encode_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = pictures(9)
+    folder = folder_of(tmp_path / "images", images)
+    Image.fromarray(images[0]).save(folder / "z.bmp")
+    for name in ("@eaDir/a.png", "__MACOSX/a.png", "Thumbs.db", "photo.heic"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"-")
+    assert len(open_images(folder)) == 10
+    evaluate_images(npz(tmp_path / "a.npz", images), folder, PIXELS)
+    assert f"{folder}: left out: 1 picture of kind HEIC, which is not read" in capsys.readouterr().err
 
 
 def test_few_images_are_measured_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

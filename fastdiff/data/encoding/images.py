@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from pathlib import PurePath
 from typing import Any, Literal
 
 import numpy.typing as npt
 import torch
+from tqdm import tqdm
 
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, reproducible
 from fastdiff.data.encoding.builtin import versions
-from fastdiff.data.encoding.losses import losses
 from fastdiff.data.encoding.options import EncodeOptions, Rank
 from fastdiff.data.encoding.plan import BAD_IMAGES, BadRecord, EncodeFolder, UnitRecord
+from fastdiff.data.encoding.uncaptioned import lacks_captions, require_captions, told
 from fastdiff.data.encoding.unit import UnitEncoder
 from fastdiff.data.images.decode import BadImage, Decoder, ImageTransform, open_decoder
 from fastdiff.data.images.geometry import Size, aspect_buckets
@@ -37,9 +37,9 @@ from fastdiff.errors import ConfigError, DataError, Preempted, require
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.parallel.claims import in_turn
 from fastdiff.parallel.devices import require_precision
-from fastdiff.progress_bar import Bar
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CLASSES_SHOWN = 12
 
 
 def encode_images(options: EncodeOptions, say: Callable[[str], None] = print) -> None:
@@ -75,11 +75,16 @@ class _ImageEncode:
             classes_from=options.classes_from,
             image_root=options.image_root,
             dataset_config=options.dataset_config,
+            caption=options.caption,
+            caption_from=options.caption_from,
+            needs_captions=options.autoencoder != "identity",
         )
         self._in_pixels = options.autoencoder == "identity"
         self._embeds_captions = self._source.captioned and not self._in_pixels
         pretrained = Pretrained(options.pretrained, options.revision, options.variant, "--pretrained")
-        self._embeds_nothing = not (self._in_pixels or self._source.captioned or pretrained.is_autoencoder)
+        self._embeds_nothing = not self._in_pixels and lacks_captions(self._source, pretrained)
+        if self._embeds_nothing:
+            require_captions(options, self._source)
         self._encoder: LatentEncoder | PixelEncoder = (
             PixelEncoder()
             if self._in_pixels
@@ -94,7 +99,7 @@ class _ImageEncode:
         self._folder = EncodeFolder(
             options.out, self._plan(), self._source.units, self._captions_per_image, self._say_that_we_wait
         )
-        self._images = 0
+        self._images = self._unused_captions = 0
         self._encoded: set[int] = set()
         self._took_over = False
         self._bad: list[BadRecord] = []  # of this rank, earlier attempts included
@@ -106,7 +111,9 @@ class _ImageEncode:
                 self._say(f"{self._options.out} is already complete")
             return
         if self._rank.number == 0:
-            self._warn_of_captions()
+            words = told(self._source, in_pixels=self._in_pixels, without_text=self._embeds_nothing)
+            if words is not None:
+                self._say(words)
         own = range(self._rank.number, self._source.units, self._rank.ranks)
         kept = {unit: record for unit in own if (record := self._folder.record(unit)) is not None}
         for record in kept.values():
@@ -148,17 +155,6 @@ class _ImageEncode:
         told = f" (by {rank.told_by} this process is rank {rank.number} of {rank.ranks})" if rank.ranks > 1 else ""
         return Preempted(f"{what} in {self._options.out}; the same command goes on from there{told}")
 
-    def _warn_of_captions(self) -> None:
-        if self._in_pixels and self._source.captioned:
-            self._say(
-                f"warning: the captions of {self._source.name} are ignored: a data set in pixel space has no embeddings"
-            )
-        elif self._embeds_nothing:
-            self._say(
-                f"warning: no captions in {self._source.name}, so the data set has no text embeddings, which a UNet "
-                "needs; a DiT trains on classes"
-            )
-
     def _encode(self, units: Iterable[int]) -> None:
         """Encode units, each of which is claimed when it is drawn."""
         self._encoder.load(text=self._embeds_captions)
@@ -173,7 +169,14 @@ class _ImageEncode:
             start=lambda: torch.cuda.set_device(device) if on_gpu else None,  # the device is set per thread
         )
         description = "encode" if self._rank.ranks == 1 else f"encode, rank {self._rank.number}"
-        bar = Bar(description, expected.images, "images", done=expected.done, alone=self._rank.ranks == 1)
+        bar = tqdm(
+            desc=description,
+            total=expected.images,
+            initial=expected.done,
+            unit="image",
+            position=self._rank.local,
+            disable=None,
+        )
         with closing(stream), bar, self._stopwatch.measure("all"):
             for unit, chunks in itertools.groupby(stream, key=lambda chunk: chunk.unit):
                 if unit % self._rank.ranks != self._rank.number:
@@ -208,7 +211,7 @@ class _ImageEncode:
                 everywhere=False,
             ) from None
 
-    def _encode_unit(self, unit: int, info: DatasetInfo, chunks: Iterable[Chunk], bar: Bar) -> UnitRecord:
+    def _encode_unit(self, unit: int, info: DatasetInfo, chunks: Iterable[Chunk], bar: Any) -> UnitRecord:
         bad: list[BadRecord] = []
         tally = Tally()
 
@@ -231,8 +234,9 @@ class _ImageEncode:
                     if isinstance(item, BadItem) or isinstance(decoded, BadImage):
                         leave_out(item.name, decoded.reason if isinstance(decoded, BadImage) else "")
                     else:
-                        for loss in losses(item, decoded, info, self._encoder):
-                            tally.add(loss, PurePath(item.name).name)
+                        self._unused_captions += self._embeds_captions and len(item.captions) > info.captions
+                        if self._embeds_captions and item.captions[:1] == ("",):
+                            tally.add("pictures with an empty caption, trained as the empty prompt", item.name)
                         with self._folder.storage():
                             shards.add(item, decoded)
                     self._images += 1
@@ -258,8 +262,8 @@ class _ImageEncode:
         """Return the largest number of captions to embed per image."""
         if self._options.captions == "first" or not self._embeds_captions:
             return 1
-        with Bar("counting captions", self._source.units, "shards") as bar:
-            return max(1, *map(self._source.most_captions, bar.over(range(self._source.units))))
+        units = tqdm(range(self._source.units), desc="counting captions", unit="shard", disable=None)
+        return max(1, *map(self._source.most_captions, units))
 
     def _say_that_we_wait(self) -> None:
         if self._options.captions == "all":
@@ -369,10 +373,16 @@ class _ImageEncode:
             text += f"; {kept} more were already encoded"
         if self._bad:
             text += f"; {len(self._bad)} bad images skipped, listed in {self._options.out / BAD_IMAGES}"
+        if self._unused_captions:
+            text += f"; {self._unused_captions} images have further captions, which --captions all embeds"
+        if by_pillow := self._decoder.by_pillow:
+            text += f"; {by_pillow} of them decoded by pillow, as {self._decoder.name} would give other pixels or none"
         self._say(text)
         info = DatasetInfo.read(self._options.out)
         for line in info.selection.lines(info.samples) if info.selection else ():
             self._say(line)
+        if info.class_names:
+            self._say(_described_classes(info.class_names))
         check = shlex.join(["fastdiff", "verify", str(self._options.out)])
         self._say(f"{self._options.out} is complete: {info.samples} samples; check it with `{check}`")
 
@@ -426,3 +436,11 @@ def _transform(options: EncodeOptions, factor: int) -> ImageTransform:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return ImageTransform(options.resolution, options.crop, options.interpolation, buckets)
+
+
+def _described_classes(names: Sequence[str]) -> str:
+    """Describe the numbers of the classes; of many, only the first and last ones."""
+    shown = [f"{number} = {name}" for number, name in enumerate(names)]
+    if len(shown) > _CLASSES_SHOWN:
+        shown = [*shown[: _CLASSES_SHOWN - 2], "...", shown[-1]]
+    return f"  {len(names)} class{'es' if len(names) != 1 else ''}: {', '.join(shown)}"

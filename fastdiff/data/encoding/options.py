@@ -12,13 +12,24 @@ import torch
 
 from fastdiff.config.argument_types import require_local
 from fastdiff.config.networks.pretrained import HUB_ID
-from fastdiff.data.images.items import ClassesFrom
+from fastdiff.data.images.items import CaptionFrom, ClassesFrom
 from fastdiff.data.shards.format import MAX_SHARD_SAMPLES
 from fastdiff.errors import require
 from fastdiff.parallel.devices import select_device, usable_gpus
 from fastdiff.parallel.launcher import place_in_any_job
 
-_OF_PIPELINE = ("pretrained", "revision", "variant", "precision", "dtype", "batch", "flip", "captions")
+_OF_PIPELINE = (
+    "pretrained",
+    "revision",
+    "variant",
+    "precision",
+    "dtype",
+    "batch",
+    "flip",
+    "captions",
+    "caption",
+    "caption_from",
+)
 """Options without meaning for a data set in pixel space."""
 
 
@@ -50,6 +61,10 @@ class EncodeOptions:
     """all: embed every caption of an image; captions are counted first, without reading the images."""
     bad: Literal["fail", "skip"] = "fail"
     """Policy for unusable images."""
+    caption: str = ""
+    """Caption of each image without one of its own; empty: none."""
+    caption_from: CaptionFrom = "none"
+    """folder: the name of its folder is the caption of each image without one of its own."""
     classes_from: ClassesFrom = "auto"
     image_column: str = "image"
     caption_column: str = "text"
@@ -93,6 +108,15 @@ class EncodeOptions:
         require(
             self.batch >= 1 and self.workers >= 1,
             f"--batch {self.batch}, --workers {self.workers}: expected at least 1",
+        )
+        require(
+            not self.caption or self.caption_from == "none",
+            f"--caption and --caption-from {self.caption_from} both give the caption of images without one; omit one",
+        )
+        flag = "--caption" if self.caption else "--caption-from"
+        require(
+            self.classes_from == "auto" or (not self.caption and self.caption_from == "none"),
+            f"{flag} needs captions, which --classes-from {self.classes_from} ignores; omit one",
         )
         require(self.bucket_step is None or self.buckets, "--bucket-step needs --buckets; add it or omit --bucket-step")
         # resolve() fails on a link in a circle, which the reader explains.

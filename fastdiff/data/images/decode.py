@@ -4,11 +4,12 @@ The Pillow decoder is the reference. It gives the pixels of torchvision's transf
 ``train_text_to_image`` (``convert("RGB")``, ``Resize``, ``CenterCrop`` or ``RandomCrop``) with two corrections: EXIF
 rotations are applied, and 16-bit grey images are scaled instead of clipped.
 
-- JPEG, PNG and WebP are supported; the first frame of an animation counts.
+- JPEG, PNG, WebP, GIF, BMP, TIFF and, with a Pillow that reads it, AVIF are supported; the first frame of an animation
+  and the first page of a file count.
 - CMYK is converted without a profile, with Adobe's inversion undone; ICC profiles are ignored.
 - Alpha is dropped without compositing, as ``convert("RGB")`` does; palettes are resolved.
 - 16-bit grey becomes ``round(v / 257)``; for 16-bit colour Pillow keeps the high byte, which differs by at most one
-  level.
+  level. TIFFs of 32-bit or floating-point levels are refused.
 - An image smaller than the target is enlarged, even a single pixel.
 
 A bad image gives a ``BadImage`` with the reason, never an exception. Changed bytes within a JPEG or lossy WebP give
@@ -163,9 +164,11 @@ class Decoder(Protocol):
 
     Attributes:
         name: ``pillow``, ``dali`` or ``dali-cuda``; each is reproducible, but their pixels differ.
+        by_pillow: Images that Pillow decoded in its stead.
     """
 
     name: str
+    by_pillow: int
 
     def decode(self, images: Sequence[bytes], offsets: Sequence[Offset] | None = None) -> list[Decoded | BadImage]:
         """Decode, resize and crop.
@@ -183,6 +186,7 @@ class PillowDecoder:
     """The reference decoder, on several threads (Pillow releases the GIL)."""
 
     name = "pillow"
+    by_pillow = 0
 
     def __init__(self, transform: ImageTransform, threads: int) -> None:
         self._transform = transform
@@ -226,6 +230,7 @@ class DaliDecoder:
         self._dali = DaliPixels(transform.interpolation, threads, on_cuda=on_cuda)
         self._pillow = PillowDecoder(transform, threads)
         self.name = self._dali.name
+        self.by_pillow = 0
 
     def decode(self, images: Sequence[bytes], offsets: Sequence[Offset] | None = None) -> list[Decoded | BadImage]:
         """See ``Decoder``."""
@@ -244,7 +249,8 @@ class DaliDecoder:
         for (number, job), pixels in zip(jobs.items(), self._dali.decode(list(jobs.values())), strict=True):
             if pixels is not None:
                 results[number] = Decoded(pixels, job.size, job.placement.crop, job.placement.bucket)
-        rest = (number for number, result in enumerate(results) if result is None)
+        rest = [number for number, result in enumerate(results) if result is None]
+        self.by_pillow += len(rest)
         by_pillow = iter(self._pillow.decode_each([(images[number], each[number]) for number in rest]))
         return [next(by_pillow) if result is None else result for result in results]
 

@@ -1,41 +1,42 @@
-"""Images in a folder, with captions from a metadata file or text files, or with classes."""
+"""Images in a folder, with captions from a table or caption files, with classes, or alone."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import errno
-import io
-import json
 import os
 import re
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from fastdiff.data.images.caption_files import CaptionFiles, captions_in, expected, is_like_captions
 from fastdiff.data.images.items import (
-    IMAGE_EXTENSIONS,
     LARGEST_IMAGE,
     LARGEST_TEXT,
     BadCaptionError,
     BadItem,
+    CaptionFrom,
     ClassesFrom,
     ImageItem,
     clean_captions,
     digest_of,
     unit_count,
 )
-from fastdiff.data.selection import Selection
-from fastdiff.errors import ConfigError, DataError, StorageError
+from fastdiff.data.images.kinds import READ
+from fastdiff.data.images.listing import Listing
+from fastdiff.data.images.metadata import LISTS, METADATA, Table, read_table
+from fastdiff.data.images.walk import Names, is_folder, nfc, unreadable, visible
+from fastdiff.data.selection import Selection, Tally
+from fastdiff.errors import ConfigError, DataError
 from fastdiff.sanitize import escape
 
-METADATA = ("metadata.jsonl", "metadata.csv")
-LISTS = (".json", ".jsonl", ".csv")
-"""Extensions of files of metadata that are a source by themselves."""
-
 _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"}
+_TABLES = (*LISTS, ".tsv", ".parquet")
+_REPEATED = re.compile(r"[1-9]\d{0,3}_(.+)", re.DOTALL)
+"""A folder of kohya's sd-scripts: repeats, underscore, caption or class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,9 @@ class _Entry:
 
     path: str
     captions: list[Any] | None = None
-    """Unchecked values of the metadata; None: captions are in the image's text file, if any."""
+    """Unchecked captions; None: they are in ``text``, if the images have captions at all."""
+    text: str | None = None
+    """Relative path of its caption file."""
     label: int | None = None
 
 
@@ -52,13 +55,16 @@ class ImageFolder:
     """A folder of images; by default its content decides the source of captions or classes.
 
     With ``metadata.jsonl`` or ``metadata.csv`` (Hugging Face's imagefolder), captions come from its rows, sorted by
-    ``file_name``; several rows of a file are several captions. Otherwise, if any image has a text file of the same name
-    (``a.jpg``, ``a.txt``), each of its non-empty lines is a caption. Otherwise each subfolder is a class, numbered in
-    the order of the sorted names. Hidden files and files other than images are ignored.
+    ``file_name``; several rows of a file are several captions. Otherwise, if any image has a caption file
+    (``caption_files``), each of its non-empty lines is a caption. Otherwise each subfolder is a class. Images without
+    subfolders have neither. An empty caption is the empty prompt. ``selection`` counts everything that is not taken.
+
+    Classes are numbered in the order of their names in NFC, or of their numbers if all names are whole numbers; a class
+    without images keeps its number.
 
     ``classes_from`` ignores captions and takes classes from: ``folder``, the subfolders as above; ``prefix``, the part
-    of each file name before its first ``_``, numbered in sorted order, in any subfolder (as improved-diffusion, Nichol
-    and Dhariwal 2021, arXiv:2102.09672); ``none``, no classes.
+    of each file name before its first ``_``, in any subfolder (as improved-diffusion, Nichol and Dhariwal 2021,
+    arXiv:2102.09672); ``none``, no classes.
 
     Args:
         folder: The folder, or its parent if that holds only splits.
@@ -68,12 +74,15 @@ class ImageFolder:
         max_samples: Use only the first images, up to this number.
         classes_from: See above.
         metadata: File of metadata of images in ``folder``, instead of one in it; also a .json file with a list of rows.
-        image_column: Column of ``metadata`` with the path of an image, absolute or below ``folder``, if it has no
+        image_column: Column of the metadata with the path of an image, absolute or below ``folder``, if it has no
             ``file_name``.
+        caption: Caption of each image without one of its own; empty: none.
+        caption_from: ``folder``: instead, the name of its folder, without the repeats of kohya's ``10_sks dog``.
+        needs_captions: Whether captions are read, and an image without one is unusable.
 
     Raises:
         ConfigError: The metadata has no such column, or the folder holds only other splits.
-        DataError: The folder holds no images, or no captions or classes, or its metadata is not readable.
+        DataError: The folder holds no images, images beside class folders, or metadata that are not readable.
         StorageError: A folder or file cannot be read.
     """
 
@@ -88,22 +97,29 @@ class ImageFolder:
         classes_from: ClassesFrom = "auto",
         metadata: Path | None = None,
         image_column: str = "file_name",
+        caption: str = "",
+        caption_from: CaptionFrom = "none",
+        needs_captions: bool = True,
     ) -> None:
         self.root = folder if metadata else _root(folder, split)
         self.name = f"images {f'of {escape(str(metadata))} ' if metadata else ''}in {escape(str(self.root))}"
         self.class_names: tuple[str, ...] = ()
         self.captioned = False
-        self._per_unit = samples_per_unit
-        if metadata is not None:
-            self.captioned = True
-            entries = _rows(metadata, caption_column, image_column, self.root)
-        else:
-            entries = self._described(caption_column) if classes_from == "auto" else self._classified(classes_from)
+        self._per_unit, self._needs_captions = samples_per_unit, needs_captions
+        self._columns = caption_column, image_column
+        self._names = Names(self.root)
+        self._left_out, self._noted = Tally(), Tally()
+        self._note_splits(folder)
+        self._substitute = _substitute(self.root, caption, caption_from)
+        entries = sorted(self._list(metadata, classes_from), key=lambda entry: entry.path)
         self.classes = len(self.class_names) or None
-        self._entries = sorted(entries, key=lambda entry: entry.path)[:max_samples]
+        self._entries = self._substituted(entries[:max_samples])
+        for entry in entries[max_samples:] if max_samples is not None else ():
+            self._left_out.add(f"beyond --max-samples {max_samples}", entry.path)
+        self._note_repeats(entries)
+        self.selection = Selection(left_out=self._left_out.counted(), noted=self._noted.counted())
         facts = ([entry.path, entry.captions, entry.label] for entry in self._entries)
         kind = "" if self.captioned or self.classes else ", no captions"
-        self.selection = Selection()
         self.digest = digest_of(f"folder, {samples_per_unit} per unit, {self.classes} classes{kind}", facts)
 
     @property
@@ -116,7 +132,7 @@ class ImageFolder:
         return len(self._entries)
 
     def found_in(self, unit: int) -> Selection:
-        """See ``ImageSource``."""
+        """See ``ImageSource``: the listing knows all."""
         return Selection()
 
     def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
@@ -131,7 +147,7 @@ class ImageFolder:
         name = escape(str(path))
         try:
             _require_inside(entry.path)
-            image = _read(path, LARGEST_IMAGE)
+            image = self._image(entry.path)
             captions = self._captions(entry)
         except (BadCaptionError, _BadFileError) as error:
             return BadItem(key, name, str(error))
@@ -145,45 +161,94 @@ class ImageFolder:
                 most = max(most, len(self._captions(entry)))
         return most
 
-    def _captions(self, entry: _Entry) -> tuple[str, ...]:
-        if not self.captioned:
-            return ()
-        text = (self.root / entry.path).with_suffix(".txt")
-        return clean_captions(_lines(text) if entry.captions is None else entry.captions)
+    def _image(self, path: str) -> bytes:
+        try:
+            return _read(self.root / path, LARGEST_IMAGE)
+        except _MissingError as error:
+            other = self._names.like(path)
+            hint = f"; its folder has {escape(other)}" if other and other != os.path.basename(path) else ""
+            raise _BadFileError(f"{error}{hint}") from error
 
-    def _described(self, caption_column: str) -> list[_Entry]:
-        """List the images with captions if there are any, otherwise with classes by subfolder."""
-        described = [name for name in METADATA if (self.root / name).is_file()]
+    def _captions(self, entry: _Entry) -> tuple[str, ...]:
+        if not (self.captioned and self._needs_captions):
+            return ()
+        if entry.captions is not None:
+            return clean_captions(entry.captions)
+        if entry.text is None:
+            raise _BadFileError(f"it has no caption: expected {escape(expected(entry.path))}; or use --caption")
+        return clean_captions(_lines(self.root / entry.text))
+
+    def _list(self, metadata: Path | None, classes_from: ClassesFrom) -> list[_Entry]:
+        """List the images, count what is left out, and set ``captioned`` and ``class_names``."""
+        if metadata is not None:
+            table = self._table(metadata)
+            listing = Listing.beside(self.root, table.captions)
+            return self._by_table(metadata, table, listing)
+        listing = Listing.below(self.root)
+        described = [name for name in METADATA if name in listing.files] if classes_from == "auto" else []
         if len(described) > 1:
             raise DataError(f"{self.root} holds {' and '.join(described)}; keep only one")
         if described:
-            self.captioned = True
-            return _rows(self.root / described[0], caption_column)
-        files, images = self._walk()
-        if nested := [file for file in files if PurePosixPath(file).name in METADATA]:
+            path = self.root / described[0]
+            return self._by_table(path, self._table(path), listing)
+        if not listing.images:
+            raise DataError(_no_images(listing))
+        if classes_from == "auto":
+            return self._described(listing)
+        why = f"caption files, not read because of --classes-from {classes_from}"
+        self._count_files(listing, [], lambda file: why)
+        if classes_from == "folder":
+            return self._by_folder(listing.images)
+        return self._by_prefix(listing.images) if classes_from == "prefix" else list(map(_Entry, listing.images))
+
+    def _table(self, path: Path) -> Table:
+        caption_column, image_column = self._columns
+        needed = self._substitute is None
+        return read_table(path, caption_column, image_column, self.root, self._names, needs_captions=needed)
+
+    def _by_table(self, path: Path, table: Table, listing: Listing) -> list[_Entry]:
+        self.captioned = True
+        own = os.path.relpath(path, self.root)
+        rows = {os.path.normpath(row) for row in table.captions}
+        for image in listing.images:
+            if image not in rows:
+                self._left_out.add(f"without a row in {escape(path.name)}", image)
+        listing.others = {file: kind for file, kind in listing.others.items() if file not in rows}
+        why = f"caption files, not read because {escape(path.name)} has the captions"
+        self._count_files(listing, [own], lambda file: why)
+        return [_Entry(name, values) for name, values in table.captions.items()]
+
+    def _described(self, listing: Listing) -> list[_Entry]:
+        """List the images with captions if there are any, otherwise with classes by subfolder, otherwise alone."""
+        if nested := [file for file in listing.files if PurePosixPath(file).name in METADATA]:
             inner = (self.root / nested[0]).parent
             raise DataError(f"{inner} has its own metadata; give a folder with metadata as the source: {inner}")
-        texts = {os.path.splitext(file)[0] for file in files if file.endswith(".txt")}
-        if any(os.path.splitext(image)[0] in texts for image in images):
-            self.captioned = True
-            return [_Entry(image) for image in images]
-        return self._by_folder(images)
+        texts = CaptionFiles(listing.files, listing.images)
+        self.captioned = bool(texts) or self._substitute is not None
+        self._count_files(listing, texts.read, texts.why_unread)
+        for text in texts.shared:
+            self._noted.add("caption files that several pictures share", text)
+        if self.captioned:
+            return [_Entry(image, text=texts.of(image)) for image in listing.images]
+        if any("/" in image for image in listing.images):
+            return self._by_folder(listing.images)
+        return list(map(_Entry, listing.images))
 
-    def _classified(self, classes_from: ClassesFrom) -> list[_Entry]:
-        """List all images with classes by subfolder, by name prefix, or without classes."""
-        _, images = self._walk()
-        if classes_from == "folder":
-            return self._by_folder(images)
-        return self._by_prefix(images) if classes_from == "prefix" else [_Entry(image) for image in images]
-
-    def _walk(self) -> tuple[list[str], list[str]]:
-        """Return all files, and the images among them (at least one)."""
-        files = sorted(walk_files(self.root))
-        images = [file for file in files if is_image(file)]
-        if not images:
-            kinds = ", ".join(sorted(IMAGE_EXTENSIONS))
-            raise DataError(f"{self.root} holds no images ({kinds}) among its {len(files)} files")
-        return files, images
+    def _count_files(self, listing: Listing, used: Iterable[str], why: Callable[[str], str]) -> None:
+        """Count all files that are not read; ``why`` gives the reason for those that may hold captions."""
+        listing.count(self._left_out, self._noted)
+        taken = set(used)
+        beside = {*listing.images, *(os.path.splitext(image)[0] for image in listing.images)}
+        for file in listing.files:
+            if file in taken:
+                continue
+            stem, ending = os.path.splitext(file)
+            if ending.lower() in _TABLES and stem not in beside:
+                self._noted.add("tables, not read; a .json, .jsonl or .csv is read if it is the source", file)
+            elif is_like_captions(file):
+                self._noted.add(why(file), file)
+            else:
+                self._noted.add("other files, which are no pictures", file)
 
     def _by_prefix(self, images: list[str]) -> list[_Entry]:
         prefixes = []
@@ -194,77 +259,97 @@ class ImageFolder:
                     f"{escape(str(self.root / image))} has no class before an underscore in its name, such as "
                     "cat_17.png; rename or remove it, or use --classes-from folder or none"
                 )
-            prefixes.append(prefix)
-        names = sorted(set(prefixes))
-        numbers = {name: number for number, name in enumerate(names)}
-        self.class_names = tuple(map(escape, names))
+            prefixes.append(nfc(prefix))
+        numbers = self._number(prefixes)
         return [_Entry(image, label=numbers[prefix]) for image, prefix in zip(images, prefixes, strict=True)]
 
     def _by_folder(self, images: list[str]) -> list[_Entry]:
-        names = sorted(entry.name for entry in _visible(self.root) if _is_folder(entry))
-        numbers = {name: number for number, name in enumerate(names)}
         alone = [image for image in images if "/" not in image]
         if alone:
             raise DataError(
                 f"{escape(str(self.root / alone[0]))} has neither caption nor class: expected metadata.jsonl or "
-                "metadata.csv in the folder, a text file per image, or one subfolder per class; or use --classes-from "
-                "prefix (of the file name) or none"
+                "metadata.csv in the folder, a caption file per image (NAME.txt or NAME.caption), one subfolder per "
+                "class, or no subfolders; or use --caption, or --classes-from prefix (of the file name) or none"
             )
-        entries = [_Entry(image, label=numbers[image.partition("/")[0]]) for image in images]
-        if empty := set(numbers.values()) - {entry.label for entry in entries}:
-            name = escape(names[min(empty)])
-            raise DataError(f"{self.root} has one subfolder per class, but {name} holds no images; fill or remove it")
-        self.class_names = tuple(map(escape, names))
+        numbers = self._number(nfc(entry.name) for entry in visible(self.root) if is_folder(entry))
+        entries = [_Entry(image, label=numbers[nfc(image.partition("/")[0])]) for image in images]
+        full = {entry.label for entry in entries}
+        for name, number in numbers.items():
+            if number not in full:
+                self._noted.add("class folders without pictures, which keep their numbers", name)
         return entries
+
+    def _number(self, names: Iterable[str]) -> dict[str, int]:
+        """Number the classes, and set their names."""
+        found = set(names)
+        order: Callable[[str], Any] = str
+        if all(name.isascii() and name.isdecimal() for name in found):
+            order = lambda name: (int(name), name)  # noqa: E731
+        ordered = sorted(found, key=order)
+        self.class_names = tuple(map(escape, ordered))
+        return {name: number for number, name in enumerate(ordered)}
+
+    def _substituted(self, entries: list[_Entry]) -> list[_Entry]:
+        """Give each image without a caption of its own that of ``caption`` or ``caption_from``."""
+        if self._substitute is None:
+            return entries
+        found = []
+        for entry in entries:
+            has_none = entry.text is None if entry.captions is None else all(each is None for each in entry.captions)
+            if has_none:
+                self._noted.add("pictures with the caption of --caption or --caption-from", entry.path)
+                found.append(replace(entry, captions=[self._substitute(entry.path)]))
+            else:
+                self._noted.add(
+                    "pictures with a caption of their own, which goes before --caption and --caption-from", entry.path
+                )
+                found.append(entry)
+        return found
+
+    def _note_splits(self, folder: Path) -> None:
+        if self.root.parent == folder:
+            for entry in visible(folder):
+                if entry.name != self.root.name and is_folder(entry):
+                    self._noted.add("splits beside the one of --split, not read", entry.name)
+
+    def _note_repeats(self, entries: list[_Entry]) -> None:
+        folders = dict.fromkeys(os.path.dirname(entry.path) for entry in entries)
+        for folder in [self.root.name, *folders]:
+            if _REPEATED.fullmatch(os.path.basename(folder)):
+                self._noted.add("folders named as with kohya's repeats: each picture counts once, not repeated", folder)
 
 
 class _BadFileError(Exception):
     """A file cannot be used as image or caption; the message gives the reason."""
 
 
+class _MissingError(_BadFileError):
+    """A file is missing."""
+
+
+def without_repeats(name: str) -> str:
+    """Return the name of a folder without kohya's repeats: ``sks dog`` of ``10_sks dog``."""
+    found = _REPEATED.fullmatch(name)
+    return found[1].strip() if found else name
+
+
+def _substitute(root: Path, caption: str, caption_from: CaptionFrom) -> Callable[[str], str] | None:
+    """Return the caption by path of images that have none; None: there is none."""
+    if caption_from == "folder":
+        own = os.path.basename(os.path.abspath(root))
+        return lambda path: without_repeats(os.path.basename(os.path.dirname(path)) or own)
+    return (lambda path: caption) if caption else None
+
+
+def _no_images(listing: Listing) -> str:
+    others = listing.described_others()
+    files = len(listing.files) + len(listing.others)
+    return f"{listing.root} holds no images ({READ}) among its {files} files{f': {others}' if others else ''}"
+
+
 def _require_inside(path: str) -> None:
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\0" in path:
         raise _BadFileError("its path in the metadata leads out of the folder")
-
-
-def is_image(path: str) -> bool:
-    """Return whether the extension is an image's."""
-    return os.path.splitext(path)[1][1:].lower() in IMAGE_EXTENSIONS
-
-
-def walk_files(root: Path) -> Iterator[str]:
-    """Yield the paths of all files below a folder, unordered, except hidden ones; follow links, but no cycles.
-
-    Raises:
-        StorageError: A folder cannot be read.
-    """
-    folders: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]  # with the inodes of all parents
-    while folders:
-        prefix, above = folders.pop()
-        status = (root / prefix).stat()
-        identity = (status.st_dev, status.st_ino)
-        if identity in above:
-            continue
-        for entry in _visible(root / prefix):
-            if _is_folder(entry):
-                folders.append((f"{prefix}{entry.name}/", above | {identity}))
-            else:
-                yield prefix + entry.name
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False  # a link to itself
-
-
-def _visible(folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return [entry for entry in entries if not entry.name.startswith(".")]
-    except OSError as error:
-        raise _unreadable(folder, error) from error
 
 
 def _root(folder: Path, split: str) -> Path:
@@ -273,97 +358,27 @@ def _root(folder: Path, split: str) -> Path:
     Raises:
         ConfigError: It holds only other splits.
     """
-    entries = _visible(folder)
-    folders = {entry.name for entry in entries if _is_folder(entry)}
-    if not folders or not folders <= _SPLITS | {split} or {entry.name for entry in entries} & set(METADATA):
+    entries = visible(folder)
+    folders = {nfc(entry.name): entry.name for entry in entries if is_folder(entry)}
+    if not folders or not set(folders) <= _SPLITS | {nfc(split)} or {entry.name for entry in entries} & set(METADATA):
         return folder
-    if split not in folders:
-        if any(is_image(entry.name) for entry in entries):
+    if nfc(split) not in folders:
+        if Listing.beside(folder, [""]).images:
             return folder
         raise ConfigError(
             f"{folder} has no split {split!r}, only {', '.join(sorted(folders))}; choose one of these with --split, or "
             "give its folder as the source"
         )
-    return folder / split
-
-
-def _rows(path: Path, caption_column: str, image_column: str = "file_name", root: Path | None = None) -> list[_Entry]:
-    """Read the entries of a metadata file, one per image; absolute paths below ``root`` become relative to it."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    rows = list(_READERS[path.suffix.lower()](path, text))
-    columns = list(dict.fromkeys(name for _, row in rows for name in row if name is not None))
-    if not rows:
-        raise DataError(f"{path} holds no rows")
-    if caption_column not in columns:
-        raise ConfigError(f"{path} has no caption column {caption_column!r}; its columns: {', '.join(columns)}")
-    captions: dict[str, list[Any]] = {}
-    top = None if root is None else os.path.abspath(root)
-    for line, row in rows:
-        column = "file_name" if "file_name" in row else image_column
-        name = row.get(column)
-        if not isinstance(name, str) or not name.strip():
-            raise DataError(f"{path}, line {line}: {column} is {name!r}, expected the path of an image")
-        value, image = row.get(caption_column), PurePosixPath(name)
-        if top is not None and image.is_absolute() and image.is_relative_to(top):
-            image = image.relative_to(top)
-        captions.setdefault(str(image), []).extend(value if isinstance(value, list) else [value])
-    return [_Entry(name, values) for name, values in captions.items()]
-
-
-def _json_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}, line {number}: not valid JSON ({str(error)[:200]})") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number}: expected an object with file_name, found {line[:80]!r}")
-            yield number, row
-
-
-def _json_list(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of one list, numbered from 1."""
-    try:
-        rows = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not valid JSON ({str(error)[:200]})") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path}: expected a list of objects, each with the path of an image and a caption")
-    yield from enumerate(rows, start=1)
-
-
-def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    # A caption beyond csv's limit must only make its own image unusable.
-    limit = csv.field_size_limit(max(len(text), 1))
-    try:
-        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        for row in reader:
-            yield reader.line_num, row
-    except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: not valid CSV ({error})") from error
-    finally:
-        csv.field_size_limit(limit)
-
-
-_READERS = {".json": _json_list, ".jsonl": _json_rows, ".csv": _csv_rows}
+    return folder / folders[nfc(split)]
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the non-empty lines of an image's text file, its captions."""
+    """Return the captions in a caption file."""
     try:
         text = _read(path, LARGEST_TEXT).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _BadFileError(f"{path.name} is not UTF-8 ({error.reason} at byte {error.start})") from error
-    lines = [line for line in re.split(r"\r\n|\r|\n", text) if line.strip()]
-    if not lines:
-        raise _BadFileError(f"{path.name} holds no caption")
-    return lines
+        raise _BadFileError(f"{escape(path.name)} is not UTF-8 ({error.reason} at byte {error.start})") from error
+    return captions_in(text)
 
 
 def _read(path: Path, most: int) -> bytes:
@@ -375,13 +390,8 @@ def _read(path: Path, most: int) -> bytes:
             raise _BadFileError(f"{escape(path.name)} has {status.st_size} bytes, expected at most {most}")
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise _BadFileError(f"{escape(path.name)} is missing") from error
+        raise _MissingError(f"{escape(path.name)} is missing") from error
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _BadFileError(f"{escape(path.name)} is a link to itself") from error
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> StorageError:
-    where = escape(str(error.filename or path))
-    return StorageError(f"cannot read {where}: {error.strerror}; check its permissions and its disk or network")
+        raise unreadable(path, error) from error

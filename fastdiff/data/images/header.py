@@ -6,15 +6,19 @@ Pixels are neither decoded nor allocated, so that a decompression bomb is refuse
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from PIL import ExifTags, Image
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from fastdiff.data.images.geometry import Size, area
+from fastdiff.data.images.kinds import AVIF, BMP, GIF, HEAD, JPEG, PNG, READ, TIFF, WEBP, Kind, kind_of_bytes
 
 MAX_PIXELS = 2**27
 """Largest image before and after the resize, for example 11,585 x 11,585 or 20,000 x 6,710; 0.5 GB in Pillow."""
@@ -49,25 +53,23 @@ class Header:
 
 
 def read_header(data: bytes) -> Header:
-    """Read the header of a JPEG, PNG or WebP file.
+    """Read the header of a picture, whatever its name; of an animation or a file of several pages, of the first one.
 
     ICC profiles are ignored here and by all decoders: pixels count as sRGB.
 
     Raises:
-        RefusedImageError: The format is another one, the file is empty or damaged, has more than ``MAX_PIXELS`` pixels,
-            or is a progressive JPEG with more than ``MAX_SCANS`` scans.
+        RefusedImageError: The kind is not read, the file is empty or damaged, has more than ``MAX_PIXELS`` pixels,
+            is a progressive JPEG with more than ``MAX_SCANS`` scans, or a TIFF without a range of levels.
     """
     if not data:
         raise RefusedImageError("an empty file (0 bytes)")
-    kind = _format(data)
+    kind = _kind(data)
     try:
-        if kind == "JPEG":
-            return _jpeg(data)
-        return _png(data) if kind == "PNG" else _webp(data)
+        return _READERS[kind](data)
     except (RefusedImageError, MemoryError):
         raise
     except Exception as error:  # on damaged bytes Pillow raises nearly anything
-        raise RefusedImageError(f"a damaged {kind} file: {describe(error)}") from error
+        raise RefusedImageError(f"a damaged {kind.name} file: {describe(error)}") from error
 
 
 def check_pixels(size: Size, what: str = "") -> None:
@@ -94,15 +96,14 @@ def describe(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def _format(data: bytes) -> Literal["JPEG", "PNG", "WebP"]:
-    """Return the format by signature, never by file name."""
-    if data.startswith(b"\xff\xd8\xff"):
-        return "JPEG"
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "PNG"
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "WebP"
-    raise RefusedImageError(f"neither JPEG, PNG nor WebP: it starts with {data[:12]!r}")
+def _kind(data: bytes) -> Kind:
+    """Return the kind by signature, never by file name."""
+    kind = kind_of_bytes(data[:HEAD])
+    if kind is not None and kind.taken:
+        return kind
+    if kind is not None:
+        raise RefusedImageError(f"a {kind.name} file by its first bytes; convert it to JPEG or PNG")
+    raise RefusedImageError(f"no picture of a kind that is read ({READ}): it starts with {data[:12]!r}")
 
 
 def _jpeg(data: bytes) -> Header:
@@ -166,3 +167,39 @@ def _size(image: Image.Image) -> Size:
     size = image.height, image.width
     check_pixels(size)
     return size
+
+
+def _tiff(data: bytes) -> Header:
+    image = TiffImageFile(io.BytesIO(data))
+    size = _size(image)
+    if image.mode in ("F", "I"):
+        raise RefusedImageError(
+            f"a TIFF of {'floating-point' if image.mode == 'F' else '32-bit or signed'} levels, whose range is not "
+            "known; convert it to 8 or 16 bits"
+        )
+    return Header(image, size, plain=False)
+
+
+def _by(opened: Callable[[io.BytesIO], Image.Image]) -> Callable[[bytes], Header]:
+    def read(data: bytes) -> Header:
+        image = opened(io.BytesIO(data))
+        return Header(image, _size(image), plain=False)
+
+    return read
+
+
+def _avif(data: bytes) -> Header:
+    from PIL.AvifImagePlugin import AvifImageFile  # since Pillow 11.3
+
+    return _by(AvifImageFile)(data)
+
+
+_READERS: dict[Kind, Callable[[bytes], Header]] = {
+    JPEG: _jpeg,
+    PNG: _png,
+    WEBP: _webp,
+    GIF: _by(GifImageFile),
+    BMP: _by(BmpImageFile),
+    TIFF: _tiff,
+    AVIF: _avif,
+}

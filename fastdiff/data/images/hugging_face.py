@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from fastdiff.data.images.items import (
     digest_of,
     unit_count,
 )
-from fastdiff.data.selection import Selection
+from fastdiff.data.selection import Selection, Tally
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.files import read_bounded
 from fastdiff.optional_packages import pip_install
@@ -31,6 +31,8 @@ _LABEL = "label"
 class HuggingFaceSource:
     """A split of a data set with an image column, and a caption column or otherwise a ``label`` column of classes.
 
+    With an image column alone, the images have neither.
+
     Args:
         path: A folder written by ``save_to_disk``, a folder of parquet, arrow, JSON or CSV files, or a hub id.
         samples_per_unit: Images per unit.
@@ -39,6 +41,8 @@ class HuggingFaceSource:
         split: Name of the split, if there are several.
         max_samples: Use only the first rows, up to this number.
         config: Name of the configuration, if there are several.
+        caption: Caption of each row without one; empty: none.
+        needs_captions: Whether captions are read, and a row without one is unusable.
 
     Raises:
         ConfigError: ``datasets`` is not installed, or the split or a column does not exist.
@@ -55,6 +59,8 @@ class HuggingFaceSource:
         split: str = "train",
         max_samples: int | None = None,
         config: str | None = None,
+        caption: str = "",
+        needs_captions: bool = True,
     ) -> None:
         self.name = f"data set {path}{f', configuration {config}' if config else ''}, split {split}"
         found = _load(path, split, config)
@@ -62,18 +68,21 @@ class HuggingFaceSource:
 
         if len(found) == 0:
             raise DataError(f"{self.name} holds no rows")
-        self._image, self._caption = image_column, caption_column
+        self._image, self._caption, self._needs_captions = image_column, caption_column, needs_captions
         # Rows may refer only to files that were downloaded with them or lie next to their folder.
         self._folders = [*_around(Path(path)), *(Path(str(each)).resolve() for each in _downloads(datasets.config))]
-        self.captioned = caption_column in found.column_names
+        self._has_column, self._substitute = caption_column in found.column_names, caption
+        self.captioned = self._has_column or bool(caption)
         label = found.features.get(_LABEL)
         self.classes: int | None = None
         self.class_names: tuple[str, ...] = ()
         if not self.captioned and isinstance(label, datasets.ClassLabel):
             self.classes = label.num_classes
             self.class_names = tuple(map(escape, label.names))
-        self._require_columns(found.column_names)
-        used = [image_column, caption_column if self.captioned else _LABEL]
+        self._require_columns(found.features)
+        described = caption_column if self._has_column else _LABEL if self.classes else None
+        used = [image_column, *([described] if described else [])]
+        total, noted = len(found), Tally()
         if max_samples is not None:
             found = found.select(range(min(max_samples, len(found))))
         try:
@@ -84,8 +93,11 @@ class HuggingFaceSource:
                 "datasets.Image, bytes or paths"
             ) from error
         self._per_unit = samples_per_unit
-        self.selection = Selection()
-        self.digest = digest_of(f"datasets, {split}, {image_column}, {samples_per_unit} per unit", self._facts(used[1]))
+        if total > len(found):
+            noted.add(f"beyond --max-samples {max_samples}", count=total - len(found))
+        self.selection = Selection(left_out=noted.counted())
+        kind = f"datasets, {split}, {image_column}, {samples_per_unit} per unit{f', {caption}' if caption else ''}"
+        self.digest = digest_of(kind, self._facts(described))
 
     @property
     def units(self) -> int:
@@ -115,18 +127,20 @@ class HuggingFaceSource:
         try:
             image = self._bytes_of(row[self._image])
             if self.captioned:
-                return ImageItem(key, name, image, clean_captions(row[self._caption]))
+                return ImageItem(key, name, image, self._captions(row) if self._needs_captions else ())
+            if self.classes is None:
+                return ImageItem(key, name, image)
             label = row[_LABEL]
-            if label is None or not 0 <= label < (self.classes or 0):
-                raise _NoImageError(f"its class is {label}, expected 0 to {(self.classes or 0) - 1}")
+            if label is None or not 0 <= label < self.classes:
+                raise _NoImageError(f"its class is {label}, expected 0 to {self.classes - 1}")
             return ImageItem(key, name, image, label=int(label))
         except (BadCaptionError, _NoImageError) as error:
             return BadItem(key, name, str(error))
 
     def most_captions(self, unit: int) -> int:
         """Return the largest number of captions per row in a unit, without reading images."""
-        if not self.captioned:
-            return 0
+        if not self._has_column:
+            return int(self.captioned)
         rows = slice(unit * self._per_unit, (unit + 1) * self._per_unit)
         try:
             cells = self._rows.select_columns([self._caption])[rows][self._caption]
@@ -137,6 +151,10 @@ class HuggingFaceSource:
             with contextlib.suppress(BadCaptionError):  # reported by ``item``
                 most = max(most, len(clean_captions(cell)))
         return most
+
+    def _captions(self, row: dict[str, Any]) -> tuple[str, ...]:
+        caption = row[self._caption] if self._has_column else None
+        return clean_captions(self._substitute if caption is None and self._substitute else caption)
 
     def _bytes_of(self, cell: dict[str, Any] | None) -> bytes:
         """Return the image file of a cell: its bytes, or the content of its path."""
@@ -163,20 +181,33 @@ class HuggingFaceSource:
         except ValueError as error:
             raise _NoImageError(f"its image {escape(name)} cannot be used: {error}") from error
 
-    def _require_columns(self, columns: list[str]) -> None:
+    def _require_columns(self, features: Mapping[str, Any]) -> None:
         if self._image == self._caption:
             raise ConfigError(f"captions and images cannot both be in the column {self._image!r} of {self.name}")
-        given = f"{self.name} has the columns {', '.join(columns)}"
-        if self._image not in columns:
-            raise ConfigError(f"{given}, but no image column {self._image!r}")
-        if not self.captioned and self.classes is None:
-            raise ConfigError(f"{given}, but no caption column {self._caption!r} and no ClassLabel column {_LABEL!r}")
+        given = f"{self.name} has the columns {', '.join(features)}"
+        if self._image not in features:
+            raise ConfigError(f"{given}, but no image column {self._image!r}; name it with --image-column")
+        texts = [name for name, feature in features.items() if name != self._image and _holds_texts(feature)]
+        alone = self._caption == "text" and not texts and _LABEL not in features
+        if not self.captioned and self.classes is None and not alone:
+            instead = f"; name that of the captions with --caption-column {texts[0]}" if texts else ""
+            raise ConfigError(
+                f"{given}, but no caption column {self._caption!r} and no ClassLabel column {_LABEL!r}{instead}"
+            )
 
-    def _facts(self, column: str) -> Iterator[object]:
+    def _facts(self, column: str | None) -> Iterator[object]:
         """Yield the content of the digest: captions or classes of all rows, read in blocks without images."""
+        if column is None:
+            yield ["nothing", len(self)]
+            return
         yield [str(self._rows.features[column]), len(self)]
         for block in self._rows.select_columns([column]).iter(batch_size=10_000):
             yield block[column]
+
+
+def _holds_texts(feature: Any) -> bool:
+    """Return whether a column holds texts or lists of texts."""
+    return "string" in str(getattr(getattr(feature, "feature", feature), "dtype", ""))
 
 
 class _NoImageError(Exception):

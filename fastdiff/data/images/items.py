@@ -17,9 +17,10 @@ LARGEST_TEXT = 10 << 20
 """Size limit of an image's text or JSON file in bytes."""
 LONGEST_CAPTION = 100_000
 """Size limit of a caption in UTF-8 bytes; text encoders read at most a few hundred."""
-IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp"})
 ClassesFrom = Literal["auto", "folder", "prefix", "none"]
 """Origin of the classes, see ``ImageFolder``."""
+CaptionFrom = Literal["none", "folder"]
+"""Origin of the captions of images that have none, see ``ImageFolder``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +110,13 @@ class BadCaptionError(Exception):
 def clean_captions(value: object) -> tuple[str, ...]:
     """Return the captions in a metadata field: a string or a list of strings.
 
-    Control characters become spaces, and captions are stripped.
+    Control characters become spaces, and captions are stripped. An empty caption is the empty prompt.
 
     Raises:
-        BadCaptionError: The value has another type, or a caption is too long.
+        BadCaptionError: There is none (null), the value has another type, or a caption is too long.
     """
+    if value is None or value == [None]:
+        raise BadCaptionError('its caption is null; give one, or an empty one ("") for the empty prompt')
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
         raise BadCaptionError(f"its caption is {str(value)[:80]!r}, expected a string or a list of strings")

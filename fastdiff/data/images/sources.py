@@ -1,18 +1,29 @@
-"""Recognition of a source from its command-line argument."""
+"""Recognition of a source from its command-line argument.
+
+Kinds in the order of the checks: code of the user, ``PATH.py:NAME``, which is executed, or an installed plug-in if no
+file has its name; tars, with braces (``s3://bucket/{00000..00099}.tar``) and, in paths, wildcards, or a folder of tars;
+a file of metadata; a folder saved by ``datasets``; a folder of images; a folder of parquet, arrow, JSON or CSV files; a
+Hugging Face hub id.
+"""
 
 from __future__ import annotations
 
 import glob
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fastdiff.config.argument_types import require_local
 from fastdiff.config.networks.pretrained import HUB_ID
-from fastdiff.data.images.folder import LISTS, METADATA, ImageFolder, is_image, walk_files
+from fastdiff.data.images.folder import ImageFolder
 from fastdiff.data.images.hugging_face import HuggingFaceSource, holds_rows, is_saved_dataset
-from fastdiff.data.images.items import BadItem, ClassesFrom, ImageItem, ImageSource
+from fastdiff.data.images.items import BadItem, CaptionFrom, ClassesFrom, ImageItem, ImageSource
+from fastdiff.data.images.kinds import USUAL, Kind, ending_of, head_of, kind_of_file
+from fastdiff.data.images.metadata import LISTS, METADATA
 from fastdiff.data.images.user_source import UserSource
+from fastdiff.data.images.walk import walk_files
 from fastdiff.data.images.webdataset_tars import WebDatasetSource
 from fastdiff.data.shards.remote import is_remote, list_folder, resource, shown
 from fastdiff.errors import ConfigError, DataError, require
@@ -23,6 +34,8 @@ __all__ = ["BadItem", "ImageItem", "ImageSource", "open_source"]
 
 _MOST = 1_000_000
 """Largest number of names that braces may stand for."""
+_A_TABLE = "a file of metadata (.json, .jsonl or .csv)"
+_OF_HUGGING_FACE = "a data set of Hugging Face"
 
 
 def open_source(
@@ -36,13 +49,11 @@ def open_source(
     classes_from: ClassesFrom = "auto",
     image_root: str = "",
     dataset_config: str | None = None,
+    caption: str = "",
+    caption_from: CaptionFrom = "none",
+    needs_captions: bool = True,
 ) -> ImageSource:
-    """Recognise the kind of a source and open it.
-
-    Kinds in the order of the checks: code of the user, ``PATH.py:NAME``, which is executed, or an installed plug-in
-    if no file has its name; tars, with braces (``s3://bucket/{00000..00099}.tar``) and, in paths, wildcards, or a
-    folder of tars; a folder saved by ``datasets``; a folder of images; a folder of parquet, arrow, JSON or CSV files;
-    a file of metadata; a Hugging Face hub id.
+    """Recognise the kind of a source, in the order that the module lists, and open it.
 
     Args:
         text: The argument of the user.
@@ -54,37 +65,60 @@ def open_source(
         classes_from: Origin of the classes of a folder of images, see ``ImageFolder``.
         image_root: Folder of the images of a file of metadata; empty: that of the file.
         dataset_config: Configuration of a data set that has several.
+        caption: Caption of each image without one of its own; empty: none.
+        caption_from: ``folder``: instead, the name of its folder.
+        needs_captions: Whether captions are read, and an image without one is unusable.
 
     Raises:
         ConfigError: A column or split does not exist, a package is missing, or the source does not support an option.
-        DataError: The source does not exist, has neither captions nor classes, or holds both tars and images.
+        DataError: The source does not exist, or holds both tars and images.
         StorageError: The source cannot be read.
     """
     if samples_per_unit < 1 or (max_samples is not None and max_samples < 1):
         raise ConfigError(f"{samples_per_unit} samples per unit, at most {max_samples} samples: expected at least 1")
     if names_file(text) or (not Path(text).exists() and text in installed("fastdiff.sources")):
-        return _of_user(text, image_root, dataset_config, samples_per_unit, max_samples)
-    tars, folder = _tars(text), Path(text)
-    is_list = tars is None and folder.suffix.lower() in LISTS and folder.is_file()
-    is_other = tars is not None or is_list
-    is_folder = not is_other and folder.is_dir() and not is_saved_dataset(folder) and not _holds_only_rows(folder)
+        _refuse_for_code(text, image_root, dataset_config, caption, caption_from)
+        return UserSource(text, samples_per_unit=samples_per_unit, max_samples=max_samples)
     require_local("--image-root", image_root)
-    _require_use("--image-root", image_root, "a file of metadata (.json, .jsonl or .csv)", is_list)
-    _require_use("--dataset-config", dataset_config, "a data set of Hugging Face", not (is_other or is_folder))
-    common: dict[str, Any] = {"caption_column": caption_column, "max_samples": max_samples}
-    per_unit = common | {"samples_per_unit": samples_per_unit}
-    if is_list:
-        _require_list_alone(image_root, classes_from)
-        return ImageFolder(Path(image_root or folder.parent), metadata=folder, image_column=image_column, **per_unit)
-    if is_folder:
-        return ImageFolder(folder, split=split, classes_from=classes_from, **per_unit)
-    if tars is None and not folder.is_dir() and (folder.exists() or not re.fullmatch(HUB_ID, text)):
-        raise _no_source(text)
-    name = shown(text) if is_remote(text) else escape(text)
-    _require_no_choice(classes_from, name)
+    common: dict[str, Any] = {
+        "caption_column": caption_column,
+        "max_samples": max_samples,
+        "caption": caption,
+        "needs_captions": needs_captions,
+    }
+    per_unit = common | {"samples_per_unit": samples_per_unit, "image_column": image_column}
+    of_folder = {"classes_from": classes_from, "caption_from": caption_from}
+    tars = _tars(text)
+    if tars is None and (found := _of_folder(text, image_root, dataset_config, split, per_unit, of_folder)):
+        return found
+    _require_use("--image-root", image_root, _A_TABLE, False)
+    _require_use("--dataset-config", dataset_config, _OF_HUGGING_FACE, tars is None)
+    _require_no_folder_options(text, tars, classes_from, caption_from)
     if tars is not None:
-        return WebDatasetSource(tars, name=name, **common)
-    return HuggingFaceSource(text, image_column=image_column, split=split, config=dataset_config, **per_unit)
+        return WebDatasetSource(tars, name=_named(text), **common)
+    return HuggingFaceSource(text, split=split, config=dataset_config, **per_unit)
+
+
+def _of_folder(
+    text: str,
+    image_root: str,
+    dataset_config: str | None,
+    split: str,
+    per_unit: Mapping[str, Any],
+    choice: Mapping[str, Any],
+) -> ImageFolder | None:
+    """Open a file of metadata or a folder of images; None if the source is neither."""
+    folder = Path(text)
+    is_list = folder.suffix.lower() in LISTS and folder.is_file()
+    if not is_list and (not folder.is_dir() or is_saved_dataset(folder) or _holds_only_rows(folder)):
+        return None
+    _require_use("--image-root", image_root, _A_TABLE, is_list)
+    _require_use("--dataset-config", dataset_config, _OF_HUGGING_FACE, False)
+    if not is_list:
+        return ImageFolder(folder, split=split, **choice, **per_unit)
+    _require_list_alone(image_root, choice["classes_from"])
+    root = Path(image_root or folder.parent)
+    return ImageFolder(root, metadata=folder, caption_from=choice["caption_from"], **per_unit)
 
 
 def count_images(text: str, **columns: str | None) -> int:
@@ -100,11 +134,11 @@ def count_images(text: str, **columns: str | None) -> int:
     return len(open_source(text, samples_per_unit=1, **columns))  # type: ignore[arg-type]
 
 
-def _of_user(
-    text: str, image_root: str, dataset_config: str | None, samples_per_unit: int, max_samples: int | None
-) -> ImageSource:
-    require(not image_root and not dataset_config, f"{escape(text)} is code, which reads its images itself")
-    return UserSource(text, samples_per_unit=samples_per_unit, max_samples=max_samples)
+def _refuse_for_code(text: str, *given: str | None) -> None:
+    require(
+        not any(value and value != "none" for value in given),
+        f"{escape(text)} is code, which reads its images and captions itself",
+    )
 
 
 def _require_use(flag: str, value: str | None, of: str, used: bool) -> None:
@@ -116,14 +150,26 @@ def _require_list_alone(image_root: str, classes_from: ClassesFrom) -> None:
     require(classes_from == "auto", f"--classes-from {classes_from} needs a folder of images; leave it out")
 
 
-def _require_no_choice(classes_from: ClassesFrom, name: str) -> None:
-    needs = f"needs a folder of images, which {name} is not; omit it: tars and data sets contain their classes"
+def _require_no_folder_options(
+    text: str, tars: list[str] | None, classes_from: ClassesFrom, caption_from: CaptionFrom
+) -> None:
+    """Refuse what is no source, and options of folders for tars and data sets."""
+    folder = Path(text)
+    if tars is None and not folder.is_dir() and (folder.exists() or not re.fullmatch(HUB_ID, text)):
+        raise _no_source(text)
+    require(caption_from == "none", f"--caption-from {caption_from} needs a folder of images; use --caption TEXT")
+    needs = f"needs a folder of images, which {_named(text)} is not; omit it: tars and data sets contain their classes"
     require(classes_from == "auto", f"--classes-from {classes_from} {needs}")
 
 
+def _named(text: str) -> str:
+    return shown(text) if is_remote(text) else escape(text)
+
+
 def _no_source(text: str) -> DataError:
+    hint = "; save a table with tabs as CSV with commas" if text.lower().endswith(".tsv") else ""
     return DataError(
-        f"{escape(text)} is not a source: expected a folder of images, a file of metadata, a folder or hub id of "
+        f"{escape(text)} is not a source{hint}: expected a folder of images, a file of metadata, a folder or hub id of "
         "Hugging Face's datasets, or tars of images (a path or address ending in .tar, with braces for several)"
     )
 
@@ -138,7 +184,7 @@ def _tars(text: str) -> list[str] | None:
     if is_remote(text):
         return [file for folder in _expanded(text) for file in list_folder(folder) if file.lower().endswith(".tar")]
     tars = sorted(map(str, Path(text).glob("*.tar")))
-    if tars and (image := next(filter(_is_of_images, walk_files(Path(text))), None)):
+    if tars and (image := next((file for file in walk_files(Path(text)) if _is_of_images(file, text)), None)):
         raise DataError(
             f"{escape(text)} holds tars ({escape(Path(tars[0]).name)}) and images ({escape(image)}): for the "
             f"tars, give {escape(text.rstrip('/'))}/*.tar (in quotes); for the images, move the tars elsewhere"
@@ -146,8 +192,13 @@ def _tars(text: str) -> list[str] | None:
     return tars or None
 
 
-def _is_of_images(file: str) -> bool:
-    return is_image(file) or PurePosixPath(file).name in METADATA
+def _is_of_images(file: str, folder: str) -> bool:
+    kind = _kind(file, folder)
+    return PurePosixPath(file).name in METADATA or (kind is not None and kind.taken)
+
+
+def _kind(file: str, folder: str) -> Kind | None:
+    return kind_of_file(file, lambda: head_of(os.path.join(folder, file)))
 
 
 def _matching(tar: str) -> list[str]:
@@ -186,7 +237,15 @@ def _most_expansions(text: str) -> int:
 
 
 def _holds_only_rows(folder: Path) -> bool:
-    """Return whether a folder holds files of rows and no images; the first image ends the walk."""
-    if any(map(is_image, walk_files(folder))):
-        return False
-    return any(holds_rows(file) for file in walk_files(folder) if Path(file).name not in METADATA)
+    """Return whether a folder holds files of rows and no images; the first image of a usual kind ends the walk.
+
+    Images of other kinds beside parquet or arrow files are no data.
+    """
+    rows, others = [], False
+    for file in walk_files(folder):
+        if ending_of(file) in USUAL:
+            return False
+        others = others or _kind(file, str(folder)) is not None
+        if holds_rows(file) and Path(file).name not in METADATA:
+            rows.append(file)
+    return any(ending_of(file) in ("parquet", "arrow") for file in rows) or (bool(rows) and not others)

@@ -12,11 +12,17 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any, Literal
 
-from fastdiff.data.images.items import IMAGE_EXTENSIONS, LARGEST_IMAGE, LARGEST_TEXT, BadCaptionError, clean_captions
+from fastdiff.data.images.caption_files import ENDINGS as CAPTIONS
+from fastdiff.data.images.items import LARGEST_IMAGE, LARGEST_TEXT, BadCaptionError, clean_captions
+from fastdiff.data.images.kinds import ENDINGS, TAKEN, USUAL, not_read
+from fastdiff.data.images.walk import nfc, within_other_program
+from fastdiff.data.selection import Tally
 from fastdiff.data.shards.integrity import StrictHeader
 from fastdiff.sanitize import escape
 
-KINDS = IMAGE_EXTENSIONS | {"txt", "json", "cls"}
+TEXTS = frozenset({*CAPTIONS, "json"})
+"""Extensions of the members with captions."""
+KINDS = TAKEN | TEXTS | {"cls"}
 """Extensions of the members in use."""
 
 _BLOCK = 1 << 20
@@ -41,6 +47,16 @@ class Group:
     offset: int
     """Offset of its first header in the tar."""
     members: dict[str, Member] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+    """Names of its pictures of kinds that are not read."""
+
+
+@dataclass
+class Leftovers:
+    """Counts of the members of a tar that no sample uses."""
+
+    left_out: Tally = field(default_factory=Tally)
+    noted: Tally = field(default_factory=Tally)
 
 
 class DamagedTarError(Exception):
@@ -51,12 +67,17 @@ class BadSampleError(Exception):
     """A sample cannot be used; the message gives the reason."""
 
 
-def groups(file: IO[bytes], kinds: Container[str] = KINDS) -> Iterator[Group]:
+class NoCaptionError(BadSampleError):
+    """A sample has no caption, or null."""
+
+
+def groups(file: IO[bytes], kinds: Container[str] = KINDS, leftovers: Leftovers | None = None) -> Iterator[Group]:
     """Yield the samples of a tar in order.
 
     Args:
         file: The tar, read from its current position to its end, with seeks if it is seekable.
         kinds: Extensions of the members to read.
+        leftovers: Counts the members before the end that no sample uses.
 
     Raises:
         DamagedTarError: The tar is damaged; complete samples before the damage were yielded.
@@ -66,7 +87,7 @@ def groups(file: IO[bytes], kinds: Container[str] = KINDS) -> Iterator[Group]:
     mode: Literal["r|", "r:"] = "r:" if file.seekable() else "r|"
     try:
         with tarfile.open(fileobj=file, mode=mode, tarinfo=StrictHeader, bufsize=_BLOCK) as archive:
-            for group in _grouped(archive, kinds):
+            for group in _grouped(archive, kinds, leftovers or Leftovers()):
                 yield group
                 offset = archive.offset
             offset = archive.offset
@@ -78,43 +99,76 @@ def groups(file: IO[bytes], kinds: Container[str] = KINDS) -> Iterator[Group]:
         raise DamagedTarError(f"{error}, after offset {offset}") from error
 
 
-def _grouped(archive: tarfile.TarFile, kinds: Container[str]) -> Iterator[Group]:
+def _grouped(archive: tarfile.TarFile, kinds: Container[str], leftovers: Leftovers) -> Iterator[Group]:
     current = Group("", 0)
     while (header := archive.next()) is not None:
         archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps all headers
-        parts = _split(header.name)
-        if parts is None or header.isdir():
+        parts = None if header.isdir() else _split(header.name, leftovers)
+        if parts is None:
             continue
         key, kind = parts
-        if key != current.key or kind in current.members:
+        if nfc(key) != nfc(current.key) or kind in current.members:
+            _count(current, leftovers)
             if current.members:
                 yield current
             current = Group(key, header.offset)
-        current.members[kind] = _member(archive, header, kind, kind in kinds)
+        if _is_of_other_kind(kind):
+            current.others.append(header.name)
+        else:
+            if not current.members:
+                current.offset = header.offset
+            current.members[kind] = _member(archive, header, kind, kind.rpartition(".")[2] in kinds)
+    _count(current, leftovers)
     if current.members:
         yield current
+
+
+def _count(group: Group, leftovers: Leftovers) -> None:
+    """Count the pictures that a sample does not use."""
+    used = _images(group)
+    if used or not group.members:  # otherwise the sample is refused, and its message names them
+        for name in group.others:
+            leftovers.left_out.add(not_read(ENDINGS[name.lower().rpartition(".")[2]]), name)
+    if len(used) == 1:
+        for kind, member in group.members.items():
+            if kind not in used and kind.rpartition(".")[2] in TAKEN:
+                leftovers.left_out.add("beside the picture of their sample", member.name)
+
+
+def _images(group: Group) -> list[str]:
+    """Return the extensions of the images of a sample."""
+    return [kind for kind in group.members if kind in USUAL] or [kind for kind in group.members if kind in TAKEN]
 
 
 def captions_of(group: Group, column: str) -> tuple[str, ...]:
     """Return the captions of a sample with its content read.
 
-    Column ``text`` is the ``.txt`` member (one caption), otherwise ``caption`` or ``text`` in the ``.json`` member. Any
-    other column is a field of the ``.json`` member.
+    Column ``text`` is the ``.txt`` member, the ``.caption`` member or the member of a name such as ``1.png.txt`` (one
+    caption), otherwise ``caption`` or ``text`` in the ``.json`` member. Any other column is a field of that member.
 
     Raises:
-        BadSampleError: The captions are missing or invalid.
+        NoCaptionError: There is none, or it is null.
+        BadSampleError: The captions are invalid.
     """
     try:
-        if column == "text" and "txt" in group.members:
-            return clean_captions(_text(group.members["txt"]))
+        if column == "text" and (texts := _caption_members(group)):
+            return clean_captions(_text(texts[0]))
         fields = _fields(group)
         for name in ("caption", "text") if column == "text" else (column,):
             if name in fields:
+                if fields[name] is None:
+                    raise NoCaptionError(f"its {name} is null in {escape(group.members['json'].name)}")
                 return clean_captions(fields[name])
     except BadCaptionError as error:
         raise BadSampleError(str(error)) from error
     what = "txt member and no caption in a json member" if column == "text" else f"field {column!r} in a json member"
-    raise BadSampleError(f"there is no {what}")
+    raise NoCaptionError(f"there is no {what}")
+
+
+def _caption_members(group: Group) -> list[Member]:
+    """Return the members that are captions, the one to take first."""
+    plain = [group.members[ending] for ending in CAPTIONS if ending in group.members]
+    return plain + [member for kind, member in group.members.items() if _is_named_after_image(kind)]
 
 
 def label_of(group: Group) -> int:
@@ -129,33 +183,52 @@ def label_of(group: Group) -> int:
 
 def image_of(group: Group) -> bytes:
     """Return the image of a sample with its content read; BadSampleError unless there is exactly one."""
-    images = [member for kind, member in group.members.items() if kind in IMAGE_EXTENSIONS]
-    dotted = [member for kind, member in group.members.items() if kind not in KINDS]
+    images = _images(group)
+    if len(images) == 1:
+        return _content(group.members[images[0]])
+    dotted = [member for kind, member in group.members.items() if "." in kind and not _is_named_after_image(kind)]
     if dotted and not images:
         raise BadSampleError(
             f"{escape(dotted[0].name)} has more than one dot in its name, but a key ends at the first dot; rename it"
         )
-    if len(images) != 1:
-        raise BadSampleError(f"it has {len(images)} images among its members ({', '.join(group.members)}), expected 1")
-    return _content(images[0])
+    if group.others and not images:
+        name = group.others[0]
+        raise BadSampleError(f"{escape(name)} is {not_read(ENDINGS[name.lower().rpartition('.')[2]])}")
+    raise BadSampleError(f"it has {len(images)} images among its members ({', '.join(group.members)}), expected 1")
 
 
-def _split(name: str) -> tuple[str, str] | None:
+def _split(name: str, leftovers: Leftovers) -> tuple[str, str] | None:
     """Split a name at its first dot into key and extension, WebDataset's rule; None for files outside of samples.
 
     Images with two extensions (``1.mask.png``) are kept, to report a sample with a wrong name if it has no other image.
     """
+    if within_other_program(name):
+        leftovers.noted.add("hidden, or of other programs: ignored", name)
+        return None
     folder, slash, base = name.rpartition("/")
     stem, dot, kind = base.partition(".")
     kind = kind.lower()
-    if not stem or not dot or not (kind in KINDS or kind.rpartition(".")[2] in IMAGE_EXTENSIONS):
+    if not stem or not dot or not (kind in KINDS or kind.rpartition(".")[2] in ENDINGS or _is_named_after_image(kind)):
+        leftovers.noted.add("other members, not read", name)
         return None
     return folder + slash + stem, kind
 
 
+def _is_named_after_image(kind: str) -> bool:
+    """Return whether an extension such as ``png.txt`` is that of a caption."""
+    image, _, ending = kind.rpartition(".")
+    return image in TAKEN and ending in CAPTIONS
+
+
+def _is_of_other_kind(kind: str) -> bool:
+    """Return whether an extension is that of a picture of a kind that is not read."""
+    ending = kind.rpartition(".")[2]
+    return ending in ENDINGS and ending not in TAKEN
+
+
 def _member(archive: tarfile.TarFile, header: tarfile.TarInfo, kind: str, wanted: bool) -> Member:
     member = Member(header.name)
-    most = LARGEST_IMAGE if kind in IMAGE_EXTENSIONS else LARGEST_TEXT
+    most = LARGEST_IMAGE if kind in TAKEN else LARGEST_TEXT
     if not header.isreg() or header.issparse():
         member.refused = f"{escape(header.name)} is a link or a sparse file; repack the tar with regular files"
     elif header.size > most:

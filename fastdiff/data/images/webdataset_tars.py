@@ -8,17 +8,20 @@ import itertools
 import os
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from fastdiff.data.images.items import BadItem, ImageItem, digest_of
+from fastdiff.data.images.items import BadItem, ImageItem, clean_captions, digest_of
 from fastdiff.data.images.tar_members import (
     KINDS,
+    TEXTS,
     BadSampleError,
     DamagedTarError,
     Group,
+    Leftovers,
+    NoCaptionError,
     captions_of,
     groups,
     image_of,
@@ -35,10 +38,11 @@ _LOOKED_AT = 100
 
 
 class WebDatasetSource:
-    """A source of tars with ``<key>.jpg`` (or jpeg, png, webp) and ``<key>.txt``, ``<key>.json`` or ``<key>.cls``.
+    """A source of tars with ``<key>.jpg`` (or another kind) and ``<key>.txt``, ``.caption``, ``.json`` or ``.cls``.
 
-    The first usable sample decides whether the source has captions or classes. Tars are streamed sequentially. Random
-    access, ``len``, ``max_samples`` and the number of classes require all headers, and hence local tars.
+    The first usable sample decides whether the source has captions or classes; images alone have neither. Tars are
+    streamed sequentially. Random access, ``len``, ``max_samples`` and the number of classes require all headers, and
+    hence local tars.
 
     Args:
         tars: Paths and addresses, in the order of the units.
@@ -46,10 +50,12 @@ class WebDatasetSource:
         caption_column: ``text``: the ``.txt`` member, or the caption in the ``.json`` member; any other name: a field
             of the ``.json`` member.
         max_samples: Use only the first samples, up to this number.
+        caption: Caption of each sample without one; empty: none.
+        needs_captions: Whether captions are read, and a sample without one is unusable.
 
     Raises:
         ConfigError: The options require local tars.
-        DataError: A tar is missing or damaged, there are none, or the first samples have neither caption nor class.
+        DataError: A tar is missing or damaged, there are none, or the first samples have texts without captions.
         StorageError: A tar cannot be read.
     """
 
@@ -62,6 +68,8 @@ class WebDatasetSource:
         name: str,
         caption_column: str = "text",
         max_samples: int | None = None,
+        caption: str = "",
+        needs_captions: bool = True,
     ) -> None:
         if not tars:
             raise DataError(f"{name}: there are no tars")
@@ -72,15 +80,19 @@ class WebDatasetSource:
         self._tars = list(tars)
         self._column = caption_column
         self._most = max_samples
+        self._caption, self._needs_captions = caption, needs_captions
+        self._found: dict[int, Selection] = {}
         self._offsets: list[npt.NDArray[np.int64]] | None = None
         self._starts = [0]
         if max_samples is not None:
             self._scan("limiting the number of samples")
-        self.captioned = self._has_captions()
-        self.classes = None if self.captioned else self._count_classes()
+        found = "captions" if caption else self._look()
+        self.captioned = found == "captions"
+        self.classes = self._count_classes() if found == "classes" else None
         names = [resource(tar) if is_remote(tar) else Path(tar).name for tar in self._tars]
         self.selection = Selection()
-        self.digest = digest_of(f"webdataset, {caption_column}, {max_samples} samples, {self.classes} classes", names)
+        kind = f"webdataset, {caption_column}, {max_samples} samples, {self.classes} classes"
+        self.digest = digest_of(f"{kind}, {caption}" if caption else kind, names)
 
     @property
     def units(self) -> int:
@@ -89,7 +101,7 @@ class WebDatasetSource:
 
     def found_in(self, unit: int) -> Selection:
         """See ``ImageSource``."""
-        return Selection()
+        return self._found.get(unit, Selection())
 
     def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
         """Yield the samples of a tar.
@@ -98,15 +110,17 @@ class WebDatasetSource:
             DataError: The tar is damaged; complete samples before the damage were yielded.
             StorageError: The tar cannot be read.
         """
-        for row, group in enumerate(self._first(unit, kinds=KINDS)):
-            yield self._item(unit, row, group)
+        leftovers = Leftovers()
+        for row, group in enumerate(self._first(unit, kinds=KINDS, leftovers=leftovers)):
+            yield self._item(unit, row, group, leftovers)
+        self._found[unit] = Selection(left_out=leftovers.left_out.counted(), noted=leftovers.noted.counted())
 
     def most_captions(self, unit: int) -> int:
         """Return the largest number of captions per sample in a tar; in a local tar only texts are read."""
         most = 0
-        for group in self._first(unit, kinds={"txt", "json"}) if self.captioned else ():
+        for group in self._first(unit, kinds=TEXTS) if self.captioned else ():
             with contextlib.suppress(BadSampleError):  # reported by ``items``
-                most = max(most, len(captions_of(group, self._column)))
+                most = max(most, len(self._captions(group, Leftovers())))
         return most
 
     def __len__(self) -> int:
@@ -121,25 +135,36 @@ class WebDatasetSource:
             raise IndexError(f"image {index} of {self._starts[-1]}")
         row = index - self._starts[unit]
         group = next(_read(self._tars[unit], start=int(offsets[unit][row])))
-        return self._item(unit, row, group)
+        return self._item(unit, row, group, Leftovers())
 
-    def _item(self, unit: int, row: int, group: Group) -> ImageItem | BadItem:
+    def _item(self, unit: int, row: int, group: Group, leftovers: Leftovers) -> ImageItem | BadItem:
         key, name = f"{unit:06d}-{row:06d}", f"{_called(self._tars[unit])}!{escape(group.key)}"
         try:
             image = image_of(group)
             if self.captioned:
-                return ImageItem(key, name, image, captions_of(group, self._column))
+                return ImageItem(key, name, image, self._captions(group, leftovers) if self._needs_captions else ())
+            if self.classes is None:
+                return ImageItem(key, name, image)
             label = label_of(group)
-            if self.classes is not None and label >= self.classes:
+            if label >= self.classes:
                 raise BadSampleError(f"its class is {label}, expected 0 to {self.classes - 1}")
             return ImageItem(key, name, image, label=label)
         except BadSampleError as error:
             return BadItem(key, name, str(error))
 
-    def _first(self, unit: int, *, kinds: Container[str]) -> Iterator[Group]:
+    def _captions(self, group: Group, leftovers: Leftovers) -> tuple[str, ...]:
+        try:
+            return captions_of(group, self._column)
+        except NoCaptionError:
+            if not self._caption:
+                raise
+            leftovers.noted.add("pictures with the caption of --caption", group.key)
+            return clean_captions(self._caption)
+
+    def _first(self, unit: int, *, kinds: Container[str], leftovers: Leftovers | None = None) -> Iterator[Group]:
         """Yield the samples of a tar, up to ``max_samples`` in total."""
         most = None if self._offsets is None else len(self._offsets[unit])
-        return itertools.islice(_read(self._tars[unit], kinds=kinds), most)
+        return itertools.islice(_read(self._tars[unit], kinds=kinds, leftovers=leftovers), most)
 
     def _scan(self, purpose: str = "reading single images") -> list[npt.NDArray[np.int64]]:
         """Return the offsets of the samples of each required tar, read from the headers."""
@@ -158,19 +183,25 @@ class WebDatasetSource:
             self._offsets = found
         return self._offsets
 
-    def _has_captions(self) -> bool:
-        """Return whether the first sample with a caption or a class has a caption."""
+    def _look(self) -> Literal["captions", "classes", "nothing"]:
+        """Return what the first sample with a caption or a class has; nothing if the first samples are images alone."""
         everything = itertools.chain.from_iterable(_read(tar, kinds=KINDS) for tar in self._tars)
-        tried = 0
+        tried, alone = 0, self._column == "text"
         for group in itertools.islice(everything, _LOOKED_AT):
             tried += 1
-            for read, captioned in ((lambda g: captions_of(g, self._column), True), (label_of, False)):
-                with contextlib.suppress(BadSampleError):
-                    read(group)
-                    return captioned
+            alone &= not group.members.keys() & {*TEXTS, "cls"}
+            with contextlib.suppress(BadSampleError):
+                captions_of(group, self._column)
+                return "captions"
+            with contextlib.suppress(BadSampleError):
+                label_of(group)
+                return "classes"
+        if tried and alone:
+            return "nothing"
         column = "" if self._column == "text" else f" (captions were expected in the field {self._column!r} of .json)"
         raise DataError(
-            f"{self.name}: none of the first {tried} samples has a caption in .txt or .json, or a class in .cls{column}"
+            f"{self.name}: none of the first {tried} samples has a caption in .txt, .caption or .json, or a class in "
+            f".cls{column}; give one caption for all with --caption"
         )
 
     def _count_classes(self) -> int:
@@ -195,14 +226,16 @@ def _called(tar: str) -> str:
     return shown(tar) if is_remote(tar) else escape(tar)
 
 
-def _read(tar: str, *, kinds: Container[str] = KINDS, start: int = 0) -> Iterator[Group]:
+def _read(
+    tar: str, *, kinds: Container[str] = KINDS, start: int = 0, leftovers: Leftovers | None = None
+) -> Iterator[Group]:
     """Yield the samples of a tar; errors name the tar."""
     try:
         # For reads of headers or single samples, a large buffer would read all data in between.
         with _open(tar, _STREAM_BUFFER if kinds is KINDS and not start else _JUMP_BUFFER) as file:
             if start:
                 file.seek(start)
-            yield from groups(file, kinds)
+            yield from groups(file, kinds, leftovers)
     except DamagedTarError as error:
         raise DataError(f"{_called(tar)} is damaged: {error}; restore it from its source, or leave it out") from error
     except OSError as error:

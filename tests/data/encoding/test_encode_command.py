@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
+import json
 import tarfile
 import threading
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from fastdiff.cli.main import main
 from fastdiff.data.encoding.images import _Expectation, encode_images
 from fastdiff.data.encoding.options import EncodeOptions
 from fastdiff.data.encoding.plan import BadRecord, EncodeFolder, UnitRecord
 from fastdiff.data.images.sources import open_source
+from fastdiff.data.selection import Selection
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import StorageError
 from fastdiff.models.pretrained.tiny_pipeline import build
@@ -136,3 +140,85 @@ def test_a_file_that_cannot_be_read_is_not_blamed_on_the_folder(tmp_path: Path) 
     folder = EncodeFolder(tmp_path / "out", {}, 1, lambda: 1)
     with pytest.raises(StorageError, match="cannot write to"), folder.storage():
         (tmp_path / "out" / "missing" / "shard.tar").open("wb")
+
+
+def test_what_was_left_out_is_told_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In units of one image, by a rank and by the one that finishes, as by one process."""
+    for number, ending in enumerate(["png", "bmp", "jfif", "tif"]):
+        path = tmp_path / "photos" / str(number) / f"a.{ending}"
+        path.parent.mkdir(parents=True)
+        Image.new("RGB", (16, 16), (number, 0, 0)).save(path, "JPEG" if ending == "jfif" else None)
+    (tmp_path / "photos" / "1" / "b.heic").write_bytes(b"")
+    (tmp_path / "photos" / "2" / "b.png").write_bytes(b"damaged")
+    command = ["encode", str(tmp_path / "photos"), str(tmp_path / "out"), "--autoencoder", "identity"]
+    assert main([*command, "--resolution", "16", "--bad", "skip", "--samples-per-shard", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "6 pictures: 4 taken, 2 left out" in said
+    assert "  left out: 1 picture of kind HEIC, which is not read (convert to JPEG or PNG) (first: 1/b.heic)" in said
+    assert "  left out: 1 picture unusable, listed in bad_images.jsonl (first: b.png)" in said
+    assert "  4 classes: 0 = 0, 1 = 1, 2 = 2, 3 = 3" in said
+    assert "2 of them decoded by pillow, as dali would give other pixels or none" in said
+    kept = json.loads((tmp_path / "out" / "dataset.json").read_text())["selection"]
+    assert [each["count"] for each in kept["left_out"]] == [1, 1]
+    assert DatasetInfo.read(tmp_path / "out").selection is not None
+
+
+def test_old_data_sets_have_no_selection_and_the_same_digest(tmp_path: Path) -> None:
+    assert main(["encode", "synthetic", str(tmp_path / "out"), "--shape", "2,4,4", "--samples", "5"]) == 0
+    info = DatasetInfo.read(tmp_path / "out")
+    assert info.selection is None
+    assert "selection" not in json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert dataclasses.replace(info, selection=Selection()).digest == info.digest
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "message"),
+    [
+        (["a.png", "captions.csv"], [], "have no captions (tables, not read; a .json, .jsonl or .csv is read if it is"),
+        (
+            ["a.png"],
+            ["--classes-from", "none"],
+            "give one caption for all with --caption 'a photo of sks dog' or",
+        ),
+        (["10_sks dog/a.png"], [], "--caption 'sks dog', that of the folders with --caption-from folder or a caption"),
+        (["1_cat/a.png", "1_dog/a.png"], [], "(for a network of classes: --classes-from folder)"),
+        (["a.png"], ["--caption", "x", "--caption-from", "folder"], "--caption and --caption-from folder both give"),
+        (
+            ["a.png"],
+            ["--caption", "x", "--classes-from", "none"],
+            "--caption needs captions, which --classes-from",
+        ),
+    ],
+)
+def test_images_that_no_text_network_can_train_on_are_refused(
+    pipeline: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    files: list[str],
+    options: list[str],
+    message: str,
+) -> None:
+    for name in files:
+        path = tmp_path / "images" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32)).save(path, "PNG")
+    command = ["encode", str(tmp_path / "images"), str(tmp_path / "out"), "--resolution", "32"]
+    assert main([*command, "--pretrained", str(pipeline), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_images_alone_are_an_unconditional_data_set_or_have_one_caption(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (32, 32)).save(tmp_path / "images" / "a.png")
+    command = ["encode", str(tmp_path / "images"), str(tmp_path / "out"), "--resolution", "32"]
+    assert main([*command[:2], str(tmp_path / "one"), *command[3:], "--autoencoder", "identity"]) == 0
+    assert main([*command[:2], str(tmp_path / "two"), *command[3:], "--pretrained", str(pipeline / "vae")]) == 0
+    assert capsys.readouterr().out.count("no captions and no classes, so this is an unconditional data set") == 2
+    assert main([*command, "--pretrained", str(pipeline), "--caption", "a photo of sks dog"]) == 0
+    assert {"context"} <= DatasetInfo.read(tmp_path / "out").columns.keys()
+    assert "pictures with the caption of --caption or --caption-from: 1 (first: a.png)" in capsys.readouterr().out
+    assert main([*command[:2], str(tmp_path / "three"), "--autoencoder", "identity", "--caption", "x"]) == 2
+    assert "--caption needs a pipeline, but --autoencoder identity has none" in capsys.readouterr().err

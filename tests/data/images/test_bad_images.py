@@ -20,8 +20,13 @@ from tests.support.scripts import run_script
 
 BAD = {
     "empty": (b"", "empty file"),
-    "text": (b"not an image\n" * 20, "neither JPEG, PNG nor WebP"),
-    "gif": (images.encode(PIXELS, "GIF"), "neither JPEG, PNG nor WebP: it starts with b'GIF8"),
+    "text": (b"not an image\n" * 20, "no picture of a kind that is read .*: it starts with b'not an image"),
+    "heic": (b"\0\0\0\x18ftypheic" + bytes(90), "a HEIC file by its first bytes; convert it"),
+    "tiff of floats": (images.encode(PIXELS[..., 0].astype(np.float32), "TIFF"), "floating-point levels"),
+    "truncated tiff": (images.encode(PIXELS, "TIFF")[:-200], "cannot be decoded"),
+    "gif header only": (images.encode(PIXELS, "GIF")[:8], "damaged GIF"),
+    "bmp that ends early": (images.encode(PIXELS, "BMP")[:-200], "cannot be decoded"),
+    "avif that ends early": (images.encode(PIXELS, "AVIF")[:400], "AVIF|cannot be decoded"),
     "jpeg of three bytes": (b"\xff\xd8\xff", "damaged JPEG"),
     "truncated jpeg": (PLAIN["jpeg"][:-200], "truncated"),
     "truncated progressive": (PLAIN["jpeg progressive"][:-200], "truncated"),

@@ -96,6 +96,7 @@ def test_sixteen_bits_are_scaled_and_not_clipped(decoder: Decoder) -> None:
     values = np.arange(SIDE * SIDE, dtype=np.uint16).reshape(SIDE, SIDE) * 16
     grey = one(decoder, images.png_of(values)).pixels
     np.testing.assert_array_equal(grey, np.rint(values / 257).astype(np.uint8)[..., None].repeat(3, -1))
+    np.testing.assert_array_equal(one(decoder, images.encode(values, "TIFF")).pixels, grey)
     color = one(decoder, images.png_of(np.dstack([values, values, values]))).pixels
     assert np.abs(color.astype(int) - grey).max() <= 1
 

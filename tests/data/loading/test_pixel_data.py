@@ -147,7 +147,7 @@ def test_captions_are_left_out_and_classes_found_beside_them(tmp_path: Path) -> 
     text = (source / "metadata.jsonl").read_text()
     (source / "metadata.jsonl").write_text(text.replace("000.png", "cat_000.png").replace("001.png", "dog_001.png"))
     said = encode(source, tmp_path / "captions")
-    assert said[0].endswith("are ignored: a data set in pixel space has no embeddings")
+    assert said[0].endswith("are not read: a data set in pixel space has no embeddings")
     assert set(stored(tmp_path / "captions")) == {"latent"}
 
 
@@ -167,7 +167,9 @@ def test_options_of_a_pipeline_are_refused(images: Path, tmp_path: Path, options
 
 
 def test_sources_without_classes(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "class").mkdir()
     picture(0).save(tmp_path / "plain.png")
+    picture(1).save(tmp_path / "class" / "a_1.png")
     with pytest.raises(DataError, match=r"plain\.png.*--classes-from prefix"):
         encode(tmp_path, tmp_path.with_name("out"))
     with pytest.raises(DataError, match=r"plain\.png has no class before an underscore.*--classes-from folder or none"):
