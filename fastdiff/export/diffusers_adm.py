@@ -11,10 +11,12 @@ from torch import Tensor
 
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.console import log
 from fastdiff.errors import require
 from fastdiff.export.card_text import Place, conventions, python
 from fastdiff.export.diffusers_model import Source, Sources, layer, projections, write_model
 from fastdiff.export.formats import Exported, ExportFormat
+from fastdiff.export.schedulers import drawing_loop, told, write_sampler
 from fastdiff.export.weights import ExportedWeights, Shapes
 
 FOLDER = "unet"
@@ -176,13 +178,18 @@ def _layers(model: AdmConfig) -> Iterator[tuple[str, str, int]]:
 
 
 def _write(folder: Path, exported: Exported) -> None:
-    write_unet2d(folder, exported.weights, cast(AdmConfig, exported.config.model), exported.dtype)
+    config = exported.config
+    write_unet2d(folder, exported.weights, cast(AdmConfig, config.model), exported.dtype)
+    if write_sampler(folder, config) is not None:
+        log.info(told(config).strip())
 
 
 def _use(config: RunConfig, place: Place, step: int) -> str:
-    load = f'UNet2DModel.from_pretrained("{place}", subfolder="{FOLDER}")'
+    draw, scheduler = drawing_loop(config, place, classes=bool(config.model.classes))
+    load = f'model = UNet2DModel.from_pretrained("{place}", subfolder="{FOLDER}"){draw}'
     none = f"\nClass {config.model.classes} is the null class.\n" if config.model.classes else ""
-    return python(f"from diffusers import UNet2DModel\n\nmodel = {load}") + none + conventions(config, diffusers=True)
+    code = python(f"import torch\nfrom diffusers import UNet2DModel{scheduler}\n\n{load}")
+    return code + none + told(config) + conventions(config, diffusers=True)
 
 
 DIFFUSERS = ExportFormat(write=_write, use=_use, library="diffusers")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,11 +13,11 @@ import torch
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.objective import PREDICTION_TYPES, DdpmConfig, ObjectiveConfig
 from fastdiff.config.run import RunConfig
-from fastdiff.diffusion.schedules import betas
 from fastdiff.errors import ConfigError
 from fastdiff.export.card_text import Place, drawing, from_pretrained, python
 from fastdiff.export.diffusers_model import Source, write_model
 from fastdiff.export.formats import Exported, ExportFormat
+from fastdiff.export.schedulers import noise_of, write_json
 from fastdiff.export.weights import ExportedWeights
 from fastdiff.models.load import pretrained
 from fastdiff.models.pretrained.pipeline import Pretrained
@@ -54,7 +52,7 @@ def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dt
     if pipeline is None:
         return
     (folder / "scheduler").mkdir()
-    _write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
+    write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
     index = dict(pipeline.json("model_index.json"))
     index |= {
         "unet": ["diffusers", "UNet2DConditionModel"],
@@ -62,9 +60,9 @@ def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dt
     }
     for part, kind in index.items():
         own = part in ("unet", "scheduler") or not isinstance(kind, list) or kind[0] is None
-        if not own and not _copy_part(pipeline, part, folder / part):
+        if not own and not copy_part(pipeline, part, folder / part):
             index[part] = [None, None]
-    _write_json(folder / "model_index.json", index)
+    write_json(folder / "model_index.json", index)
 
 
 def scheduler_config(base: Mapping[str, Any], objective: ObjectiveConfig) -> dict[str, Any]:
@@ -89,7 +87,7 @@ def scheduler_config(base: Mapping[str, Any], objective: ObjectiveConfig) -> dic
         )
     noise = {
         "num_train_timesteps": objective.timesteps,
-        **_noise(objective),
+        **noise_of(objective),
         "prediction_type": PREDICTION_TYPES[objective.predicted],
     }
     zero = objective.ends_in_noise
@@ -107,27 +105,13 @@ def scheduler_config(base: Mapping[str, Any], objective: ObjectiveConfig) -> dic
     }
 
 
-def _noise(objective: DdpmConfig) -> dict[str, Any]:
-    """The betas of a run (``diffusion.schedules.betas``): diffusers' name of the schedule and its ends, or all of them.
-
-    In diffusers only DDPMScheduler has sigmoid and laplace; the other schedulers refuse an unknown name. The
-    scheduler itself applies zero-terminal SNR.
-    """
-    known = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine": "squaredcos_cap_v2"}
-    scale = 1000.0 / objective.timesteps
-    start, end = (0.00085, 0.012) if objective.schedule == "scaled_linear" else (1e-4 * scale, 0.02 * scale)
-    table = None if objective.schedule in known else betas(replace(objective, zero_terminal_snr=False)).tolist()
-    kind = known.get(objective.schedule, "linear")
-    return {"beta_schedule": kind, "beta_start": start, "beta_end": end, "trained_betas": table}
-
-
-def _copy_part(pipeline: Pretrained, part: str, target: Path) -> bool:
-    """Copy the configuration and the weights of one part, under names without a variant.
+def copy_part(pipeline: Pretrained, part: str, target: Path) -> bool:
+    """Copy the configuration and the weights of one part of a pipeline, under names without a variant.
 
     Returns:
         Whether it was found; an optional part may be missing, or have no safetensors files.
     """
-    source, variant, required = pipeline.folder / part, pipeline.variant, part not in _OPTIONAL
+    source, variant, required = pipeline.folder_of(part), pipeline.variant, part not in _OPTIONAL
     if not source.is_dir():
         if required:
             raise ConfigError(f"{source} is missing, a required part of the pipeline {pipeline.path}; restore it")
@@ -156,10 +140,6 @@ def _is_of(variant: str | None, name: str) -> bool:
 
 def _plain(text: str, variant: str | None) -> str:
     return text.replace(f".{variant}.", ".").replace(f".{variant}-", "-") if variant else text
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _write(folder: Path, exported: Exported) -> None:

@@ -5,23 +5,34 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fastdiff.cli.main import main
+from fastdiff.config.data import DataConfig
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.pretrained import PretrainedConfig
+from fastdiff.config.objective import PREDICTION_TYPES, DdpmConfig, FlowConfig
 from fastdiff.config.presets import preset
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sampler import SamplerConfig
 from fastdiff.errors import ConfigError
 from fastdiff.export import diffusers_adm, diffusers_dit
+from fastdiff.export.card_text import Place
+from fastdiff.export.formats import Exported, format_of
+from fastdiff.export.model_card import use_of
 from fastdiff.export.weights import ExportedWeights
 from fastdiff.models.adm.network import AdmUNet
 from fastdiff.models.dit.network import DiT
+from fastdiff.models.pretrained.tiny_pipeline import build
 from fastdiff.parallel.world import World
+from fastdiff.sampling.pixels import PixelDecoder
 from fastdiff.sampling.run import Run
+from fastdiff.sampling.solvers import _generator, sample
 from fastdiff.train import train
 from tests.support.runs import launch, tiny
 
@@ -161,3 +172,90 @@ def test_networks_that_diffusers_lacks_are_refused_before_anything_is_written(
 def test_a_dit_with_other_mlps_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"an MLP ratio of 4, the run has --model.mlp_ratio 2"):
         diffusers_dit.to_diffusers(replace(DIT, mlp_ratio=2.0))
+
+
+def drawn(model: nn.Module, config: RunConfig, labels: Tensor, sampler: SamplerConfig) -> Tensor:
+    """Latents as ``fastdiff sample`` draws them."""
+    size, null = config.model.size, torch.tensor([config.model.classes])
+    shape = (config.model.channels, size, size)
+    return sample(model, config.objective, {"label": labels}, sampler, shape=shape, null={"label": null})
+
+
+def written(folder: Path, ours: DiT, config: RunConfig) -> None:
+    folder.mkdir()
+    exported = Exported(None, config, random(ours), torch.float32)
+    format_of(config.model, "diffusers").write(folder, exported)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "zero"), [("epsilon", False), ("v", False), ("x0", False), ("v", True), ("x0", True)]
+)
+def test_the_scheduler_of_a_dit_of_pixels_clamps_as_we_do(
+    digits: Path, tmp_path: Path, prediction: Any, zero: bool
+) -> None:
+    """DDIM without use_clipped_model_output draws another image, from the same weights and noise."""
+    from diffusers import DDIMScheduler, DiTTransformer2DModel, DPMSolverMultistepScheduler
+
+    objective = DdpmConfig(schedule="cosine", prediction=prediction, zero_terminal_snr=zero)
+    config = RunConfig(model=replace(DIT, channels=1), objective=objective, data=DataConfig(path=str(digits)))
+    ours = DiT(config.model).eval()
+    written(tmp_path / "out", ours, config)
+    model = DiTTransformer2DModel.from_pretrained(tmp_path / "out", subfolder="transformer")
+    exec(diffusers_dit.SAME_TIMES, {"model": model})
+    label, steps = torch.tensor([3]), 20
+    expected = drawn(ours, config, label, SamplerConfig(steps=steps, clip=True, cfg=1.0))
+    [noise] = [torch.randn(1, 1, 8, 8, generator=_generator(0, 0))]
+
+    def loop(scheduler: Any, **options: Any) -> Tensor:
+        image = noise
+        scheduler.set_timesteps(steps)
+        with torch.no_grad():
+            for time in scheduler.timesteps:
+                image = scheduler.step(model(image, time.expand(1), label).sample, time, image, **options).prev_sample
+        return image
+
+    found = loop(DPMSolverMultistepScheduler.from_pretrained(tmp_path / "out", subfolder="scheduler"))
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
+    usual = {"beta_schedule": "squaredcos_cap_v2", "prediction_type": PREDICTION_TYPES[prediction]}
+    ddim = DDIMScheduler(**usual, timestep_spacing="trailing", rescale_betas_zero_snr=zero)
+    torch.testing.assert_close(loop(ddim, use_clipped_model_output=True), expected, atol=2e-3, rtol=1e-3)
+    assert (loop(ddim) - expected).abs().max() > 0.05
+    card = use_of(config, "diffusers", Place(tmp_path / "out"))
+    assert "use_clipped_model_output=True" in card
+
+
+def test_a_dit_of_latents_is_a_whole_pipeline(tmp_path: Path) -> None:
+    """diffusers' own DiTPipeline draws the images of ``fastdiff sample``; its null class is 1000 for any network."""
+    import diffusers
+
+    base = build(tmp_path / "base")
+    start = PretrainedConfig(path=str(base))
+    config = RunConfig(model=replace(DIT, channels=4, learn_sigma=True), pretrained=start)
+    ours = DiT(config.model).eval()
+    written(tmp_path / "out", ours, config)
+    names: dict[str, Any] = {}
+    [code] = re.findall(r"```python\n(.*?)```", use_of(config, "diffusers", Place(tmp_path / "out")), re.DOTALL)
+    exec(compile(code.partition("image = ")[0], "card", "exec"), names)
+    pipeline = names["pipeline"]
+    assert isinstance(pipeline, diffusers.DiTPipeline)
+    pipeline.set_progress_bar_config(disable=True)
+    labels = [3, 7]
+    generators = [_generator(0, number) for number in range(2)]
+    found = pipeline(labels, guidance_scale=4.0, generator=generators, num_inference_steps=20, output_type="np").images
+    latents = drawn(ours, config, torch.tensor(labels), SamplerConfig(steps=20, cfg=4.0))
+    expected = PixelDecoder(config, None, torch.device("cpu"))(latents)
+    assert expected.std() > 10, "no flat images"
+    difference = torch.tensor(found * 255) - torch.tensor(expected).float()
+    assert difference.abs().max() < 1
+
+
+def test_what_no_pipeline_draws_right_is_no_pipeline(tmp_path: Path) -> None:
+    """Its null class would be one of the run's, or it has no timesteps; the network is there."""
+    base = PretrainedConfig(path=str(build(tmp_path / "base")))
+    model = replace(DIT, channels=4)
+    many = RunConfig(model=replace(model, classes=1200), pretrained=base)
+    flow = RunConfig(model=model, pretrained=base, objective=FlowConfig())
+    for name, config, parts in (("many", many, {"transformer", "scheduler"}), ("flow", flow, {"transformer"})):
+        written(tmp_path / name, DiT(cast(DiTConfig, config.model)).eval(), config)
+        assert {path.name for path in (tmp_path / name).iterdir()} == parts
+        assert "DiTPipeline" not in use_of(config, "diffusers", Place(tmp_path / name))
