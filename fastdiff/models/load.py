@@ -24,6 +24,7 @@ from fastdiff.models.family import family_of
 from fastdiff.models.lora import add_lora
 from fastdiff.models.pretrained.pickles import load_published
 from fastdiff.models.pretrained.pipeline import TEXT_ENCODERS, Pretrained, readable, tensors_of
+from fastdiff.models.pretrained.repa import refuse_repa
 from fastdiff.models.pretrained.sit_transport import check_transport
 from fastdiff.models.pretrained.training_state import read_published_training
 
@@ -201,12 +202,13 @@ def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:
         return pretrained(config).unet_weights()
     path = _weight_file(config)
     with readable(path):
-        if path.suffix == ".pt":
-            check_transport(path, config.objective)
         if config.pretrained.training:
             found = read_published_training(path).weights
         else:
             found = load_file(path) if path.suffix == ".safetensors" else load_published(path)
+        refuse_repa(path, found)
+        if path.suffix == ".pt":
+            check_transport(path, config.objective)
     family = family_of(config.model)
     family.check_published(path, found)
     buffers = family.buffers(config.model)
@@ -218,7 +220,9 @@ def _parts_of_file(config: RunConfig) -> tuple[dict[str, Tensor], Iterator[tuple
     path, family = _weight_file(config), family_of(config.model)
     buffers = family.buffers(config.model)
     with readable(path), safe_open(path, framework="pt") as file:
-        tables = {name: file.get_tensor(name) for name in buffers.keys() & set(file.keys())}
+        names = set(file.keys())
+        tables = {name: file.get_tensor(name) for name in buffers.keys() & names}
+    refuse_repa(path, names)
     family.check_published(path, tables)
     found = {name: value for name, value in tensors_of(path, on_meta=True) if name not in buffers}
     return found, ((name, value) for name, value in tensors_of(path) if name not in buffers)

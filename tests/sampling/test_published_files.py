@@ -19,10 +19,13 @@ from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sampler import SamplerConfig
 from fastdiff.data.shards.reader import LatentReader
+from fastdiff.errors import ConfigError
 from fastdiff.evaluation.likelihood import NllOptions, measure, read_clean
 from fastdiff.evaluation.validation_set import spread
 from fastdiff.models.build import Model, build_model
+from fastdiff.models.load import build_on_meta, resolve
 from fastdiff.models.pretrained.pickles import load_published
+from fastdiff.models.pretrained.training_state import read_published_training
 from fastdiff.sampling.npz import read_npz
 from fastdiff.sampling.solvers import sample
 from fastdiff.sampling.text import as_bytes
@@ -205,6 +208,39 @@ def test_wrong_commands_are_refused(
     assert run(*given) == 2
     assert message.replace("FOLDER", str(tmp_path)) in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["plain.pt", "0400000.pt", "sit.safetensors"])
+@pytest.mark.parametrize("name", ["projectors.0.0.weight", "decoder_blocks.0.attn.qkv.weight"])
+def test_weights_of_repa_are_refused_by_their_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, name: str
+) -> None:
+    """In the three forms in which it is published, for sampling, an export, and a training that goes on."""
+    flags = (DIT + PIXELS).replace("dit-s-2-256", "sit-xl-2-256")
+    weights = {**network(flags).state_dict(), name: torch.zeros(4, 4)}
+    path = tmp_path / form
+    if path.suffix == ".safetensors":
+        save_file(weights, path)
+    else:
+        arguments = Namespace(model="SiT-XL/2", path_type="linear", prediction="v", proj_coeff=0.5, enc_type="dinov2-b")
+        whole = {"model": weights, "ema": weights, "opt": {}, "args": arguments, "steps": 400_000}
+        torch.save(weights if form == "plain.pt" else whole, path)
+    commands = [
+        ["sample", str(path), "--grid", "x.png"],
+        ["export", str(path), str(tmp_path / "out"), "--format", "dit"],
+    ]
+    for command in commands:
+        assert main([*command, *flags.split()]) == 2
+        said = capsys.readouterr().err
+        assert f"{path} is a checkpoint of REPA: it has {name} for its projections" in said
+        assert "save the weights under 'ema' without projectors.*" in said
+    start = ["--pretrained.path", str(path), "--pretrained.weights", "--output.folder", str(tmp_path / "run")]
+    config = resolve(parse([*flags.split(), *start])[1])
+    with pytest.raises(ConfigError, match="is a checkpoint of REPA"):
+        build_on_meta(config)
+    if form == "0400000.pt":
+        with pytest.raises(ConfigError, match="is a checkpoint of REPA"):
+            read_published_training(path)
 
 
 def test_fields_of_a_configuration_are_split_from_the_other_arguments() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from fastdiff.errors import ConfigError
 from fastdiff.models.pretrained.pickles import check_size, read_published, state_dict
 from fastdiff.models.pretrained.pipeline import readable
+from fastdiff.models.pretrained.repa import refuse_repa
 
 DIT_EMA_RATE = 0.9999
 """Decay rate of DiT's train.py; its files do not contain it."""
@@ -125,6 +126,7 @@ def _read_dit(file: Path, step: int) -> PublishedTraining:
     with readable(file):
         content = read_published(file)
         weights = state_dict(content.get("model"), "expected a state dict under 'model'")
+        refuse_repa(file, weights)
         averages = {}
         if "ema" in content:
             average = state_dict(content["ema"], "expected a state dict under 'ema'")
