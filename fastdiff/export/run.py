@@ -17,6 +17,7 @@ from fastdiff.checkpoint.power_function import constant_name, in_words
 from fastdiff.checkpoint.weights import AS_TRAINED
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import StorageError, remedy, require
+from fastdiff.export.caption import with_prompt
 from fastdiff.export.card_text import Place
 from fastdiff.export.formats import Exported, ExportFormat, format_of, formats_of
 from fastdiff.export.model_card import is_export, write_card
@@ -79,6 +80,7 @@ def export(
         form.write(folder, exported)
         if form.training:
             exported = replace(exported, weights=replace(exported.weights, description=_all_of(form, exported)))
+        exported = replace(exported, config=with_prompt(exported.config))
         write_card(folder, run, exported, choice.format, choice.dtype, Place(out, repo_id))
 
 

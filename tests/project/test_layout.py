@@ -36,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
         "sampling", "evaluation",
     },
     "cluster": {"", "ledger", "config", "parallel", "checkpoint", "models", "data"},
-    "export": {"", "config", "parallel", "diffusion", "checkpoint", "models", "sampling", "training"},
+    "export": {"", "config", "parallel", "diffusion", "checkpoint", "models", "data", "sampling", "training"},
     "dashboard": {"", "ledger", "config", "diffusion", "evaluation"},
     "api": {
         "", "plugins", "ledger", "config", "checkpoint", "data", "evaluation", "sampling", "cluster", "export",

@@ -30,8 +30,8 @@ CAPTIONS = ("a red cat", "a blue dog", "two birds", "")
 SCALE = 0.18215
 
 
-def encode(folder: Path, pipeline: Path, count: int = 32) -> Path:
-    """Random posteriors of the size of the tiny UNet with the embeddings of real captions."""
+def encode(folder: Path, pipeline: Path, count: int = 32, *, captioned: bool = False) -> Path:
+    """Random posteriors of the size of the tiny UNet with the embeddings of real captions, or these, too."""
     made_by = Pretrained(str(pipeline))
     encoder = made_by.text()
     embedded = {name: value.to(torch.float16).numpy() for name, value in encoder(CAPTIONS).items()}
@@ -60,7 +60,8 @@ def encode(folder: Path, pipeline: Path, count: int = 32) -> Path:
             arrays = {"latent": (latent / SCALE).astype(np.float16)}
             arrays |= {name: value[number % len(CAPTIONS)] for name, value in embedded.items()}
             arrays |= sizes if "pooled" in null else {}
-            writer.add(f"{number:09d}", arrays)
+            caption = CAPTIONS[number % len(CAPTIONS)]
+            writer.add(f"{number:09d}", arrays, meta={"captions": [caption]} if captioned else None)
     return folder
 
 
