@@ -63,12 +63,15 @@ def glance(run: Path) -> dict[str, Any]:
         found if isinstance(found, int) and 0 < found < _MOST_COUNT else None
         for found in (_inner(config, "output").get("log_every"), config.get("samples"), batch.get("samples"))
     )
-    status = status_of(run, _read_ledger(run), bool(last), every)
+    steps = samples // batch_samples if samples and batch_samples else None
+    first = min(every, steps) if every and steps else every  # the last step has a line, too
+    status = status_of(run, _read_ledger(run), bool(last), first)
     return {
         "kind": status.kind,
         "text": status.text,
+        "message": status.message,
         "samples": samples,
-        "steps": samples // batch_samples if samples and batch_samples else None,
+        "steps": steps,
         "network": _text(_inner(config, "model").get("kind")),
         "objective": _text(_inner(config, "objective").get("process")),
         "last": {name: finite(last.get(name)) for name in ("step", "samples", "loss", "samples_per_s")},
@@ -80,7 +83,7 @@ def unreadable(error: Exception) -> dict[str, Any]:
     last = dict.fromkeys(("step", "samples", "loss", "samples_per_s"))
     text = f"its files cannot be read: {type(error).__name__}: {error}"
     nothing = dict.fromkeys(("samples", "steps", "network", "objective"))
-    return {"kind": "unreadable", "text": text, **nothing, "last": last}
+    return {"kind": "unreadable", "text": text, "message": "", **nothing, "last": last}
 
 
 class RunFacts:

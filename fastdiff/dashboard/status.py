@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastdiff.ledger.reader import Sums
-from fastdiff.run_files import read_inside
+from fastdiff.run_files import names_inside, read_inside
 
+_CHECKPOINT = re.compile("step-[0-9]{8,}")
 _HOLDER = re.compile(r"process (\d+) on (\S+)")
 _WRITTEN = ("metrics.jsonl", "ledger.jsonl", ".lock")
 _MOST_LOCK = 1000
@@ -26,6 +27,8 @@ class Status:
     kind: str
     """``waiting``, ``running``, ``done``, ``stopped``, ``failed``, ``silent`` or ``gone``."""
     text: str
+    message: str = ""
+    """Of the error that ended it, if it is known."""
 
 
 def pulse(run: Path) -> str:
@@ -33,44 +36,54 @@ def pulse(run: Path) -> str:
     return f"{_lives(run / '.lock')} {_is_silent(run)}"
 
 
-def status_of(run: Path, sums: Sums | None, has_records: bool, log_every: int | None) -> Status:
+def status_of(run: Path, sums: Sums | None, has_records: bool, first_record: int | None) -> Status:
     """Return the state of a run.
 
     Args:
         run: its folder.
         sums: of its ledger, if it has one.
         has_records: whether its log has a line.
-        log_every: steps between lines; None: not known yet.
+        first_record: step of the first line; None: not known yet.
     """
     if not os.path.isdir(run):
         return Status("gone", "the folder has been deleted")
     outcome = sums.starts[-1].outcome if sums is not None else ""
     lives = _lives(run / ".lock")
     if lives:
-        return _running(has_records, log_every)
+        return _running(has_records, first_record)
     if outcome:
-        return _ended(outcome)
+        return _ended(run, outcome, sums.starts[-1].message if sums is not None else "")
     if lives is not None:
-        return Status("failed", "killed; the same command resumes from the newest checkpoint")
+        return Status("failed", f"killed; the same command {_goes_on(run)}")
     if os.path.exists(run / ".lock") and not _is_silent(run):
-        return _running(has_records, log_every)
+        return _running(has_records, first_record)
     return Status("silent", "no sign of life: it was killed, hangs, or is a copy from another machine")
 
 
-def _running(has_records: bool, log_every: int | None) -> Status:
+def _running(has_records: bool, first_record: int | None) -> Status:
     if has_records:
         return Status("running", "running")
-    if log_every is None:
+    if first_record is None:
         return Status("waiting", "starting: it has not recorded its configuration yet")
-    return Status("waiting", f"running; no record yet: the first comes after step {log_every:,}")
+    return Status("waiting", f"running; no record yet: the first comes after step {first_record:,}")
 
 
-def _ended(outcome: str) -> Status:
+def _ended(run: Path, outcome: str, message: str) -> Status:
     if outcome == "done":
         return Status("done", "done")
     if outcome == "asked to stop":
         return Status("stopped", "stopped on request and saved; the same command resumes")
-    return Status("failed", f"ended: {outcome}; the same command resumes from the newest checkpoint")
+    mended = "once its cause is mended, " if message else ""
+    return Status("failed", f"ended: {outcome}; {mended}the same command {_goes_on(run)}", message)
+
+
+def _goes_on(run: Path) -> str:
+    """Say how a run goes on: it has a checkpoint, or not yet."""
+    try:
+        has_one = any(_CHECKPOINT.fullmatch(name) for name in names_inside(run, "checkpoints"))
+    except OSError:
+        has_one = False
+    return "resumes from the newest checkpoint" if has_one else "begins anew: there is no checkpoint yet"
 
 
 def _lives(lock: Path) -> bool | None:

@@ -47,6 +47,8 @@ class Start:
     """From ``began`` to ``ended``."""
     outcome: str = ""
     """How it ended; empty: it still runs, or was killed without a supervisor and has not been started again."""
+    message: str = ""
+    """Text of the error that ended it; empty: none is known."""
     late_s: dict[int, float] = field(default_factory=dict)
     """By rank, the seconds for which the others waited until it had ended its forward passes."""
     others_s: float = 0.0
@@ -290,11 +292,15 @@ class _Reading:
 
     def _take_end(self, record: _Fields) -> None:
         start, at = self.starts[-1], record.number("at")
+        message = escape(record.of("message", str)) if "message" in record else ""
         if "code" not in record:
+            start.message = message
             start.outcome = escape(str(record["outcome"]))
             self._spend("stop", at)
             return
         code, step, phase, beat = int(record.number("code")), record.step, record["phase"], record.number("beat")
+        if message and (not start.message or start.message not in message):  # else the trainer's has fewer words
+            start.message = message.removeprefix("fastdiff: ")
         if not start.outcome:  # killed: the trainer wrote no end
             self._take_last_beat(step, phase, beat)
             start.outcome = _in_words(code)

@@ -10,7 +10,8 @@ Every record has its ``event``, the wall-clock time ``at`` in seconds since 1970
   ``slowest``: the rank that was last to end its forward passes, if there are several. ``watts``: mean over the GPUs.
 - ``rewind``: the steps after ``to`` are lost; the run continues behind ``step``.
 - ``end``, by the trainer: it has closed the run; ``outcome``. By the supervisor: all ranks are gone; exit ``code``, and
-  ``beat`` and ``phase`` of the last heartbeat of rank 0, whose ``step`` it is.
+  ``beat`` and ``phase`` of the last heartbeat of rank 0, whose ``step`` it is. By both after an error: ``message``, its
+  text without secrets.
 """
 
 from __future__ import annotations

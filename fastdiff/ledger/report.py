@@ -127,7 +127,7 @@ def in_words(run: Path, sums: Sums, cost: Costs, room: int | None = None) -> str
         table(_classes(sums), (0, 3), room),
         table(_starts(sums), (7,), room),
         table(_nodes(sums), (0,), room),
-        "\n".join([*_costs(sums, cost), *_late(sums), *_left_out(sums)]),
+        "\n".join([*_costs(sums, cost), *_late(sums), *_messages(sums), *_left_out(sums)]),
     ]
     return "\n\n".join(parts)
 
@@ -170,6 +170,10 @@ def _costs(sums: Sums, cost: Costs) -> list[str]:
         return [*lines, "energy: not measured; give the power of a GPU with --watts"]
     how = "measured" if cost.is_measured else "given"
     return [*lines, f"{cost.kwh:,.2f} kWh at {cost.watts:.0f} W per GPU ({how}){_per_million(cost, cost.kwh)}"]
+
+
+def _messages(sums: Sums) -> list[str]:
+    return [f"start {number} ended: {start.message}" for number, start in enumerate(sums.starts, 1) if start.message]
 
 
 def _left_out(sums: Sums) -> list[str]:

@@ -13,6 +13,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import Self
 
+from fastdiff import sanitize
 from fastdiff.errors import Preempted
 from fastdiff.json_lines import JsonLines, Record
 from fastdiff.ledger.records import JOB_START, STARTED, SUBMITTED, Account
@@ -130,7 +131,8 @@ class Ledger:
     ) -> None:
         self._write_time()
         outcome = "done" if kind is None else "asked to stop" if issubclass(kind, Preempted) else kind.__name__
-        self._write("end", outcome=outcome)
+        told = {} if error is None or isinstance(error, Preempted) else {"message": message_of(str(error))}
+        self._write("end", outcome=outcome, **told)
         if self._lines is not None:
             self._lines.close()
 
@@ -159,6 +161,11 @@ class Ledger:
         if self._lines is not None:
             at = self._written if event == "time" else self._now()
             self._lines.write({"event": event, "at": at, "step": self._step, **values})
+
+
+def message_of(text: str) -> str:
+    """Return the text of an error as it is recorded: without secrets, and of a bounded length."""
+    return sanitize.escape(" ".join(sanitize.message(text).split()))
 
 
 def _number(text: str) -> float | None:

@@ -183,7 +183,20 @@ def test_every_state_has_its_words(tmp_path: Path) -> None:
     (folder / "ledger.jsonl").write_text(lines(ledger()))
     assert glance(folder)["kind"] == "done"
     (folder / "ledger.jsonl").write_text(lines(ledger()[:4]))
+    assert glance(folder)["text"] == "ended: exit code 137; the same command begins anew: there is no checkpoint yet"
+    (folder / "checkpoints" / "step-00000050").mkdir(parents=True)
     assert glance(folder)["text"] == "ended: exit code 137; the same command resumes from the newest checkpoint"
+    told = {"message": "fastdiff: rank 1 (b, process 7) failed first: exit code 65: shard 3 is damaged"}
+    (folder / "ledger.jsonl").write_text(lines([*ledger()[:3], ledger()[3] | {"code": 65} | told]))
+    assert glance(folder)["message"] == "rank 1 (b, process 7) failed first: exit code 65: shard 3 is damaged"
+    assert "; once its cause is mended, the same command resumes from the newest" in glance(folder)["text"]
+
+
+def test_a_run_shorter_than_the_interval_of_its_log_is_told_its_first_record(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", steps=(), output={"log_every": 500}, samples=60 * 16)
+    release = claim(folder)
+    assert glance(folder)["text"].endswith("the first comes after step 60")
+    release()
 
 
 def test_runs_come_in_their_order_and_stay_when_they_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,7 +283,11 @@ def check_text(page: Page) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({}, "No picture yet: the first comes after step 50."),
+        ({}, "No picture: its files have none, though the first comes after step 50."),
+        (
+            {"output": {"sample_every": 500}},
+            "No picture: the first comes after step 200, and this run has not come so far.",
+        ),
         ({"model": {"low_res_size": 4}}, "This run draws no pictures: super-resolution"),
         ({"output": {"log_every": 10, "sample_every": 0}}, "This run draws no pictures (--output.sample_every 0)."),
         ({"model": {"cross_attention_dim": 32}, "pretrained": {"path": "p"}}, "it has no --validation.prompts"),
@@ -293,6 +297,75 @@ def test_a_run_without_pictures_says_why(page: Page, tmp_path: Path, config: dic
     write_report([run_folder(tmp_path / "run", **config)], tmp_path / "out.html")
     page.goto((tmp_path / "out.html").as_uri())
     page.locator("#samples", has_text=words).wait_for()
+
+
+def test_a_run_shorter_than_its_intervals_is_told_of_its_last_step(page: Page, tmp_path: Path) -> None:
+    held_out = {"data": "held-out", "every": 1000, "first": None, "prompts": []}
+    run = run_folder(
+        tmp_path / "run", range(10, 50, 10), samples=60 * 16, validation=held_out, output={"sample_every": 500}
+    )
+    release = claim(run)
+    write_report([run], tmp_path / "out.html")
+    release()
+    page.goto((tmp_path / "out.html").as_uri())
+    page.locator("#samples", has_text="No picture yet: the first comes after step 60, the last one.").wait_for()
+    page.locator("#validation", has_text="No validation yet: the first comes after step 60, the last one.").wait_for()
+
+
+def test_a_failed_run_shows_its_message_first(page: Page, tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", steps=())
+    told = {"event": "end", "at": 1031.0, "step": 0, "outcome": "DataError", "message": "shard 3 <b>is</b> damaged"}
+    (run / "ledger.jsonl").write_text(lines([*ledger()[:2], told]))
+    write_report([run], tmp_path / "out.html")
+    page.goto((tmp_path / "out.html").as_uri())
+    page.locator("#messages .message", has_text="shard 3 <b>is</b> damaged").wait_for()
+    assert "the same command begins anew: there is no checkpoint yet" in page.locator("#messages").inner_text()
+    assert texts(page, ".card:visible h2") == [
+        "Where the time went",
+        "Restarts, spikes and skipped steps",
+        "Configuration",
+    ]
+
+
+def test_what_cannot_be_read_is_named_above_the_cards(page: Page, tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("[[[\n")
+    (run / "run.json").unlink()
+    (run / "run.json").symlink_to("/etc/hostname")
+    write_report([run], tmp_path / "out.html")
+    page.goto((tmp_path / "out.html").as_uri())
+    page.locator("#messages", has_text="metrics.jsonl: line 11: no JSON").wait_for()
+    assert "run.json: it is a link, which is not followed" in page.locator("#messages").inner_text()
+
+
+def test_pictures_of_prompts_come_first_and_small_ones_fill_the_card(page: Page, tmp_path: Path) -> None:
+    prompts = {"prompts": ["a flower", "a temple"], "images_per_prompt": 1, "every": 50}
+    run = run_folder(tmp_path / "run", model={"cross_attention_dim": 32}, pretrained={"path": "p"}, validation=prompts)
+    picture(run, 50, size=(130, 66))
+    write_report([run], tmp_path / "out.html")
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.goto((tmp_path / "out.html").as_uri())
+    image = page.locator("#samples .large img")
+    image.wait_for()
+    assert texts(page, ".card h2")[:3] == ["Samples", "Prompts side by side", "Loss"]
+    box = image.bounding_box()
+    assert box is not None
+    assert box["width"] == pytest.approx(8 * 130, abs=2)
+    assert texts(page, "#samples .columns span") == ["a flower", "a temple"]
+
+
+def test_columns_have_the_names_of_their_classes(page: Page, tmp_path: Path) -> None:
+    """Numbers where there are none; nothing where the picture has them already."""
+    for name, names, height in (("a", ["flower", "temple"], 530), ("b", [], 530), ("c", ["flower", "temple"], 548)):
+        run = run_folder(tmp_path / name, model={"classes": 2, "kind": "dit"})
+        about = json.loads((run / "run.json").read_text())
+        (run / "run.json").write_text(json.dumps(about | {"class_names": names}))
+        picture(run, 50, size=(134, height))
+    write_report([tmp_path / "a", tmp_path / "b", tmp_path / "c"], tmp_path / "out.html")
+    page.goto((tmp_path / "out.html").as_uri())
+    page.locator("#samples .large img").first.wait_for()
+    assert texts(page, "#samples .columns span") == ["flower", "temple", "class 0", "class 1"]
 
 
 def test_an_empty_run_is_named_and_fills_up(page: Page, tmp_path: Path) -> None:

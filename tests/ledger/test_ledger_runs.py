@@ -15,8 +15,9 @@ from fastdiff.cluster.supervisor.last_record import note_end
 from fastdiff.cluster.supervisor.outcome import Outcome
 from fastdiff.config.run import RunConfig
 from fastdiff.diffusion.objective import Objective
+from fastdiff.errors import ConfigError
 from fastdiff.ledger.reader import read_ledger
-from fastdiff.ledger.report import stragglers
+from fastdiff.ledger.report import costs, in_words, stragglers
 from fastdiff.parallel.own_time import OwnTime
 from fastdiff.parallel.world import World
 from fastdiff.train import train
@@ -132,6 +133,15 @@ def test_a_log_without_a_last_step_does_not_matter(world: World, tmp_path: Path,
     with start_ledger(tmp_path, 16, world):
         pass
     assert [start.outcome for start in read_ledger(tmp_path).starts] == ["done"]
+
+
+def test_an_error_leaves_its_text_without_secrets(world: World, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError), start_ledger(tmp_path, 16, world):
+        raise ConfigError("cannot read\nhttps://me:hunter2@example.org/a?sig=hunter2, token=hunter2")
+    assert "hunter2" not in (tmp_path / "ledger.jsonl").read_text()
+    sums = read_ledger(tmp_path)
+    assert sums.starts[0].message == "cannot read https://example.org/a, token=***"
+    assert f"start 1 ended: {sums.starts[0].message}" in in_words(tmp_path, sums, costs(sums, None, None))
 
 
 def test_an_end_that_cannot_be_noted_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,12 @@ from pathlib import Path
 
 from fastdiff.cluster.supervisor.outcome import Outcome
 from fastdiff.console import log
+from fastdiff.errors import Preempted
 from fastdiff.ledger.records import open_ledger
+from fastdiff.ledger.writer import message_of
 from fastdiff.parallel.heartbeat import beat_path, claimed_run, read_beat
+
+_NO_ERROR = (0, Preempted.exit_code)
 
 
 def note_end(folder: Path, outcome: Outcome) -> None:
@@ -40,6 +44,7 @@ def _write_end(folder: Path, outcome: Outcome) -> None:
             "code": outcome.exit_code,
             "beat": now - (time.monotonic() - beat.monotonic_s),
             "phase": beat.phase,
+            **({"message": message_of(outcome.line)} if outcome.exit_code not in _NO_ERROR else {}),
         }
     )
     lines.close()

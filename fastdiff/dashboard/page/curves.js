@@ -36,7 +36,7 @@ function drawLoss(host) {
 
 function whyNoRecord() {
   const run = shownRuns()[0];
-  return run.state.kind === "waiting" ? `${run.name}: ${run.state.text}` : `${run.name} has no record.`;
+  return run.state.kind === "waiting" ? `${run.name}: ${run.state.text}.` : `${run.name} has no record.`;
 }
 
 /** Show a text in the place of a card, which makes its parts anew when it has something to show again. */
@@ -113,7 +113,7 @@ function drawTime(host) {
   const parts = runs.map((run) => {
     const plot = el("div", {});
     const goodput = el("p", {}, el("b", {}, `${percent(run.time.goodput)} goodput`), ` in ${duration(run.time.wall_s)}, ${run.time.starts.length === 1 ? "1 start" : `${run.time.starts.length} starts`}`);
-    return { run, plot, part: el("div", { class: "of-run" }, runs.length > 1 ? runTitle(run) : null, plot, el("div", { class: "sums" }, el("div", {}, goodput, timeTable(run.time)), el("div", { class: "wide-table" }, startTable(run.time)))) };
+    return { run, plot, part: el("div", { class: "of-run" }, runs.length > 1 ? runTitle(run) : null, plot, el("div", { class: "sums" }, el("div", {}, goodput, el("div", { class: "wide-table" }, timeTable(run.time))), el("div", { class: "wide-table" }, startTable(run.time)))) };
   });
   host.replaceChildren(...parts.map(({ part }) => part));
   for (const { run, plot } of parts) drawTimeline(plot, run);
@@ -121,9 +121,16 @@ function drawTime(host) {
 
 const TWO_ERRORS = 2;
 
+function whyNoValidation() {
+  const run = shownRuns()[0], config = run?.about?.config?.validation;
+  if (!config) return "No validation yet.";
+  if (!config.data) return "This run has no validation: --validation.data would name held-out samples.";
+  return `No validation${whenFirst(run, config.first ?? config.every)}`;
+}
+
 function drawValidation(host) {
   const runs = shownRuns().filter((run) => run.validation?.length);
-  if (!runs.length) return empty(host, "No validation yet, or none at all: --validation.data names held-out samples.");
+  if (!runs.length) return empty(host, whyNoValidation());
   const overSteps = el("div", {}), byNoise = el("div", {});
   const kinds = new Set(runs.map((run) => `${run.validation.at(-1).unit}, data ${run.validation.at(-1).data}`));
   const warning = kinds.size > 1 ? el("p", { class: "warning" }, `Not comparable: ${[...kinds].join("; ")}.`) : null;

@@ -2,12 +2,14 @@
 "use strict";
 
 const THUMB = 160;
-const CLASS_ROWS = 8; // of a grid of classes
+const CLASS_ROWS = 8, BORDER = 2; // of a grid of classes
+const MOST_ENLARGED = 8, HIGHEST_VH = 75, SMALL = 300; // times, percent of the window, pixels whose enlargement stays sharp
 let playing = null;
 
 const addressOf = (run, picture, width) => picture.data ?? `runs/${run.key}/pictures/${picture.step}?changed=${picture.changed}${width ? `&width=${width}` : ""}`;
 const withPictures = () => shownRuns().filter((run) => run.pictures?.length);
 const stepsOfPictures = (runs) => [...new Set(runs.flatMap((run) => run.pictures.map((one) => one.step)))].sort((a, b) => a - b);
+const isOfText = (run) => Boolean(run.about?.config?.model?.cross_attention_dim);
 const promptsOf = (run) => run.about?.config?.validation?.prompts ?? [];
 
 /** The newest picture of a run up to a step; its first if there is none. */
@@ -46,19 +48,29 @@ function whyNoPictures() {
   const run = shownRuns()[0];
   const config = run?.about?.config;
   if (!config) return "No picture yet.";
-  const isText = Boolean(config.pretrained?.path && config.model?.cross_attention_dim);
+  const isText = isOfText(run);
   const every = isText ? config.validation?.every : config.output?.sample_every;
   if (isText && !promptsOf(run).length) return "This run draws no pictures: it has no --validation.prompts.";
   if (config.model?.low_res_size) return "This run draws no pictures: super-resolution starts from small images, which fastdiff sample takes with --low-res.";
   if (!every) return `This run draws no pictures (${isText ? "--validation.every" : "--output.sample_every"} 0).`;
-  return `No picture yet: the first comes after step ${count((isText && config.validation.first) || every)}.`;
+  return `No picture${whenFirst(run, (isText && config.validation.first) || every)}`;
+}
+
+/** When a run that does something every so many steps, and at its end, does it first; in its past, that it did not. */
+function whenFirst(run, every) {
+  const { kind, steps, last } = run.state;
+  const first = Math.min(every, steps ?? Infinity);
+  if (kind === "running" || kind === "waiting") return ` yet: the first comes after step ${count(first)}${first === steps ? ", the last one" : ""}.`;
+  if (last.step >= first) return `: its files have none, though the first comes after step ${count(first)}.`;
+  return `: the first comes after step ${count(first)}, and this run ${kind === "done" ? "is done" : "has not come so far"}.`;
 }
 
 /** What of the pictures of a run a report leaves out. */
 function leftOut(run) {
-  const { count: all, smaller, width } = run.leftOut ?? { count: 0, smaller: 0 };
+  const { count: all, smaller, width } = run.picturesLeftOut ?? { count: 0, smaller: 0 };
   const several = withPictures().length > 1 ? `${run.name}: ` : "";
-  const parts = [all > run.pictures.length ? `${count(run.pictures.length)} of ${count(all)} pictures` : "", smaller ? `${count(smaller)} made smaller, ${count(width)} pixels wide` : ""].filter(Boolean);
+  const { unreadable } = run.picturesLeftOut ?? {};
+  const parts = [unreadable?.length ? `not readable: ${unreadable.join("; ")}` : "", all > run.pictures.length ? `${count(run.pictures.length)} of ${count(all)} pictures` : "", smaller ? `${count(smaller)} made smaller, ${count(width)} pixels wide` : ""].filter(Boolean);
   return parts.length ? `${several}${parts.join("; ")}.` : "";
 }
 
@@ -98,33 +110,37 @@ function pause(play) {
 }
 
 function largePicture() {
-  return el("figure", {}, el("figcaption", {}), el("img", { alt: "" }), el("div", { class: "columns" }));
+  return el("figure", {}, el("figcaption", {}), el("div", { class: "picture" }, el("img", { alt: "" }), el("div", { class: "columns" })));
 }
 
 function setLarge(figure, run, picture) {
-  const [caption, image, columns] = figure.children;
+  const [caption, frame] = figure.children;
+  const [image, columns] = frame.children;
   const text = `${run.name}, step ${count(picture.step)}`;
   caption.replaceChildren(el("i", { class: "swatch", style: { background: colourOf(run) } }), text);
   const address = addressOf(run, picture);
   if (image.getAttribute("src") !== address) fill(image, { src: address, alt: `samples of ${text}`, width: picture.width, height: picture.height }, []);
-  const names = columnNames(run);
-  columns.style.maxWidth = `${picture.width}px`; // as wide as the picture at most
+  const names = columnNames(run, picture);
+  const { width, height } = picture;
+  frame.style.maxWidth = `min(${MOST_ENLARGED * width}px, ${((HIGHEST_VH * width) / height).toFixed(2)}vh)`; // as wide as the card, and no higher than the window
+  image.classList.toggle("small", width < SMALL);
   columns.style.gridTemplateColumns = `repeat(${Math.max(1, names.length)}, 1fr)`;
   columns.replaceChildren(...names.map((name) => el("span", {}, name)));
 }
 
-/** What the columns of a picture are: prompts, or classes. */
-function columnNames(run) {
+/** What the columns of a picture are: prompts, or classes, unless their names stand above them in the picture. */
+function columnNames(run, { width, height }) {
   if (promptsOf(run).length) return promptsOf(run);
-  const { width, height } = run.pictures[0];
-  const columns = Math.round(width / (height / CLASS_ROWS));
-  const classes = run.about?.config?.model?.classes ?? 0;
-  return columns === Math.min(10, classes) ? [...Array(columns).keys()].map((one) => `class ${one}`) : [];
+  const columns = Math.min(10, run.about?.config?.model?.classes ?? 0);
+  const names = run.about?.class_names ?? [];
+  const bare = ((width - BORDER) / columns) * CLASS_ROWS + BORDER;
+  if (!columns || Math.abs(height - bare) > (names.length ? 1 : height / 10)) return [];
+  return [...Array(columns).keys()].map((one) => names[one] ?? `class ${one}`);
 }
 
 function thumbnail(run, picture) {
   const step = count(picture.step);
-  const image = el("img", { src: addressOf(run, picture, THUMB), alt: `samples at step ${step}`, loading: "lazy", width: picture.width, height: picture.height });
+  const image = picture.whole && !picture.data ? el("i", { class: "too-large" }, "large") : el("img", { src: addressOf(run, picture, THUMB), alt: `samples at step ${step}`, loading: "lazy", width: picture.width, height: picture.height });
   return el("button", { type: "button", onclick: () => showStep(picture.step) }, image, el("span", {}, step));
 }
 
@@ -141,7 +157,7 @@ function updateChildren(host, items, keyOf, make, update) {
   items.forEach((item, n) => update(wanted[n], item));
 }
 
-const MOST_IMAGES = 64;
+const MOST_IMAGES = 64, FEWEST_COLUMNS = 4;
 const imagesOf = (run) => run.about?.config?.validation?.images_per_prompt || 1;
 
 /** The number of the image to show; the choice has as many as the run that draws the most. */
@@ -162,7 +178,8 @@ function drawPrompts(host, image) {
   const blocks = runs.flatMap((run) => promptsOf(run).map((prompt, column) => {
     const chosen = spread(run.pictures, 6);
     const cells = chosen.map((picture) => el("figure", {}, crop(run, picture, column, image), el("figcaption", {}, `step ${count(picture.step)}`)));
-    return el("div", { class: "prompt" }, el("h3", {}, el("i", { class: "swatch", style: { background: colourOf(run) } }), prompt, runs.length > 1 ? el("small", {}, run.name) : null), el("div", { class: "steps" }, cells));
+    const columns = { "--columns": Math.max(FEWEST_COLUMNS, cells.length) };
+    return el("div", { class: "prompt", style: columns }, el("h3", {}, el("i", { class: "swatch", style: { background: colourOf(run) } }), prompt, runs.length > 1 ? el("small", {}, run.name) : null), el("div", { class: "steps" }, cells));
   }));
   host.replaceChildren(...blocks);
 }
@@ -174,7 +191,7 @@ function crop(run, picture, column, row) {
   const columns = promptsOf(run).length, rows = imagesOf(run);
   const at = (n, all) => (all > 1 ? `${(100 * n) / (all - 1)}%` : "0");
   return el("div", {
-    class: "crop", role: "img", "aria-label": `${promptsOf(run)[column]}, step ${picture.step}`,
+    class: picture.width / columns < SMALL ? "crop small" : "crop", role: "img", "aria-label": `${promptsOf(run)[column]}, step ${picture.step}`,
     style: {
       "background-image": `url("${addressOf(run, picture)}")`, "background-size": `${100 * columns}% ${100 * rows}%`,
       "background-position": `${at(column, columns)} ${at(Math.min(row, rows - 1), rows)}`, "aspect-ratio": `${picture.width / columns} / ${picture.height / rows}`,

@@ -2,17 +2,20 @@
 "use strict";
 
 const has = (name) => shownRuns().some((run) => hasColumn(run, name));
+const hasPrompts = () => withPictures().some((run) => promptsOf(run).length);
+/** Whether there is something to see, or still to come: of a run that failed before its first record there is not. */
+const hasRecords = () => shownRuns().some((run) => run.records || run.state.kind === "running" || run.state.kind === "waiting");
 const CARDS = [
-  { id: "loss", title: "Loss", draw: drawLoss, wide: true },
-  { id: "validation", title: "Validation", draw: drawValidation, wide: true },
-  { id: "noise", title: "Loss by noise level", draw: drawNoise, wide: true, options: noiseOptions },
-  { id: "samples", title: "Samples", draw: drawFilmStrip, wide: true },
-  { id: "prompts", title: "Prompts side by side", draw: (host) => drawPrompts(host, chosenImage()), wide: true, options: imageOptions, if: () => withPictures().some((run) => promptsOf(run).length) },
-  { id: "norm", title: "Gradient norm", draw: drawNorm },
-  { id: "rate", title: "Learning rate", draw: drawRate },
-  { id: "throughput", title: "Throughput", draw: drawThroughput },
-  { id: "wait", title: "Waiting for data", draw: drawWait },
-  { id: "memory", title: "Peak memory of rank 0", draw: drawMemory },
+  { id: "loss", title: "Loss", draw: drawLoss, wide: true, if: hasRecords },
+  { id: "validation", title: "Validation", draw: drawValidation, wide: true, if: hasRecords },
+  { id: "noise", title: "Loss by noise level", draw: drawNoise, wide: true, options: noiseOptions, if: hasRecords },
+  { id: "samples", title: "Samples", draw: drawFilmStrip, wide: true, ofText: true, if: () => hasRecords() || withPictures().length },
+  { id: "prompts", title: "Prompts side by side", draw: (host) => drawPrompts(host, chosenImage()), wide: true, ofText: true, options: imageOptions, if: hasPrompts },
+  { id: "norm", title: "Gradient norm", draw: drawNorm, if: hasRecords },
+  { id: "rate", title: "Learning rate", draw: drawRate, if: hasRecords },
+  { id: "throughput", title: "Throughput", draw: drawThroughput, if: hasRecords },
+  { id: "wait", title: "Waiting for data", draw: drawWait, if: hasRecords },
+  { id: "memory", title: "Peak memory of rank 0", draw: drawMemory, if: hasRecords },
   { id: "mfu", title: "Model FLOPs utilisation", draw: drawUtilisation, if: () => has("mfu") },
   { id: "scale", title: "Loss scale of fp16", draw: drawScale, if: () => has("loss_scale") },
   { id: "parts", title: "Parts of the loss", draw: drawParts, if: () => shownRuns().some((run) => partsOf(run).length) },
@@ -37,6 +40,16 @@ function makeCards() {
   document.body.append(tip);
 }
 
+/** Pictures come first if all shown runs have prompts: whoever tunes such a network looks there first. */
+function orderCards() {
+  const isFirst = shownRuns().every(isOfText);
+  const cards = document.getElementById("cards");
+  if (cards.dataset.picturesFirst === String(isFirst)) return;
+  cards.dataset.picturesFirst = isFirst;
+  const order = isFirst ? [...CARDS.filter((card) => card.ofText), ...CARDS.filter((card) => !card.ofText)] : CARDS;
+  cards.append(...order.map((card) => document.getElementById(card.id).parentElement));
+}
+
 let isDue = false;
 
 /** Draw the page anew, at most once per frame; not before the end of a drag, whose plot would be replaced. */
@@ -55,9 +68,11 @@ function drawNow() {
   document.getElementById("unzoom").hidden = Store.zoom === null;
   document.getElementById("smoothed").textContent = reach() > 0 ? `over ${count(reach())} ${Store.axis === "step" ? "steps" : "samples"}` : "none";
   drawReading(document.getElementById("reading"));
+  drawMessages(document.getElementById("messages"));
   document.getElementById("cards").hidden = !shownRuns().length;
-  document.getElementById("controls").hidden = !shownRuns().length;
+  document.getElementById("controls").hidden = !shownRuns().length || !hasRecords();
   if (!shownRuns().length) return;
+  orderCards();
   const hosts = new Map(CARDS.map((card) => [card, document.getElementById(card.id)]));
   for (const [card, host] of hosts) host.parentElement.hidden = card.if ? !card.if() : false; // before a plot asks for its width
   for (const [card, host] of hosts) if (!host.parentElement.hidden) drawCard(card, host);
@@ -78,6 +93,21 @@ function drawReading(host) {
   const wanted = Store.runs.filter((run) => run.shown);
   host.hidden = !Store.runs.length || shownRuns().length > 0;
   host.textContent = wanted.length ? wanted.map(readingOf).join(" ") : "No run is chosen: tick one above.";
+}
+
+/** First of all: the errors that ended the shown runs, and what of their files could not be read. */
+function drawMessages(host) {
+  const runs = shownRuns();
+  const key = JSON.stringify(runs.map((run) => [run.key, run.name, run.colour, run.state.message, run.state.text, run.left_out]));
+  if (host.dataset.key === key) return; // the reader may have closed a part
+  host.dataset.key = key;
+  const swatch = (run) => el("i", { class: "swatch", style: { background: colourOf(run) } });
+  const failed = runs.filter((run) => run.state.message).map((run) => el("div", { class: "failure", role: "alert" },
+    el("h2", {}, el("span", {}, swatch(run), `${run.name} has failed`)), el("p", { class: "message" }, run.state.message), el("p", { class: "note" }, run.state.text)));
+  const incomplete = runs.filter((run) => Object.keys(run.left_out ?? {}).length).map((run) => el("details", { class: "incomplete", open: true },
+    el("summary", {}, swatch(run), `Left out of ${run.name}`),
+    Object.entries(run.left_out).map(([file, lines]) => el("p", {}, el("b", {}, file), `: ${lines.join("; ")}`))));
+  host.replaceChildren(...failed, ...incomplete);
 }
 
 function readingOf(run) {

@@ -3,7 +3,6 @@
 
 const COLOURS = 8;
 const MOST_POINTS = 2500; // the server thins to fewer; new records add up until then
-const SECTIONS = ["about", "metrics", "validation", "events", "time", "pictures"];
 
 const Store = {
   runs: [], // in the order of the server; those that are gone stay until the page is loaded anew
@@ -45,7 +44,7 @@ function takeSections(run, sections) {
   run.reading = sections.reading?.data ?? null;
   if (run.reading) return; // of a long log: the server goes on when it is asked again
   run.isRead = true;
-  run.leftOut = sections.pictures?.left_out ?? null;
+  run.picturesLeftOut = sections.pictures?.left_out ?? null;
   for (const [name, section] of Object.entries(sections)) {
     if (name === "metrics") takeMetrics(run, section);
     else run[name] = section.data;

@@ -25,7 +25,7 @@ function setRow(row, run) {
   const { kind, text } = run.unreadable ? { kind: "unreadable", text: run.unreadable } : run.state;
   name.querySelector("input").checked = run.shown;
   row.className = `state-${kind}`;
-  state.replaceChildren(el("span", { class: `chip ${kind}`, title: text }, kind), kind === "running" || kind === "done" ? "" : el("span", { class: "why" }, text));
+  state.replaceChildren(el("span", { class: `chip ${kind}`, title: text }, kind), kind === "running" || kind === "done" || run.state.message ? "" : el("span", { class: "why" }, text));
   progress.replaceChildren(...progressOf(last.step ?? 0, steps));
   loss.textContent = number(last.loss);
   rate.textContent = number(last.samples_per_s);
@@ -53,7 +53,7 @@ function drawEvents(host) {
     el("td", { class: "n" }, count(event.step)), el("td", { class: "name" }, el("i", { class: "swatch", style: { background: colourOf(event.run) } }), event.run.name),
     el("td", {}, event.what, event.more ? el("div", { class: "keys" }, event.more) : null)));
   const more = events.length > 200 ? el("p", { class: "note" }, `and ${count(events.length - 200)} earlier ones`) : null;
-  host.replaceChildren(...[el("table", {}, el("thead", {}, el("tr", {}, el("th", { class: "n" }, "step"), el("th", {}, "run"), el("th", {}, "event, samples"))), el("tbody", {}, rows)), more].filter(Boolean));
+  host.replaceChildren(...[el("div", { class: "wide-table" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", { class: "n" }, "step"), el("th", {}, "run"), el("th", {}, "event, samples"))), el("tbody", {}, rows))), more].filter(Boolean));
 }
 
 function eventsOf(run) {
