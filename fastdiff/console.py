@@ -1,8 +1,8 @@
 """Console output of a process: one logger, and filters for third-party noise.
 
 ``log`` is for messages during a run. It writes to standard error with the time, the level and, with several ranks, the
-rank, and does not break a progress bar. Commands print their results plainly on standard output. The error that ends a
-command is printed by ``errors.report``.
+rank, and does not break a progress bar; a terminal gets wrapped lines. Commands print their results plainly on standard
+output (``terminal.show``). The error that ends a command is printed by ``errors.report``.
 """
 
 from __future__ import annotations
@@ -10,29 +10,19 @@ from __future__ import annotations
 import io
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 
-from tqdm import tqdm
-
 from fastdiff import sanitize
+from fastdiff.live_line import live_line
 
 _NAME = "fastdiff"
 
 
 def write_line(text: str) -> None:
-    """Write a line, without credentials, to standard error and without breaking a progress bar.
-
-    A bar of this process is drawn again below the line. In a run only rank 0 has a bar: the other ranks cannot redraw
-    it, so they overwrite its line, and rank 0 draws it again below at its next step.
-    """
-    text = sanitize.message(text)
-    if os.environ.get("RANK", "0") != "0":
-        text = ("\r\x1b[K" if sys.stderr.isatty() else "\r") + text
-    tqdm.write(text, file=sys.stderr)
-    sys.stderr.flush()
+    """Write a line, without credentials, to standard error, above the bar of this process if it shows one."""
+    live_line.write_above(sanitize.message(text))
 
 
 class _Handler(logging.Handler):

@@ -14,7 +14,7 @@ import traceback
 
 from fastdiff import process_limits
 from fastdiff.console import write_line
-from fastdiff.exit_message import on_first_node, say_once
+from fastdiff.exit_message import note_message, on_first_node, say_once
 from fastdiff.sanitize import escape, message
 
 _REMEDIES = {
@@ -128,7 +128,12 @@ def report(error: FastdiffError) -> int:
     # It may contain names from untrusted files. Before it is cut off: a part of an address is not recognised as one.
     text = "\n".join(map(escape, message(str(error)).split("\n")))
     who = "fastdiff" if isinstance(error, Preempted) else "fastdiff: error"  # a stop on request is none
-    return say_once(error.exit_code, lambda: write_line(f"{who}{where}: {text}"))
+
+    def say() -> None:
+        write_line(f"{who}{where}: {text}")
+        note_message()
+
+    return say_once(error.exit_code, say)
 
 
 def is_lost_connection(message: str) -> bool:

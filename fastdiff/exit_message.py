@@ -25,6 +25,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+NODE_FOLDER = "FASTDIFF_NODE_FOLDER"
+"""Environment variable: the supervisor's private folder on this node."""
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 """Resolution of the kernel's start times, which it rounds down."""
 
@@ -56,6 +58,18 @@ def say_once(exit_code: int, say: Callable[[], None]) -> int:
         return exit_code
     finally:
         os.close(file)
+
+
+def note_message() -> None:
+    """Record for the supervisor, if there is one, that this rank has printed the cause of its end."""
+    if folder := os.environ.get(NODE_FOLDER):
+        with suppress(OSError):
+            message_file(Path(folder), int(os.environ.get("RANK", "0"))).touch()
+
+
+def message_file(node_folder: Path, rank: int) -> Path:
+    """Return the file that is there once a rank has printed its message; ``node_folder`` is that of the supervisor."""
+    return node_folder / f"rank-{rank:05d}.message"
 
 
 def on_first_node() -> bool:

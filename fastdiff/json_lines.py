@@ -8,11 +8,12 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fastdiff.console import log
-from fastdiff.files import NO_SPACE, publish
+from fastdiff.files import rename, temporary
 from fastdiff.patient_files import AppendedFile
 from fastdiff.run_files import open_inside
 
@@ -23,6 +24,9 @@ DEEPEST = 50
 """Levels of objects and arrays in a record, or in another JSON file of a run."""
 MALFORMED = (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError)
 """Exceptions of ``parsed``, and of a look into its result."""
+_TAIL = 2**22
+"""Bytes of the end of a file that are in memory at once; a resume reads no more of it, where that holds a record that
+stays."""
 _MOST = 2**34
 """Bytes of the largest file of lines that is read: more than the longest run writes."""
 
@@ -39,14 +43,21 @@ class JsonLines(AppendedFile):
         clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in record.items()}
         self.append(json.dumps(clean).encode() + b"\n")
 
-    def read(self) -> list[Record]:
-        """Return the records of the file, also those that wait for room.
+    def count(self) -> int:
+        """Return the number of records, also of those that wait for room.
 
         Raises:
             OSError: the file cannot be read.
         """
-        on_disk = _content(self._path)
-        return _records(on_disk + b"".join(self._waiting))
+        return sum(1 for _ in each_record(self._path)) + len(self._waiting)
+
+    def last(self) -> Record | None:
+        """Return the last record, also one that waits for room; None if there is none.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        return record_of(self._waiting[-1]) if self._waiting else last_record(self._path)
 
 
 def read_records(path: Path) -> list[Record]:
@@ -87,36 +98,99 @@ def whole_lines(file: BinaryIO) -> Iterator[bytes]:
     return iter(partial(file.readline, LONGEST), b"")
 
 
-def _content(path: Path) -> bytes:
-    try:
-        with open_lines(path) as file:
-            return file.read()
-    except FileNotFoundError:
-        return b""
+def last_record(path: Path) -> Record | None:
+    """Return the last record in the last ``_TAIL`` bytes of a file; None if there is none, or no file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with suppress(FileNotFoundError), _opened(path) as file:
+        for _, block in islice(_blocks_from_end(file), 1):
+            return next((found for line in reversed(block.splitlines()) if (found := record_of(line))), None)
+    return None
 
 
 def drop_records_after(path: Path, step: int) -> None:
-    """Remove records beyond ``step``, which a resumed run writes again, and lines that are no records.
+    """Remove records beyond ``step``, which a resumed run writes again, and lines near them that are no records.
 
-    The file is replaced or, on a full disk, cut off behind the last record that stays.
+    Only the end of the file is read, back to a record that stays; there the file is cut off.
 
     Raises:
-        OSError: the file cannot be read or replaced.
+        OSError: the file cannot be read, cut off or replaced.
     """
-    before = _content(path)
-    found = [(line, record_of(line)) for line in before.splitlines()]
-    kept = b"".join(line + b"\n" for line, record in found if record is not None and record["step"] <= step)
-    broken = sum(record is None for _, record in found)
+    try:
+        with _opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            start, block, broken = _end_that_stays(file, step)
+    except FileNotFoundError:
+        return
     if broken:
         log.warning(f"{path}: removed {broken} lines that are no records, left by a kill or a fault of the disk")
-    if kept == before:
-        return
+    kept = b"".join(line + b"\n" for line in block.splitlines() if _is_until(line, step))
+    if block.startswith(kept):
+        if start + len(kept) < size:
+            _cut(path, start + len(kept))
+    else:
+        _replace_end(path, start, kept)
+
+
+def _end_that_stays(file: BinaryIO, step: int) -> tuple[int, bytes, int]:
+    """Return the start and the lines of the last block with a record until ``step``, and how many lines are none.
+
+    Of a file without such a record, the start is 0, and there are no lines.
+    """
+    broken = 0
+    for start, block in _blocks_from_end(file):
+        lines = block.splitlines()
+        broken += sum(record_of(line) is None for line in lines)
+        if any(_is_until(line, step) for line in lines):
+            return start, block, broken
+    return 0, b"", broken
+
+
+def _is_until(line: bytes, step: int) -> bool:
+    record = record_of(line)
+    return record is not None and bool(record["step"] <= step)
+
+
+def _opened(path: Path) -> BinaryIO:
+    return os.fdopen(open_inside(path.parent, path.name), "rb")
+
+
+def _blocks_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield a file in blocks of whole lines of at most ``_TAIL`` bytes, each with its start, the last one first.
+
+    What is longer is no line of ours, and is left out.
+    """
+    end = os.fstat(file.fileno()).st_size
+    while end > 0:
+        start = max(end - _TAIL, 0)
+        block = os.pread(file.fileno(), end - start, start)
+        if start:
+            inside = block.find(b"\n", 0, len(block) - 1) + 1  # the first line may have begun before
+            if not inside:
+                end = start
+                continue
+            start, block = start + inside, block[inside:]
+        yield start, block
+        end = start
+
+
+def _replace_end(path: Path, start: int, content: bytes) -> None:
+    """Replace a file by its first ``start`` bytes and ``content``; it is whole or as before."""
+    source = temporary(path)
     try:
-        publish(path, kept)
+        with _opened(path) as before, source.open("xb") as file:
+            while (room := start - file.tell()) and (part := before.read(min(room, _TAIL))):
+                file.write(part)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        rename(source, path)
     except OSError as error:
-        if error.errno not in NO_SPACE or not before.startswith(kept):
-            raise
-        _cut(path, len(kept))
+        with suppress(OSError):
+            source.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _cut(path: Path, size: int) -> None:

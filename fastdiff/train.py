@@ -18,13 +18,16 @@ if __name__ == "__main__":
     # A script has its own folder first on the path, where packages would shadow modules of the same name.
     _own = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != _own]
-
     from fastdiff import errors, process_limits
+    from fastdiff.standard_streams import lossy_output
+    from fastdiff.starting import starting
 
     try:
         process_limits.try_threads()  # before imports that would end the process without a word of ours
     except RuntimeError as error:
         sys.exit(errors.report_any(error))
+    with lossy_output():
+        starting.begin("importing torch")
 
 import time
 import traceback
@@ -47,12 +50,14 @@ from fastdiff.errors import FastdiffError, Preempted, explained, is_lost_connect
 from fastdiff.exit_message import say_once
 from fastdiff.files import raise_open_files
 from fastdiff.ledger.records import STARTED, process_began
+from fastdiff.live_line import live_line
 from fastdiff.parallel.fixed_order import reserve_workspaces, without_fixed_order
 from fastdiff.parallel.heartbeat import note_failure
 from fastdiff.parallel.preemption import INTERRUPTED, INTERRUPTED_LINE, StopRequest, listening
 from fastdiff.parallel.world import World, start_world, stop_world, world_size
 from fastdiff.progress import Progress
 from fastdiff.standard_streams import lossy_output
+from fastdiff.starting import starting
 from fastdiff.training.build import Run, build
 from fastdiff.training.callbacks.base import Callbacks, Preempt
 from fastdiff.training.callbacks.divergence import Rewind, RewindRequest
@@ -79,6 +84,7 @@ def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | N
     stop = stop or StopRequest()
     with ExitStack() as stack:
         run = build(config, launch, world, stack, stop)
+        starting.end()
         if __name__ == "__main__":
             gc.enable()
         world.agree(None)  # from here on every rank has a state to save
@@ -166,15 +172,20 @@ def main(argv: Sequence[str]) -> int:
 
 def _start(argv: Sequence[str], stop: StopRequest) -> int:
     raise_open_files()
+    live_line.clear()  # help and wrong flags are printed by the parsers
     launch, config = command_line.parse(argv)
     if launch.dry_run:
+        starting.give_up()
         command_line.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, world_size()))
         return 0
     config.batch.require_divisible(world_size())
+    starting.enter("checking the data")
     check_files(config, launch)
     reserve_workspaces(config.performance.deterministic)
     # The hang detection must act first: it knows more than a collective that timed out.
+    starting.enter("meeting the other ranks" if world_size() > 1 else "opening the device")
     world = start_world(2 * launch.hang_timeout_s, config.performance.device)
+    starting.enter("checking data and disk")
     check_if_requested(config, world)
     train(config, launch, world, stop)
     stop_world()
@@ -183,6 +194,7 @@ def _start(argv: Sequence[str], stop: StopRequest) -> int:
 
 def _report(error: Exception | KeyboardInterrupt, stop: StopRequest) -> int:
     """Print one message for all ranks of the job, with the traceback of a bug, and return its exit code."""
+    starting.give_up()
     if isinstance(error, KeyboardInterrupt):
         return say_once(INTERRUPTED, partial(write_line, INTERRUPTED_LINE))
     _note(error)

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
 
 import pytest
 
 from fastdiff.tables import table
 from fastdiff.terminal import Colour, columns, fitted, show
+from tests.support.terminals import on_terminal
 
 ROWS = (
     ("GPUs", "recompute", "GiB of a rank", "images/s", "low-high", "why"),
     ("8xH200", "no", "17.6/136.8", "4,619", "3,125-5,371", "the fastest of all that fit"),
     ("2x8xA100", "yes", "11.4/76.3", "1,575", "1,062-1,835", "needs 2 nodes"),
 )
-
-
-@contextmanager
-def on_terminal() -> Iterator[int]:
-    """Make standard output a terminal; yield the descriptor by which it is read."""
-    ours, theirs = pty.openpty()
-    try:
-        with open(theirs, "w", buffering=1) as stream, redirect_stdout(stream):
-            yield ours
-    finally:
-        os.close(ours)
 
 
 def test_lines_break_between_words_and_nothing_is_lost() -> None:
@@ -92,7 +78,7 @@ def test_a_result_is_wrapped_and_coloured_on_a_terminal_alone(
         with on_terminal() as terminal:
             assert columns(sys.stdout) == 40
             show(text, Colour.GREEN)
-            assert os.read(terminal, 1000).decode() == f"{expected}\r\n"
+            assert terminal.read() == f"{expected}\r\n"
     monkeypatch.setenv("NO_COLOR", "")
     show(text, Colour.GREEN)
     assert capsys.readouterr().out == f"{text}\n"

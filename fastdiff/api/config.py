@@ -54,6 +54,8 @@ class Config(RunConfig):
     def from_file(cls, path: str | Path, *, plugins: Sequence[str] = ()) -> Self:
         """Return the configuration in a YAML or JSON file, or in the ``run.json`` of a run.
 
+        Beside fields of the run, the file may name the ``preset`` that they change, and ``steps`` or ``epochs``.
+
         Args:
             path: of the file.
             plugins: ``PATH.py:NAME`` of each file that a ``run.json`` names and that may be executed.
@@ -62,7 +64,11 @@ class Config(RunConfig):
             ConfigError: the file cannot be read, has an unknown field or a wrong value, or is the ``run.json`` of a run
                 with code that ``plugins`` does not name.
         """
-        return cls.of(config_file.overlay(RunConfig(), str(path), plugins))
+        file, source = config_file.read(str(path), plugins), f"--config {path}"
+        base = RunConfig() if file.preset is None else known.preset(file.preset, f"{source}: preset")
+        length = {unit: value for unit, value in (("steps", file.steps), ("epochs", file.epochs)) if value is not None}
+        changed = _changed(base, file.fields | length, file.preset, source, fits_data=file.preset is not None)
+        return cls.of(changed, file.preset)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
@@ -83,7 +89,7 @@ class Config(RunConfig):
         name = self.preset
         model = changes.get("model")
         is_new = _within(changes, "data", "path") is not None or _within({"model": model}, "model", "kind") is not None
-        return self.of(_changed(self, changes, name, fits_data=is_new), name)
+        return self.of(_changed(self, changes, name, _source(name), fits_data=is_new), name)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values, without secrets."""
@@ -118,7 +124,7 @@ def preset(name: str, **changes: Any) -> Config:
     Raises:
         ConfigError: an unknown name or field, or a wrong value.
     """
-    return Config.of(_changed(known.preset(name), changes, name, fits_data=True), name)
+    return Config.of(_changed(known.preset(name), changes, name, _source(name), fits_data=True), name)
 
 
 def for_ranks(config: RunConfig) -> bytes:
@@ -139,12 +145,17 @@ def _naming_files(config: RunConfig, fields: dict[str, Any]) -> dict[str, Any]:
     return fields | {"model": {**fields["model"], "kind": f"{network.path.absolute()}:{network.found.__name__}"}}
 
 
-def _changed(base: RunConfig, changes: Mapping[str, Any], name: str | None, *, fits_data: bool) -> RunConfig:
+def _source(name: str | None) -> str:
+    return f"preset({name!r})" if name else "Config.changed"
+
+
+def _changed(
+    base: RunConfig, changes: Mapping[str, Any], name: str | None, source: str, *, fits_data: bool
+) -> RunConfig:
     given = {key: _plain(value) for key, value in changes.items()}
     length = {unit: given.pop(unit, None) for unit in ("steps", "epochs")}
     if set(length.values()) != {None}:
         given["samples"] = _samples(length["steps"], length["epochs"], given, base, name)
-    source = f"preset({name!r})" if name else "Config.changed"
     changed = _lay_over(base, given, source)
     decided = _decided_by_data(changed, given, name) if fits_data else {}
     return config_file.lay_over(changed, {"model": decided}, source) if decided else changed

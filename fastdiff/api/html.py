@@ -26,17 +26,21 @@ class Losses:
 
     def __init__(self, run: Path) -> None:
         self._points: list[tuple[float, float]] = []
+        self.newest: Record = {}
+        """The newest record that was read."""
         self._tail = Tail(run / "metrics.jsonl", self)
 
     def clear(self) -> None:
         """Forget all records."""
         self._points.clear()
+        self.newest = {}
 
     def add(self, record: Record) -> None:
         """Take the next record."""
         loss, step = record.get("loss"), record["step"]
         if isinstance(loss, int | float) and 0 < loss < _LARGEST_NUMBER and abs(step) < _LARGEST_NUMBER:
             self._points.append((float(step), float(loss)))
+            self.newest = record
 
     def read(self) -> Sequence[tuple[float, float]]:
         """Read what the log has gained; return all steps and their losses."""
@@ -55,23 +59,26 @@ def card(title: str, facts: Mapping[str, object], run: Path) -> str:
     return f"<div style='{_FRAME}'>{table}{_curve(Losses(run).read())}{_newest_picture(run)}</div>"
 
 
-def live(run: Path, losses: Losses, name: str, percent: int, text: str, steps: int) -> str:
+def live(run: Path, losses: Losses, steps: int) -> str:
     """Return the view of a run that is training.
 
     Args:
         run: its folder.
         losses: of the run, kept from one view to the next.
-        name: of the work, from the bar of the rank.
-        percent: of that work.
-        text: numbers of the bar.
         steps: of the whole run.
     """
+    points = losses.read()
+    newest = losses.newest
+    percent = int(100 * min(newest.get("step", 0) / max(steps, 1), 1))
+    rate = newest.get("samples_per_s")
+    text = f"{rate:,.0f} images/s" if isinstance(rate, int | float) and 0 < rate < _LARGEST_NUMBER else ""
+    name = run.name if newest else f"{run.name}, starting"
     bar = (
         "<div style='width:360px;height:10px;border:1px solid currentColor;border-radius:5px;overflow:hidden;"
-        f"opacity:.8'><div style='width:{min(percent, 100)}%;height:100%;background:#2a78b8'></div></div>"
+        f"opacity:.8'><div style='width:{percent}%;height:100%;background:#2a78b8'></div></div>"
     )
     head = f"<div><b>{escape(name)}</b> {percent} % of {steps:,} steps<br>{bar}<code>{escape(text)}</code></div>"
-    return f"<div style='{_FRAME}'>{head}{_curve(losses.read())}{_newest_picture(run)}</div>"
+    return f"<div style='{_FRAME}'>{head}{_curve(points)}{_newest_picture(run)}</div>"
 
 
 def _curve(points: Sequence[tuple[float, float]]) -> str:

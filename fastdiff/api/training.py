@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -48,6 +49,8 @@ _OUTCOME = re.compile(r"^fastdiff: (.*)$", re.M)
 """Line of the supervisor."""
 _STOPPED = re.compile(r"^fastdiff: (.*(?:saved step|nothing saved).*)$", re.M)
 _NO_MEMORY = re.compile(r"out of memory|memory of", re.IGNORECASE)
+_QUIET_S = 0.5
+"""Time without output after which a display may show what the log of the run has gained."""
 _LONGEST = 1 << 16
 """Characters of the output that are kept for the message of an error."""
 
@@ -108,13 +111,13 @@ def train(
         flags += [word for key in allow_change for word in ("--allow-change", key)]
         job = local_job(flags, ranks, preflight=preflight)
         assert job is not None, "this is no --dry-run"
-        code, output = _supervised(job.arguments("127.0.0.1", 0), Path(config.output.folder), config.steps)
+        code, output = _supervised(job.arguments("127.0.0.1", 0), config)
     if code:
         raise _error(code, output)
     return Run(config.output.folder)
 
 
-def _supervised(arguments: Sequence[str], run: Path, steps: int) -> tuple[int, str]:
+def _supervised(arguments: Sequence[str], config: RunConfig) -> tuple[int, str]:
     """Run a supervisor to its end; return its exit code and the end of its output."""
     command = [sys.executable, "-m", SUPERVISOR, "--end-with-input", *arguments]
     process = subprocess.Popen(
@@ -126,7 +129,7 @@ def _supervised(arguments: Sequence[str], run: Path, steps: int) -> tuple[int, s
         start_new_session=True,  # a terminal would send Ctrl-C to the ranks as well
     )
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    display, kept = open_display(run, steps), ""
+    display, kept = open_display(config), ""
     try:
         while True:
             try:
@@ -146,10 +149,15 @@ def _supervised(arguments: Sequence[str], run: Path, steps: int) -> tuple[int, s
 
 
 def _chunks(process: subprocess.Popen[bytes], decoder: codecs.IncrementalDecoder) -> Iterator[str]:
-    """Yield the output of a process as it comes; the end of it is that of the process and its ranks."""
+    """Yield the output of a process as it comes, and "" while there is none; it ends with the process and its ranks."""
     assert process.stdout is not None
-    while content := os.read(process.stdout.fileno(), 1 << 16):
-        yield decoder.decode(content)  # a character may be cut in two
+    while True:
+        if not select.select([process.stdout], [], [], _QUIET_S)[0]:
+            yield ""
+        elif content := os.read(process.stdout.fileno(), 1 << 16):
+            yield decoder.decode(content)  # a character may be cut in two
+        else:
+            return
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -178,7 +186,6 @@ def _environment() -> dict[str, str]:
 
 def _error(code: int, output: str) -> FastdiffError:
     """Return the error of a run that ended with an exit code, with the message of its first rank that failed."""
-    output = output.replace("\r", "\n")  # bars
     found = [match.strip() for match in _MESSAGE.findall(output) or _OUTCOME.findall(output)]
     message = found[-1] if found else ""
     if code == Preempted.exit_code:

@@ -6,11 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 from fastdiff.checkpoint.manifest import committed, read_manifest, step_of, verify
 from fastdiff.checkpoint.reader import snapshot_folder
 from fastdiff.errors import StorageError
+from fastdiff.progress_bar import Bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ def verify_run(folder: str | os.PathLike[str]) -> RunReport:
     folder = Path(folder)
     folders = {"checkpoint": committed(folder / "checkpoints"), "snapshot": committed(snapshot_folder(folder))}
     sizes = {path: _bytes(path) for paths in folders.values() for path in paths}
-    with tqdm(total=sum(sizes.values()), desc="verify", unit="B", unit_scale=True, disable=None) as bar:
+    with Bar("verify", sum(sizes.values()) / 2**20, "MiB") as bar:
         found: dict[str, list[Verified]] = {}
         for what, paths in folders.items():
             found[what] = []
@@ -74,7 +73,7 @@ def verify_run(folder: str | os.PathLike[str]) -> RunReport:
                 trouble = verify(path)
                 if path.exists():  # may be pruned during the read
                     found[what].append(Verified(f"{what} of step {step_of(path)}", sizes[path], tuple(trouble)))
-                bar.update(sizes[path])
+                bar.update(sizes[path] / 2**20)
     return RunReport(folder, tuple(found["checkpoint"]), tuple(found["snapshot"]))
 
 

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from fastdiff.config.argument_types import Parser, local_path, picture
 from fastdiff.errors import report_any, require
 from fastdiff.evaluation.digits import evaluate_digits, evaluation_labels, real_digits
 from fastdiff.files import unfinished_folder, write_output
 from fastdiff.models.pretrained import tiny_pipeline
+from fastdiff.progress_bar import Bar
 from fastdiff.sampling.image_grid import image_grid, save_picture
 
 if TYPE_CHECKING:
@@ -133,15 +133,16 @@ def _fit(vae: Any, pixels: Tensor, steps: int) -> None:
     optimizer = torch.optim.AdamW(vae.parameters(), lr=_LR, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LR, total_steps=steps)
     vae.train()
-    for _ in tqdm(range(steps), desc="fitting the autoencoder", unit="step", leave=False, disable=None):
-        batch = pixels[torch.randint(len(pixels), (_BATCH,), generator=generator)]
-        posterior = vae.encode(batch).latent_dist
-        decoded = vae.decode(posterior.sample(generator)).sample
-        loss = F.mse_loss(decoded, batch) + _KL_WEIGHT * posterior.kl().mean() / posterior.mean[0].numel()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+    with Bar("fitting the autoencoder", steps, "steps") as bar:
+        for _ in bar.over(range(steps)):
+            batch = pixels[torch.randint(len(pixels), (_BATCH,), generator=generator)]
+            posterior = vae.encode(batch).latent_dist
+            decoded = vae.decode(posterior.sample(generator)).sample
+            loss = F.mse_loss(decoded, batch) + _KL_WEIGHT * posterior.kl().mean() / posterior.mean[0].numel()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
     vae.eval()
 
 

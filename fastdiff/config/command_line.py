@@ -21,7 +21,7 @@ from fastdiff.config import config_file
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.argument_types import Parser, require_local
 from fastdiff.config.flags.data_set import network_flags
-from fastdiff.config.flags.run_length import add_run_length, samples_flag
+from fastdiff.config.flags.run_length import add_run_length, samples_flag, sets_samples, with_whole_steps
 from fastdiff.config.flags.short_help import short_help
 from fastdiff.config.flags.unknown import explained
 from fastdiff.config.launch_options import HANG_TIMEOUT_S, Launch
@@ -57,22 +57,26 @@ def parse(argv: Sequence[str], beside: Collection[str] = ()) -> tuple[Launch, Ru
     own, rest = _pre_parser().parse_known_args(list(argv))
     if own.preset is None and own.config is None and not _HELP & set(rest):
         raise ConfigError(f"--preset NAME (or --config FILE) is missing; presets: {shown_presets()}")
-    default = preset(own.preset) if own.preset else RunConfig()
-    kind = _kind_of(own.kind)
     require_local("--config", own.config or "")
-    in_file = config_file.read_fields(own.config, argv) if own.config else {}
+    file = config_file.read(own.config, argv) if own.config else config_file.ConfigFile()
+    name = own.preset or file.preset
+    default = preset(name, "--preset" if own.preset else f"--config {own.config}: preset") if name else RunConfig()
+    kind = _kind_of(own.kind)
+    by_flag = own.steps or own.epochs or sets_samples(rest)
+    steps, epochs = (own.steps, own.epochs) if by_flag else (file.steps, file.epochs)
     if own.config:
-        default = config_file.lay_over(default, in_file, f"--config {own.config}")
+        laid = with_whole_steps(file.fields, default) if by_flag or steps or epochs else file.fields
+        default = config_file.lay_over(default, laid, f"--config {own.config}")
     if kind is not None:
         default = config_file.with_kind(default, {"model": {"kind": kind}}, "--model.kind")
     if own.process:
         default = config_file.with_process(default, own.process)
     if _SHORT_HELP & set(rest):
-        _print_short_help(own.preset, default)
+        _print_short_help(name, default)
     rest = _without_other_processes(rest, default.objective.process)
-    rest += samples_flag(own.steps, own.epochs, rest, default, own.preset)
-    rest += network_flags(rest, in_file, default, own.preset, resumes=own.resume != "never")
-    config = _parse_fields(default, rest, _description(own.preset), beside)
+    rest += samples_flag(steps, epochs, rest, default, name)
+    rest += network_flags(rest, file.fields, default, name, resumes=own.resume != "never")
+    config = _parse_fields(default, rest, _description(name), beside)
     if not config.output.folder:
         raise ConfigError("--output.folder is missing: a run without a preset needs a folder, for example runs/first")
     path = own.deepspeed_config or (own.deepspeed if isinstance(own.deepspeed, str) else None)
@@ -85,7 +89,7 @@ def parse(argv: Sequence[str], beside: Collection[str] = ()) -> tuple[Launch, Ru
         dry_run=own.dry_run,
         hang_timeout_s=own.hang_timeout,
         argv=tuple(argv),
-        preset=own.preset,
+        preset=name,
     )
     return launch, config
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
-from collections.abc import Collection
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from fastdiff.config.argument_types import LARGEST
 from fastdiff.config.networks.of_user import add_network
 from fastdiff.config.networks.registry import network_called
 from fastdiff.config.objective import PROCESSES, Process, in_process, without_defaults_of_others
@@ -23,14 +26,19 @@ from fastdiff.plugins.user_code import names_file
 
 _LARGEST = 1 << 20
 """Maximum size of a ``--config`` file, in bytes."""
+_DIGITS = 300
+_LARGEST_NUMBER = 10.0**_DIGITS
+_SHOWN = 200
+"""Characters of a wrong value that a message shows."""
 _CODE = ("model.kind", "objective.plugin", "output.callbacks")
 """Fields that may name a file to execute."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that reads 1e-4 as a number, as JSON does (YAML 1.1 needs 1.0e-4), and refuses aliases.
+    """YAML loader that reads numbers as JSON does, and refuses aliases and names that are given twice.
 
-    A few lines of nested aliases can expand to gigabytes.
+    YAML 1.1 needs 1.0e-4 for 1e-4, reads 010 as 8 and 1:30 as 90; a few lines of nested aliases can expand to
+    gigabytes; of two equal names PyYAML takes the last one in silence.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -39,49 +47,88 @@ class _Loader(yaml.SafeLoader):
             raise yaml.YAMLError("aliases (*name) are not supported; write the value out")
         return super().compose_node(parent, index)
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Construct a mapping; YAMLError if a name is given twice."""
+        names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := next((name for name, count in names.items() if count > 1), None):
+            raise yaml.YAMLError(f"{twice[:_SHOWN]} is given {names[twice]} times; leave out all but one")
+        return super().construct_mapping(node, deep)
 
+
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_NUMBERS[0], re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    _NUMBERS[1],
+    re.compile(r"[-+]?((\d[\d_]*\.[\d_]*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"),
+    list("-+.0123456789"),
 )
 
 
-def overlay(base: RunConfig, path: str, named: Collection[str] = ()) -> RunConfig:
-    """Return ``base`` with the fields of the file in ``path``; a ``run.json`` serves as well.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigFile:
+    """A ``--config`` file."""
 
-    ``model.kind`` may be ``PATH.py:NAME``, which is executed.
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Fields of the run, unchecked but for their being values of JSON."""
+    preset: str | None = None
+    """Name of the preset that the fields change."""
+    steps: int | None = None
+    """Length of the run, in place of ``samples``."""
+    epochs: float | None = None
+
+
+def read(path: str, named: Collection[str] = ()) -> ConfigFile:
+    """Read a YAML or JSON file with fields of a run and, beside them, ``preset``, and ``steps`` or ``epochs``.
+
+    A ``run.json`` serves as well. ``model.kind`` may be ``PATH.py:NAME``, which is executed.
 
     Args:
-        base: the configuration under the file.
         path: of the file.
         named: words of the user. A ``run.json`` is of a run folder, so the code that it names must be among them.
 
     Raises:
-        ConfigError: as of ``read_fields``; an unknown field (with the nearest name), or a wrong type.
-    """
-    return lay_over(base, read_fields(path, named), f"--config {path}")
-
-
-def read_fields(path: str, named: Collection[str] = ()) -> dict[str, Any]:
-    """Return the fields that the file in ``path`` gives, unchecked but for their being values of JSON.
-
-    Args:
-        path: of the file.
-        named: as of ``overlay``.
-
-    Raises:
         ConfigError: no such file, or not a mapping in YAML or JSON; it names code of a run, or code that fails.
     """
+    source = f"--config {path}"
     try:
         given = yaml.load(read_bounded(Path(path), _LARGEST), Loader=_Loader)  # JSON is YAML
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: not a readable YAML or JSON file ({error})") from None
+        raise ConfigError(f"{source}: not a readable YAML or JSON file ({' '.join(str(error).split())})") from None
+    require(given is not None, f"{source}: it is empty; expected fields of a run, such as seed: 1")
     if isinstance(given, dict) and isinstance(given.get("config"), dict):
         given = given["config"]
-        refuse_code(given, named, f"--config {path}")
-    if not isinstance(given, dict):
-        raise ConfigError(f"--config {path}: expected a mapping of fields, found {type(given).__name__}")
-    _check_json(given, f"--config {path}")
-    return with_own_network(given, f"--config {path}")
+        refuse_code(given, named, source)
+    require(isinstance(given, dict), f"{source}: expected a mapping of fields, found {type(given).__name__}")
+    _check_json(given, source)
+    given.pop("$schema", None)  # of editors
+    beside = {name: given.pop(name, None) for name in BESIDE}
+    _check_beside(beside, given, source)
+    return ConfigFile(fields=with_own_network(given, source), **beside)
+
+
+BESIDE = ("preset", "steps", "epochs")
+"""Names of a ``--config`` file beside the fields of a run, with the meaning of the flags."""
+
+
+def _check_beside(beside: Mapping[str, Any], fields: Mapping[str, Any], source: str) -> None:
+    preset, steps, epochs = (beside[name] for name in BESIDE)
+    require(
+        preset is None or isinstance(preset, str), f"{source}: preset: expected the name of a preset, given {preset!r}"
+    )
+    require(
+        steps is None or (type(steps) is int and 0 < steps <= LARGEST),
+        f"{source}: steps: expected a whole number from 1 to {LARGEST}, given {steps!r}",
+    )
+    require(
+        epochs is None or (type(epochs) in (int, float) and 0 < epochs < math.inf),
+        f"{source}: epochs: expected a number above 0, given {epochs!r}",
+    )
+    lengths = [name for name in ("samples", "steps", "epochs") if {**fields, **beside}.get(name) is not None]
+    require(len(lengths) <= 1, f"{source}: {' and '.join(lengths)}: each is the length of the run; give one of them")
 
 
 def refuse_code(record: dict[str, Any], named: Collection[str], source: str, how: str = "add --{flag} {text}") -> None:
@@ -126,9 +173,11 @@ def _check_json(value: Any, source: str, place: str = "") -> None:
         for inner in value:
             _check_json(inner, source, place)
     else:
-        known = value is None or isinstance(value, str | int | float)
         name = place.rstrip(".")
+        known = value is None or isinstance(value, str | int | float)
         require(known, f"{source}: {name}: a {type(value).__name__}, expected a text or a number; put it in quotes")
+        finite = isinstance(value, bool | str) or value is None or abs(value) < _LARGEST_NUMBER
+        require(finite, f"{source}: {name}: expected a finite number of at most {_DIGITS} digits")
 
 
 def from_mapping(fields: dict[str, Any], source: str) -> RunConfig:
@@ -182,8 +231,8 @@ def lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
         place = [str(part) for part in first["loc"]]
         # In a union, pydantic's location also contains the discriminator.
         named = place[:2] in (["model", base.model.kind], ["objective", base.objective.process])
-        field = ".".join([*place[:1], *place[2:]] if named else place)
-        raise ConfigError(f"{source}: {field}: {first['msg']}, given {first['input']!r}") from None
+        name = ".".join([*place[:1], *place[2:]] if named else place)
+        raise ConfigError(f"{source}: {name}: {first['msg']}, given {repr(first['input'])[:_SHOWN]}") from None
 
 
 def _merge(base: dict[str, Any], given: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:

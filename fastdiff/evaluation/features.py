@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from tqdm import tqdm
 
 from fastdiff.errors import ConfigError, DataError, require
 from fastdiff.evaluation.image_metrics import MOST_FEATURES
@@ -29,6 +28,7 @@ from fastdiff.evaluation.image_sets import ImageSet, Pixels
 from fastdiff.files import read_bounded
 from fastdiff.parallel.devices import select_device
 from fastdiff.plugins.user_code import installed, load, names_file
+from fastdiff.progress_bar import Bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def features_of(images: ImageSet, extractor: Extractor, batch: int, what: str) -
     """
     found: npt.NDArray[np.float32] | None = None
     done = 0
-    with tqdm(total=len(images), desc=what, unit="image", leave=False) as bar:
+    with Bar(what, len(images), "images") as bar:
         for pixels in images.batches(batch):
             features = _checked(extractor.function(pixels), len(pixels), extractor.name)
             if found is None:

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from tqdm import tqdm
+
+from fastdiff.progress_bar import Bar
 
 Features = npt.NDArray[np.floating[Any]]
 """``[N, D]``: one row per image."""
@@ -105,10 +106,11 @@ def kernel_distance(
     if len(first) == len(second) == size:
         return _discrepancy(first, second), None
     found = []
-    for number in tqdm(range(subsets), desc="kernel distance", unit="subset", leave=False):
-        random = np.random.default_rng([seed, number])
-        rows = [random.choice(len(features), size, replace=False) for features in (first, second)]
-        found.append(_discrepancy(first[rows[0]], second[rows[1]]))
+    with Bar("kernel distance", subsets, "subsets") as bar:
+        for number in bar.over(range(subsets)):
+            random = np.random.default_rng([seed, number])
+            rows = [random.choice(len(features), size, replace=False) for features in (first, second)]
+            found.append(_discrepancy(first[rows[0]], second[rows[1]]))
     return float(np.mean(found)), float(np.std(found))
 
 
@@ -152,7 +154,7 @@ def precision_recall(
     center = reference.mean(axis=0, dtype=np.float64)  # far from 0, differences of squares would cancel
     drawn, real = _Points(samples, center, rows, device), _Points(reference, center, rows, device)
     tiles = drawn.blocks**2 + real.blocks**2 + drawn.blocks * real.blocks
-    with tqdm(total=tiles, desc="precision and recall", unit="block", leave=False) as bar:
+    with Bar("precision and recall", tiles, "blocks") as bar:
         radius_of_drawn, radius_of_real = (points.squared_radii(neighbours, bar) for points in (drawn, real))
         is_precise = torch.zeros(len(samples), dtype=torch.bool, device=device)
         is_recalled = torch.zeros(len(reference), dtype=torch.bool, device=device)
@@ -177,7 +179,7 @@ class _Points:
         for rows in self._rows:
             yield rows, torch.from_numpy(self._features[rows] - self._center).to(self._device)
 
-    def squared_radii(self, neighbours: int, bar: tqdm[Any]) -> Tensor:
+    def squared_radii(self, neighbours: int, bar: Bar) -> Tensor:
         """Return the squared distance of each point to its k-th nearest neighbour, ``[N]``."""
         found = []
         for _, x in self:

@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from fastdiff.batch import Batch
 from fastdiff.config.data import DataConfig
@@ -39,6 +38,7 @@ from fastdiff.errors import ConfigError, require
 from fastdiff.evaluation.figures import figure_for
 from fastdiff.evaluation.validation_set import batches_of, read_batch, spread
 from fastdiff.files import publish
+from fastdiff.progress_bar import Bar
 from fastdiff.rng import Stream, normal
 from fastdiff.sampling.pixels import may_be_pixels
 from fastdiff.sampling.run import Run
@@ -144,7 +144,7 @@ def measure(
     config: DdpmConfig,
     batches: Iterable[Batch],
     options: NllOptions,
-    bar: tqdm[Any] | None = None,
+    bar: Bar | None = None,
 ) -> Likelihood:
     """Measure the bound.
 
@@ -199,7 +199,7 @@ def evaluate_nll(run: Run, options: NllOptions, *, progress: bool = False) -> tu
         index = spread(len(reader), options.samples)
         require(len(index) >= 2, f"{len(index)} samples have no standard error; at least 2")
         total = len(index) * objective.timesteps
-        with tqdm(total=total, disable=not progress, desc="nll", unit="step", leave=False) as bar:
+        with Bar("nll", total, "steps", shown=progress) as bar:
             low_res_size = run.config.model.low_res_size
             batches = read_clean(reader, index, run.model.inputs, run.device, options.seed, low_res_size)
             found = measure(run.model, objective, batches, options, bar)

@@ -121,7 +121,9 @@ def _facts(exported: Exported, dtype: str) -> dict[str, object]:
         **objective_facts(config.objective, config.timesteps),
         "Precision": config.performance.precision,
         "Weights": weights,
-        "Software": ", ".join(f"{name} {manifest['versions'][name]}" for name in ("fastdiff", "torch", "deepspeed")),
+        "Software": ", ".join(
+            f"{name} {manifest['versions'].get(name, 'unknown')}" for name in ("fastdiff", "torch", "deepspeed")
+        ),
         **{_PLUGINS[name]: f"`{code}`" for name, code in manifest["versions"].items() if name in _PLUGINS},
     }
 

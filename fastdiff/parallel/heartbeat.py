@@ -24,14 +24,13 @@ from typing import Literal, TextIO
 
 from fastdiff.console import log
 from fastdiff.errors import FastdiffError, report
+from fastdiff.exit_message import NODE_FOLDER
 from fastdiff.files import NO_SPACE
 
 Phase = Literal["start", "data", "forward", "backward", "step", "callbacks", "end"]
 PHASES: tuple[Phase, ...] = ("start", "data", "forward", "backward", "step", "callbacks", "end")
 """Phases in the order of a step."""
 
-NODE_FOLDER = "FASTDIFF_NODE_FOLDER"
-"""Environment variable: the supervisor's private folder on this node."""
 STACKS = "stacks"
 """Folder in the run folder: one file per rank with the stacks of a hang."""
 

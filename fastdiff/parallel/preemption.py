@@ -20,8 +20,8 @@ from typing import NoReturn
 
 from fastdiff.console import write_line
 from fastdiff.errors import Preempted, report
-from fastdiff.exit_message import say_once
-from fastdiff.parallel.heartbeat import NODE_FOLDER, Heartbeat, note_failure
+from fastdiff.exit_message import NODE_FOLDER, say_once
+from fastdiff.parallel.heartbeat import Heartbeat, note_failure
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 INTERRUPTED = 128 + signal.SIGINT

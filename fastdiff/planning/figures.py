@@ -34,9 +34,9 @@ class Figures:
 
     def words(self, steps: int) -> str:
         """Return them for a log, with the time of this many steps."""
-        held = f"planned: {self.peak_bytes / 2**30:.3g} GiB of a rank"
+        held = f"planned: up to {self.peak_bytes / 2**30:.3g} GiB on each GPU"
         if self.step_s is None:
-            return f"{held} for weights, gradients, optimizer and activations"
+            return f"{held}, with weights, gradients, optimizer and activations"
         step, rate = self.step_s, self.step_s.under(self.samples)
         hours = step.middle * steps / 3600
         return (
@@ -61,7 +61,7 @@ class Figures:
         if step_s > (1 + _FIFTH) * self.step_s.high or step_s < (1 - _FIFTH) * self.step_s.low:
             found.append(f"{1e3 * step_s:.0f} ms per step instead of {1e3 * self.step_s.middle:.0f}")
         if abs(peak / self.peak_bytes - 1) > _FIFTH:
-            found.append(f"{peak / 2**30:.1f} GiB of a rank instead of {self.peak_bytes / 2**30:.1f}")
+            found.append(f"{peak / 2**30:.1f} GiB on a GPU instead of {self.peak_bytes / 2**30:.1f}")
         return f"the run departs from its plan: {', '.join(found)}" if found else None
 
 
@@ -110,5 +110,11 @@ def held_on_cpu(config: RunConfig, ds_config: DsConfig, ranks: int, trained: int
         flat: the run has the flat engine.
     """
     setup = setup_of(config, ds_config, ranks, flat=flat, trained=trained, frozen_bytes=0, buffer_bytes=0)
-    parts = {name: size / 2**30 for name, size in setup.static().items() if size}
-    return f"planned: {sum(parts.values()):.3g} GiB of a rank for {', '.join(parts)}, and the activations"
+    parts = {name: size for name, size in setup.static().items() if size}
+    told = ", ".join(f"{name} {_mib(size)}" for name, size in parts.items())
+    return f"planned: each rank holds {_mib(sum(parts.values()))} MiB ({told}) and the activations of a micro-batch"
+
+
+def _mib(size: float) -> str:
+    mib = size / 2**20
+    return f"{mib:,.0f}" if mib >= 100 else f"{mib:.3g}"

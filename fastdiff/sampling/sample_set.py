@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from tqdm import tqdm
 
 from fastdiff.config.sampler import SamplerConfig
 from fastdiff.config.sections.performance import Precision
@@ -28,6 +27,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.parallel.claims import in_turn
 from fastdiff.parallel.devices import require_precision
+from fastdiff.progress_bar import Bar
 from fastdiff.sampling.conditions import Conditions, SampleRequest, conditions
 from fastdiff.sampling.parts import SampleParts
 from fastdiff.sampling.pixels import IDENTITY, PixelDecoder
@@ -133,7 +133,7 @@ def draw_in_memory(
     with (
         reproducible(),
         _in_memory(batch, run.device, "draw with a smaller batch, or precision bf16"),
-        tqdm(desc="sampling", total=len(drawn), unit="image", disable=not progress, leave=False) as bar,
+        Bar("sampling", len(drawn), "images", shown=progress) as bar,
     ):
         for first in range(0, len(drawn), batch):
             index = range(first, min(first + batch, len(drawn)))
@@ -176,12 +176,12 @@ def _plan(
 
 def _missing(parts: SampleParts, rank: Rank) -> Iterator[int]:
     """Yield the missing batches, claimed; rank 0 shows a progress bar over the images of all ranks."""
-    hidden = None if rank.number == 0 else True
-    with tqdm(desc="sampling", total=parts.total, initial=parts.done(), unit="image", disable=hidden) as bar:
+    is_shown = rank.number == 0
+    with Bar("sampling", parts.total, "images", done=parts.done(), shown=is_shown) as bar:
         for batch in filter(parts.claim, in_turn(rank.number, rank.ranks, parts.batches)):
             yield batch
-            if not bar.disable:
-                bar.update(parts.done() - bar.n)  # counts the images of all ranks
+            if is_shown:
+                bar.update(parts.done() - bar.done)
 
 
 def _draw(

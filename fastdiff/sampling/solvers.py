@@ -27,6 +27,7 @@ from fastdiff.config.sampler import SamplerConfig
 from fastdiff.diffusion.levels import ALPHA, SIGMA, TARGET_NOISE, Process, determinant
 from fastdiff.diffusion.processes import build_process
 from fastdiff.errors import ConfigError
+from fastdiff.progress_bar import Bar
 from fastdiff.sampling.respacing import flow_shares, karras_sigmas, spaced, trailing
 
 _NO_SIGNAL = 2.0**-24
@@ -288,7 +289,5 @@ def _sequence(seed: int, index: int, spawn_key: tuple[int, ...] = ()) -> np.rand
     return np.random.SeedSequence([seed & (2**64 - 1), index], spawn_key=spawn_key)
 
 
-def _bar(show: bool, total: int) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, disable=not show, desc="sampling", unit="step", leave=False)
+def _bar(show: bool, total: int) -> Bar:
+    return Bar("sampling", total, "steps", shown=show)

@@ -33,6 +33,7 @@ from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
 from fastdiff.patient_files import WholeFiles
 from fastdiff.progress import Progress
+from fastdiff.starting import starting
 from fastdiff.training import resume
 from fastdiff.training.callbacks.base import Callbacks
 from fastdiff.training.callbacks.build import build_callbacks
@@ -97,6 +98,7 @@ class Run:
         self._compiles, self._is_open = kernel_choice.compiles(parts.config, parts.world.device), False
         self._parts = parts
         parts.background.restored(CHECKPOINT, state.progress.steps)
+        starting.enter("opening the logs")
         self._trackers = stack.enter_context(Trackers(state))
         self._opened = stack.enter_context(ExitStack())
         self._open()
@@ -139,9 +141,11 @@ class Run:
     def _open(self) -> None:
         """Open the parts that depend on the position of the run."""
         self._loading = self._opened.enter_context(ExitStack())
+        starting.enter("opening the loader")
         self.batches = self._loading.enter_context(_open_batches(self.state))
         announce(self.state, self._parts.launch, self.batches, self._parts.ops)
         if not self._is_open:
+            starting.enter("compiling")
             self._compile()
             self._is_open = True
         self.callbacks = _open_callbacks(self.state, self._parts, self._trackers, self._opened)
@@ -160,12 +164,16 @@ def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, sto
     Raises:
         FastdiffError: a part does not fit the others, the folder is in use, or the data are damaged.
     """
+    starting.enter("opening the data")
     parts = _prepare(config, launch, world, stack)
     saved = resume.find(parts.checkpoints, launch, parts.facts, parts.folder)
     parts = _completed(parts, saved, stack)
     if saved is None:
         world.on_first(lambda: check_network(parts.config, world.device))
+    starting.enter("building the network")
     state = _build_state(parts, saved, stop)
+    if saved is not None:
+        starting.enter("restoring the checkpoint")
     stack.callback(state.close)
     state.progress = _restore(parts, state, saved)
     parts.ledger.resume(state.progress.steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from fastdiff.json_lines import JsonLines, read_records
+from fastdiff.json_lines import JsonLines, last_record
 from fastdiff.ledger.records import open_ledger
 from fastdiff.ledger.writer import Ledger
 from fastdiff.parallel.world import World
@@ -34,6 +34,7 @@ def start_ledger(run: Path, samples: int, world: World) -> Ledger:
 def _last_logged(path: Path) -> tuple[int, float] | None:
     """Return step and time of the last line of the log, before the resume cuts it back; None without a whole one."""
     try:
-        return int(read_records(path)[-1]["step"]), path.stat().st_mtime
-    except (OSError, LookupError, TypeError, ValueError, OverflowError):
+        last = last_record(path)
+        return None if last is None else (int(last["step"]), path.stat().st_mtime)
+    except (OSError, ValueError, OverflowError):
         return None

@@ -48,6 +48,8 @@ def _build_model(
     config: RunConfig, world: World, saved: Checkpoint | None, *, apart: bool
 ) -> tuple[Model, Iterable[tuple[str, Tensor]]]:
     """Build the network; ``apart``: on ``meta``, with the weights to fill in that are not in a checkpoint."""
+    if saved is not None:
+        saved.require("parameters")
     with _naming(saved):
         if apart:
             model, weights = load.build_on_meta(config, None if saved is None else saved.manifest["parameters"])

@@ -53,6 +53,7 @@ WRONG: list[tuple[str, Any]] = [
     ("progress", {"samples": 32, "steps": -2}),
     ("world_size", 0),
     ("zero_stage", 4),
+    ("parameters", {}),
     ("parameters", ["w"]),
     ("parameters", {"w": 3}),
     ("parameters", {"w": [3.5]}),
@@ -72,6 +73,7 @@ WRONG: list[tuple[str, Any]] = [
     ("optimizer_steps", 2.5),
     ("loss_scale", [1]),
     ("loss_scale", {"cur_scale": "1"}),
+    ("files", {}),
     ("files", {"rank-00000.safetensors\n": {"bytes": 8, "sha256": "0"}}),
     ("sha256", 7),
 ]
@@ -113,6 +115,22 @@ def trained(world: World, digits: Path, tmp_path_factory: pytest.TempPathFactory
 def run(trained: Path, tmp_path: Path) -> Path:
     shutil.copytree(trained, tmp_path / "run")
     return tmp_path / "run"
+
+
+@pytest.mark.fault(28)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("parameters", {}), ("parameters", None), ("progress", None), ("sliced_state", ["exp_avg"]), ("files", {})],
+)
+def test_a_resume_refuses_a_manifest_with_holes(world: World, digits: Path, run: Path, field: str, value: Any) -> None:
+    """With a digest that fits; None: without the field."""
+    for path in (run / "checkpoints").glob(f"*/{MANIFEST}"):
+        manifest = json.loads(path.read_text())
+        manifest[field] = value
+        path.write_text(json.dumps({name: value for name, value in manifest.items() if value is not None}))
+        renew_digest(path)
+    with pytest.raises(StorageError, match="exp_avg_sq" if field == "sliced_state" else field):
+        train(tiny(digits, run, steps=6, output__checkpoint_every=2), launch(allow_change=("samples",)), world)
 
 
 @pytest.mark.fault(28)

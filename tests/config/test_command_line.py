@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import fastdiff
 from fastdiff import sanitize
+from fastdiff.cli.main import main
 from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.flags.short_help import SHOWN
@@ -168,13 +170,14 @@ def test_the_length_of_a_run_in_every_unit(digits: Path, length: list[str], samp
         (["--steps", "0"], "--steps: 0: expected a whole number"),
         (["--epochs", "-1"], "--epochs"),
         (["--epochs", "1", "--data.path", "nowhere"], "make the data set with `fastdiff encode digits nowhere`"),
+        (["--epochs", "1e308", "--data.path", "DIGITS"], "--epochs 1e+308: more than 2147483647 steps"),
         (["--epochs", "1", "--data.path", "s3://a/b"], "not known here; use --steps"),
         (["--epochs", "1", "--data.online", "--data.path", "./none"], "images of ./none cannot be counted"),
     ],
 )
-def test_a_length_that_is_no_length_is_refused(length: list[str], message: str) -> None:
+def test_a_length_that_is_no_length_is_refused(digits: Path, length: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        command_line.parse(["--preset", "digits", *length])
+        command_line.parse(["--preset", "digits", *(str(digits) if word == "DIGITS" else word for word in length)])
 
 
 def test_every_preset_names_the_command_of_its_data() -> None:
@@ -331,3 +334,99 @@ def test_a_deepspeed_configuration_has_a_name(flag: str, tmp_path: Path, monkeyp
     assert launch.deepspeed == {"zero_optimization": {"stage": 2}}
     with pytest.raises(ConfigError, match=r"zero4: no such file; expected .* a name: ddp, zero1, zero2, zero3,"):
         command_line.parse(["--preset", "digits", flag, "zero4"])
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "expected"),
+    [
+        ("preset: digits\nsteps: 3\n", "", ("digits", 192, 64)),
+        ("preset: digits\nepochs: 2\n", "", ("digits", 3584, 64)),
+        ("preset: digits\nsteps: 3\nbatch: {samples: 10}\n", "", ("digits", 30, 10)),
+        ("preset: digits\nsteps: 3\nbatch: {samples: 10}\n", "--batch.samples 7", ("digits", 21, 7)),
+        ("preset: digits\nsteps: 3\n", "--epochs 1", ("digits", 1792, 64)),
+        ("preset: digits\nepochs: 3\n", "--samples 640", ("digits", 640, 64)),
+        ("preset: digits\nsamples: 640\n", "--steps 3", ("digits", 192, 64)),
+        ("steps: 3\nbatch: {samples: 10}\n", "--preset digits", ("digits", 30, 10)),
+        ("batch: {samples: 10}\n", "--preset digits --steps 3", ("digits", 30, 10)),
+        ("preset: sd15-512\nsteps: 3\n", "--preset digits", ("digits", 192, 64)),
+        ('{"$schema": "./fastdiff.json", "preset": "digits", "steps": 3}', "", ("digits", 192, 64)),
+    ],
+)
+def test_a_file_names_preset_and_length_as_the_flags_do(
+    digits: Path, tmp_path: Path, text: str, flags: str, expected: tuple[str, int, int]
+) -> None:
+    """A flag goes over the file, in whatever unit the length is."""
+    (tmp_path / "run.yaml").write_text(text)
+    words = ["--config", str(tmp_path / "run.yaml"), *flags.split(), "--data.path", str(digits)]
+    launch, config = command_line.parse(words)
+    assert (launch.preset, config.samples, config.batch.samples) == expected
+    if not flags:
+        (tmp_path / "whole.yaml").write_text(f'{text}\ndata: {{path: "{digits}"}}' if text[0] != "{" else text)
+        read = fastdiff.Config.from_file(tmp_path / "whole.yaml")
+        assert (read.preset, read.samples, read.batch.samples) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("preset: digist", "preset digist: unknown; did you mean digits?"),
+        ("preset: 3", "preset: expected the name of a preset, given 3"),
+        ("steps: 0", "steps: expected a whole number from 1 to 2147483647, given 0"),
+        ("steps: 1.5", "steps: expected a whole number from 1 to 2147483647, given 1.5"),
+        ("steps: true", "steps: expected a whole number from 1 to 2147483647, given True"),
+        ("epochs: many", "epochs: expected a number above 0, given 'many'"),
+        ("epochs: .inf", "epochs: expected a finite number"),
+        ("steps: 3\nepochs: 3", "steps and epochs: each is the length of the run; give one of them"),
+        ("samples: 64\nsteps: 3", "samples and steps: each is the length of the run; give one of them"),
+        # Numbers and names as YAML 1.1 has them, and other content that JSON lacks.
+        ("seed: " + ":".join(["59"] * 3000), "seed: Input should be a valid integer"),
+        ("seed: 1:30", "seed: Input should be a valid integer, given '1:30'"),
+        ("seed: 010", "seed: Input should be a valid integer, given '010'"),
+        ("seed: 0x10", "seed: Input should be a valid integer, given '0x10'"),
+        ("seed: " + "9" * 400, "seed: expected a finite number of at most 300 digits"),
+        ("seed: " + "9" * 5000, "not a readable YAML or JSON file"),
+        ("seed: " + "9" * 30, "--seed 999999999999999999999999999999: from 0 to 2**64 - 1"),
+        ("seed: 2024-01-01", "seed: a date, expected a text or a number; put it in quotes"),
+        ("optim: {lr: .inf}", "optim.lr: expected a finite number"),
+        ("optim: {lr: .nan}", "optim.lr: expected a finite number"),
+        ("optim: {lr: -1e400}", "optim.lr: expected a finite number"),
+        ("optim: {lr: 1:30.5}", "optim.lr: Input should be a valid number, given '1:30.5'"),
+        ("seed: 1\nseed: 2", "seed is given 2 times; leave out all but one"),
+        ("optim: {lr: 1, lr: 2}", "lr is given 2 times; leave out all but one"),
+        ("seed: &a 1\nsamples: *a", "aliases (*name) are not supported"),
+        ("seed: " + "[" * 5000, "not a readable YAML or JSON file"),
+        ("seed: " + "{a: " * 400 + "1" + "}" * 400, "not a readable YAML or JSON file"),
+        ("seed:\t1\n\toptim: 3", "not a readable YAML or JSON file"),
+        ("seed: 1\x00", "not a readable YAML or JSON file"),
+        ("seed: 1\n---\nseed: 2", "not a readable YAML or JSON file"),
+        ("1: 2", "1: expected the name of a field"),
+        ("", "it is empty; expected fields of a run"),
+        ("seed: !!binary aGVsbG8=", "seed: a bytes, expected a text or a number"),
+        ("data: {path: 's3://key:SECRET@bucket/x'}\nseed: x", "seed: "),
+    ],
+)
+def test_whatever_a_file_holds_is_one_line(
+    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    assert main(["train", "--config", str(tmp_path / "run.yaml"), "--dry-run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fastdiff: error: ")
+    assert message in line
+    assert len(line) < 800
+    assert "SECRET" not in line
+
+
+def test_a_file_that_is_no_text_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"seed: \xff\xfe1")
+    with pytest.raises(ConfigError, match="not a readable YAML or JSON file"):
+        command_line.parse(["--preset", "digits", "--config", str(tmp_path / "run.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("text", "lr"), [("1e-4", 1e-4), ("1E-4", 1e-4), ("1_000.5", 1000.5), (".5", 0.5), ("5.", 5.0), ("1_000", 1000.0)]
+)
+def test_numbers_of_a_file(tmp_path: Path, text: str, lr: float) -> None:
+    (tmp_path / "run.yaml").write_text(f"optim: {{lr: {text}}}\nseed: 1_000")
+    _, config = command_line.parse(["--preset", "digits", "--config", str(tmp_path / "run.yaml")])
+    assert (config.optim.lr, config.seed) == (lr, 1000)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fastdiff.parallel.heartbeat import NODE_FOLDER, START_TIMEOUT_S, Heartbeat, Phase, stacks_path
+from fastdiff.exit_message import NODE_FOLDER
+from fastdiff.parallel.heartbeat import START_TIMEOUT_S, Heartbeat, Phase, stacks_path
 
 
 def _limits_s(folder: Path, hang_timeout_s: float, phases: Sequence[Phase]) -> list[float]:

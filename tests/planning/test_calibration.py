@@ -108,7 +108,7 @@ def test_a_run_is_compared_with_its_figures() -> None:
     ds_config = deepspeed_config.resolve(OF_STAGE[0], config, 8)
     found = figures(config, ds_config, 8, 8, "NVIDIA H100 80GB HBM3", flat=True)
     assert found is not None
-    assert "GiB of a rank" in found.words(1000)
+    assert "GiB on each GPU" in found.words(1000)
     assert "images/s" in found.words(1000)
     assert found.step_s is not None
     as_planned = {"step_ms": 1e3 * found.step_s.middle, "peak_gib": found.peak_bytes / 2**30}
@@ -118,7 +118,7 @@ def test_a_run_is_compared_with_its_figures() -> None:
     assert "ms per step instead of" in slower
     larger = found.departure({**as_planned, "peak_gib": 1.3 * as_planned["peak_gib"]})
     assert larger is not None
-    assert "GiB of a rank instead of" in larger
+    assert "GiB on a GPU instead of" in larger
 
 
 def test_a_device_without_an_entry_has_the_memory_alone() -> None:
@@ -131,10 +131,8 @@ def test_a_device_without_an_entry_has_the_memory_alone() -> None:
     assert known is not None
     assert unknown.peak_bytes == known.peak_bytes
     assert unknown.step_s is None
-    assert (
-        unknown.words(1000)
-        == f"planned: {known.peak_bytes / 2**30:.3g} GiB of a rank for weights, gradients, optimizer and activations"
-    )
+    held = f"planned: up to {known.peak_bytes / 2**30:.3g} GiB on each GPU"
+    assert unknown.words(1000) == f"{held}, with weights, gradients, optimizer and activations"
     assert unknown.departure({"step_ms": 1e9, "peak_gib": 1e9}) is None
 
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastdiff.config.config_file import overlay
+from fastdiff.config.config_file import read
 from fastdiff.config.networks.of_user import add_network, file_of
 from fastdiff.config.networks.registry import networks
-from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.evaluation.user_metrics import open_metrics
 from fastdiff.models.build import build_model
@@ -131,11 +130,11 @@ def test_the_record_of_a_run_names_no_code_to_execute(tmp_path: Path) -> None:
     for section, field, value in (("objective", "plugin", f"{trap}:f"), ("model", "kind", f"{trap}:f")):
         record.write_text(f'{{"config": {{"{section}": {{"{field}": "{value}"}}}}}}')
         with pytest.raises(ConfigError, match=rf"to execute it, add --{section}.{field} "):
-            overlay(RunConfig(), str(record))
+            read(str(record))
     record.write_text(f'{{"config": {{"output": {{"callbacks": ["{trap}:f"]}}}}}}')
     with pytest.raises(ConfigError, match=r"add --output.callbacks "):
-        overlay(RunConfig(), str(record))
-    assert overlay(RunConfig(), str(record), [f"{trap}:f"]).output.callbacks == (f"{trap}:f",)
+        read(str(record))
+    assert read(str(record), [f"{trap}:f"]).fields["output"]["callbacks"] == [f"{trap}:f"]
     assert not (tmp_path / "sprung").exists()
 
 

@@ -51,8 +51,9 @@ ROOMS: dict[str, set[str]] = {
     "fastdiff": {"", "api"},
 }  # fmt: skip
 GROUND = {
-    "batch", "console", "errors", "exit_message", "files", "json_lines", "optional_packages", "patient_files",
-    "process_limits", "progress", "rng", "run_files", "sanitize", "standard_streams", "tables", "terminal",
+    "batch", "console", "errors", "exit_message", "files", "json_lines", "live_line", "optional_packages",
+    "patient_files", "process_limits", "progress", "progress_bar", "rng", "run_files", "sanitize", "standard_streams",
+    "starting", "tables", "terminal",
 }  # fmt: skip
 FREE_OF_TORCH = (
     "ledger",
@@ -65,6 +66,9 @@ FREE_OF_TORCH = (
     "progress",
     "console",
     "standard_streams",
+    "live_line",
+    "progress_bar",
+    "starting",
     "tables",
     "terminal",
     "json_lines",

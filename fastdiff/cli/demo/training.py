@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tqdm import tqdm
-
 from fastdiff.checkpoint.manifest import committed
 from fastdiff.errors import DivergedError, FastdiffError
 from fastdiff.json_lines import read_records
+from fastdiff.progress_bar import Bar
 
 FASTDIFF = (sys.executable, "-c", "from fastdiff.cli.main import entry; entry()")
 """The command of this installation, also where no ``fastdiff`` is on the path."""
@@ -44,11 +43,11 @@ class Training:
         Args:
             on_step: called with the supervisor's process and the newest logged step; True: not again.
         """
-        with self._process() as process, _bar(self.steps) as bar:
+        with self._process() as process, Bar("training", self.steps, "steps", keeps=True) as bar:
             self.supervisor = process.pid
             while (code := process.poll()) is None:
                 self._show(bar)
-                if on_step is not None and on_step(self, int(bar.n)):
+                if on_step is not None and on_step(self, int(bar.done)):
                     on_step = None
                 time.sleep(_POLL_S)
             self._show(bar)
@@ -72,14 +71,12 @@ class Training:
             kind = DivergedError if code == DivergedError.exit_code else FastdiffError
             raise kind(f"the training ended with exit code {code}; the end of {self.log}:\n{self.last_words()}")
 
-    def _show(self, bar: tqdm[None]) -> None:
-        records = read_records(self.folder / "metrics.jsonl")
-        if records and records[-1]["step"] != bar.n:
-            if bar.disable and records[-1]["step"] // (self.steps / 6) > bar.n // (self.steps / 6):
-                print(f"step {records[-1]['step']} of {self.steps}, loss {records[-1]['loss']:.3f}", flush=True)
-            bar.n = records[-1]["step"]
-            bar.set_postfix_str(f"loss {records[-1]['loss']:.3f}", refresh=False)
-        bar.refresh()
+    def _show(self, bar: Bar) -> None:
+        step = bar.done
+        if records := read_records(self.folder / "metrics.jsonl"):
+            step = records[-1]["step"]
+            bar.figures = [f"loss {records[-1]['loss']:.3f}"]
+        bar.update(step - bar.done)
 
     @contextmanager
     def _process(self) -> Iterator[subprocess.Popen[bytes]]:
@@ -97,12 +94,6 @@ class Training:
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-
-
-def _bar(steps: int) -> tqdm[None]:
-    """Return the bar of a training, which a file instead of a terminal gets as a line for each sixth."""
-    form = "{percentage:3.0f}% |{bar}| step {n_fmt} of {total_fmt}, {elapsed}{postfix}"
-    return tqdm(total=steps, bar_format=form, ncols=100, disable=None)
 
 
 def kill_rank(supervisor: int) -> tuple[int, int]:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from fastdiff.cluster.supervisor.nodes import JOIN_S
 from fastdiff.cluster.supervisor.waiting import value_of
+from fastdiff.exit_message import NODE_FOLDER
 from fastdiff.ledger.records import STARTED, process_began
-from fastdiff.parallel.heartbeat import NODE_FOLDER
 from fastdiff.parallel.rendezvous import LISTENER
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.console import write_line
 from fastdiff.errors import FastdiffError, Preempted, explained, report_any, require
 from fastdiff.files import raise_open_files
+from fastdiff.live_line import live_line
 from fastdiff.standard_streams import lossy_output
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class _Meeting:
 @lossy_output()
 def main(argv: Sequence[str]) -> int:
     """Run the supervisor of one node and return the exit code of the run."""
+    live_line.shares = True
     try:
         process_limits.try_threads()
         raise_open_files()
@@ -89,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     except Exception as error:
         return report_any(error)
     if outcome.line:
-        write_line(f"\n{outcome.line}")  # a rank's progress bar may fill the current line
+        write_line(outcome.line)
     return outcome.exit_code
 
 
@@ -127,6 +129,8 @@ def _supervise(argv: Sequence[str], folder: Path, signals: Signals) -> Outcome:
             request_dumps=lambda: environment.request_nccl_dumps(folder, Path(config.output.folder)),
         )
         outcome = watch.until_end()
+        if job.nodes == 1 and outcome.who:  # the cause stands above
+            outcome = replace(outcome, line=outcome.who if job.ranks_per_node > 1 else "")
         if job.node_rank == 0:
             note_end(folder, outcome)
         return outcome

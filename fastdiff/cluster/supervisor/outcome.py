@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fastdiff.cluster.supervisor.ranks import STOPPED_STATES, RankStatus
 from fastdiff.errors import Preempted, is_lost_connection
+from fastdiff.exit_message import message_file
 from fastdiff.parallel.heartbeat import STACKS
 
 UNAVAILABLE = 69
@@ -23,6 +24,8 @@ class Outcome:
     exit_code: int
     line: str
     """Message for the user; empty after a success."""
+    who: str = ""
+    """The message without its cause, where the rank that failed has printed that; empty: it has printed none."""
     abrupt: bool = False
     """True if the ranks that still run cannot end by themselves."""
     consequence: bool = False
@@ -55,7 +58,9 @@ def of_failed_rank(rank: int, process: int, node: str, code: int, error: Path) -
         message = " ".join(str(json.loads(error.read_text())["message"]).split())
     except (OSError, ValueError, KeyError):
         message = "see its output above"
-    return Outcome(code, f"{who}: exit code {code}: {message}", consequence=is_lost_connection(message))
+    who = f"{who}: exit code {code}"
+    has_told = message_file(error.parent, rank).exists()
+    return Outcome(code, f"{who}: {message}", who if has_told else "", consequence=is_lost_connection(message))
 
 
 def of_hang(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pkgutil import resolve_name
+from typing import Any
 
 from fastdiff.config.argument_types import LARGEST, Parser, count, finite
 from fastdiff.config.flags.data_set import INFO_FILE, read_description
@@ -51,8 +52,23 @@ def samples_flag(
         path = default.data.path if fields.path is None else fields.path
         online = fields.online or default.data.online
         images = _listed(path, epochs, fields) if online else _images(path, epochs, preset)
+        require(epochs * images / batch <= LARGEST, f"--epochs {epochs:g}: more than {LARGEST} steps; give fewer")
         steps = max(1, round(epochs * images / batch))
     return ["--samples", str((steps or 1) * batch)]
+
+
+def sets_samples(flags: Sequence[str]) -> bool:
+    """Return whether ``--samples`` is among the flags."""
+    return any(flag.partition("=")[0] == "--samples" for flag in flags)
+
+
+def with_whole_steps(fields: dict[str, Any], base: RunConfig) -> dict[str, Any]:
+    """Return the fields of a file with the steps of ``base`` in their batch; the length is given elsewhere."""
+    batch = fields.get("batch")
+    size = batch.get("samples") if isinstance(batch, dict) else None
+    if "samples" in fields or type(size) is not int or size < 1:
+        return fields
+    return fields | {"samples": base.steps * size}
 
 
 def _images(path: str, epochs: float, preset: str | None) -> int:

@@ -260,13 +260,13 @@ def encode_command(name: str | None, path: str) -> str:
     return shlex.join(["fastdiff", "encode", "IMAGES", path])
 
 
-def preset(name: str) -> RunConfig:
-    """Return the preset called ``name``; for an unknown name, ConfigError with the nearest names."""
+def preset(name: str, source: str = "--preset") -> RunConfig:
+    """Return the preset called ``name``; for an unknown name, ConfigError with the nearest names and its ``source``."""
     if name not in PRESETS:
         near = [known for known in PRESETS if known.startswith(name)] or difflib.get_close_matches(name, PRESETS, n=1)
         if 0 < len(near) <= 4:
             hint = f"did you mean {' or '.join(near)}?"
         else:
             hint = f"nearest: {', '.join(difflib.get_close_matches(name, PRESETS, cutoff=0.0))};"
-        raise ConfigError(f"--preset {name}: unknown; {hint} `fastdiff train --help` lists all presets")
+        raise ConfigError(f"{source} {name}: unknown; {hint} `fastdiff train --help` lists all presets")
     return PRESETS[name]()

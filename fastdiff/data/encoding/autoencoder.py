@@ -110,6 +110,10 @@ class LatentEncoder:
         """
         return self._text(captions)
 
+    def cut(self, captions: Sequence[str]) -> int | None:
+        """Return the tokens that are read of a caption, if one of these has more; otherwise None."""
+        return self._text.cut(captions)
+
     def null(self) -> dict[str, Tensor]:
         """Return the embedding of the empty caption, ``context [L, D]`` and ``pooled [P]``, in ``dtype``."""
         return self._text.null()
@@ -181,6 +185,10 @@ class PixelEncoder:
     def embed(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Return no embeddings."""
         return {}
+
+    def cut(self, captions: Sequence[str]) -> int | None:
+        """Return None: no caption is read."""
+        return None
 
     def null(self) -> dict[str, Tensor]:
         """Return no embedding of the empty caption."""

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 import fastdiff
 from fastdiff.data.shards.format import LATENT, Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.errors import ConfigError
+from fastdiff.progress_bar import Bar
 
 
 def encode_digits(out: str | os.PathLike[str], *, split: str = "all", samples_per_shard: int = 256) -> DatasetInfo:
@@ -98,8 +98,11 @@ def write(
     Returns:
         Content of dataset.json.
     """
-    with ShardWriter(out, template, samples_per_shard=samples_per_shard) as writer:
-        for sample in tqdm(source, desc="encode", total=total, unit="sample", disable=None):
+    with (
+        ShardWriter(out, template, samples_per_shard=samples_per_shard) as writer,
+        Bar("encode", total, "samples") as bar,
+    ):
+        for sample in bar.over(source):
             writer.add(sample.key, {LATENT: sample.latent}, sample.label, sample.meta or None)
     return DatasetInfo.read(out)
 

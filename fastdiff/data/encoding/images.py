@@ -13,14 +13,15 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from pathlib import PurePath
 from typing import Any, Literal
 
 import numpy.typing as npt
 import torch
-from tqdm import tqdm
 
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, reproducible
 from fastdiff.data.encoding.builtin import versions
+from fastdiff.data.encoding.losses import losses
 from fastdiff.data.encoding.options import EncodeOptions, Rank
 from fastdiff.data.encoding.plan import BAD_IMAGES, BadRecord, EncodeFolder, UnitRecord
 from fastdiff.data.encoding.uncaptioned import lacks_captions, require_captions, told
@@ -37,6 +38,7 @@ from fastdiff.errors import ConfigError, DataError, Preempted, require
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.parallel.claims import in_turn
 from fastdiff.parallel.devices import require_precision
+from fastdiff.progress_bar import Bar
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CLASSES_SHOWN = 12
@@ -99,7 +101,7 @@ class _ImageEncode:
         self._folder = EncodeFolder(
             options.out, self._plan(), self._source.units, self._captions_per_image, self._say_that_we_wait
         )
-        self._images = self._unused_captions = 0
+        self._images = 0
         self._encoded: set[int] = set()
         self._took_over = False
         self._bad: list[BadRecord] = []  # of this rank, earlier attempts included
@@ -169,14 +171,7 @@ class _ImageEncode:
             start=lambda: torch.cuda.set_device(device) if on_gpu else None,  # the device is set per thread
         )
         description = "encode" if self._rank.ranks == 1 else f"encode, rank {self._rank.number}"
-        bar = tqdm(
-            desc=description,
-            total=expected.images,
-            initial=expected.done,
-            unit="image",
-            position=self._rank.local,
-            disable=None,
-        )
+        bar = Bar(description, expected.images, "images", done=expected.done, alone=self._rank.ranks == 1)
         with closing(stream), bar, self._stopwatch.measure("all"):
             for unit, chunks in itertools.groupby(stream, key=lambda chunk: chunk.unit):
                 if unit % self._rank.ranks != self._rank.number:
@@ -211,7 +206,7 @@ class _ImageEncode:
                 everywhere=False,
             ) from None
 
-    def _encode_unit(self, unit: int, info: DatasetInfo, chunks: Iterable[Chunk], bar: Any) -> UnitRecord:
+    def _encode_unit(self, unit: int, info: DatasetInfo, chunks: Iterable[Chunk], bar: Bar) -> UnitRecord:
         bad: list[BadRecord] = []
         tally = Tally()
 
@@ -234,9 +229,8 @@ class _ImageEncode:
                     if isinstance(item, BadItem) or isinstance(decoded, BadImage):
                         leave_out(item.name, decoded.reason if isinstance(decoded, BadImage) else "")
                     else:
-                        self._unused_captions += self._embeds_captions and len(item.captions) > info.captions
-                        if self._embeds_captions and item.captions[:1] == ("",):
-                            tally.add("pictures with an empty caption, trained as the empty prompt", item.name)
+                        for loss in losses(item, decoded, info, self._encoder):
+                            tally.add(loss, PurePath(item.name).name)
                         with self._folder.storage():
                             shards.add(item, decoded)
                     self._images += 1
@@ -262,8 +256,8 @@ class _ImageEncode:
         """Return the largest number of captions to embed per image."""
         if self._options.captions == "first" or not self._embeds_captions:
             return 1
-        units = tqdm(range(self._source.units), desc="counting captions", unit="shard", disable=None)
-        return max(1, *map(self._source.most_captions, units))
+        with Bar("counting captions", self._source.units, "shards") as bar:
+            return max(1, *map(self._source.most_captions, bar.over(range(self._source.units))))
 
     def _say_that_we_wait(self) -> None:
         if self._options.captions == "all":
@@ -373,8 +367,6 @@ class _ImageEncode:
             text += f"; {kept} more were already encoded"
         if self._bad:
             text += f"; {len(self._bad)} bad images skipped, listed in {self._options.out / BAD_IMAGES}"
-        if self._unused_captions:
-            text += f"; {self._unused_captions} images have further captions, which --captions all embeds"
         if by_pillow := self._decoder.by_pillow:
             text += f"; {by_pillow} of them decoded by pillow, as {self._decoder.name} would give other pixels or none"
         self._say(text)

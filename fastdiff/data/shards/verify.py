@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from tqdm import tqdm
-
 from fastdiff.data.shards.format import Column, DatasetInfo, ShardInfo, idx_path, null_path
 from fastdiff.data.shards.index import Place, ShardIndex
 from fastdiff.data.shards.integrity import Problem, check_index, check_size, crc32_of, difference, unreadable
 from fastdiff.data.shards.null_embedding import read_null
 from fastdiff.errors import DataError, StorageError
+from fastdiff.progress_bar import Bar
 
 _DIGITS = 19  # of the largest class or number of captions
 
@@ -55,15 +54,16 @@ def verify(folder: str | os.PathLike[str]) -> VerifyReport:
     info = DatasetInfo.read(folder)
     problems: list[Problem] = []
     count = 0
-    for shard in tqdm(info.shards, desc="verify", unit="shard", disable=None):
-        path = folder / shard.name
-        try:
-            count += path.stat().st_size if path.exists() else 0
-            problems.extend(_check_shard(path, shard, info))
-        except OSError as error:
-            problems.append(Problem(shard.name, str(unreadable(path, error))))
-        except StorageError as error:
-            problems.append(Problem(shard.name, str(error)))
+    with Bar("verify", len(info.shards), "shards") as bar:
+        for shard in bar.over(info.shards):
+            path = folder / shard.name
+            try:
+                count += path.stat().st_size if path.exists() else 0
+                problems.extend(_check_shard(path, shard, info))
+            except OSError as error:
+                problems.append(Problem(shard.name, str(unreadable(path, error))))
+            except StorageError as error:
+                problems.append(Problem(shard.name, str(error)))
     problems.extend(_check_null(folder, info))
     return VerifyReport(folder, info.samples, count, tuple(problems))
 

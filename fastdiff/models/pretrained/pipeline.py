@@ -317,6 +317,16 @@ class TextEncoder:
             "pooled": outputs[-1].text_embeds,
         }
 
+    def cut(self, captions: Sequence[str]) -> int | None:
+        """Return how many tokens an encoder reads of a caption, if one of these has more; None: all are read whole."""
+        for tokenizer in self._tokenizers:
+            limit = int(tokenizer.model_max_length)
+            # A token has at least one byte, and two mark the ends: most captions need not be tokenized.
+            long = [caption for caption in captions if len(caption.encode()) + 2 > limit]
+            if any(len(tokenizer(caption, verbose=False)["input_ids"]) > limit for caption in long):
+                return limit
+        return None
+
     def null(self) -> dict[str, Tensor]:
         """Return the null condition of classifier-free guidance, ``context [L, D]`` and ``pooled [P]``."""
         empty = {name: value[0] for name, value in self([""]).items()}

@@ -69,7 +69,7 @@ class DamagedSamples(Callback):
     def _recorded(self, state: TrainState) -> int:
         """Count the records so far, and remove later ones."""
         self._lines = state.json_lines(self._path.name)
-        return state.world.on_first(lambda: len(self._lines.read()))
+        return state.world.on_first(self._lines.count)
 
 
 def _replaced(state: TrainState) -> list[tuple[int, Substitution]]:

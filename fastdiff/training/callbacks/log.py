@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from tqdm import tqdm
 
 from fastdiff.console import log
 from fastdiff.json_lines import Record
@@ -17,6 +17,7 @@ from fastdiff.models.compile_clock import compiled
 from fastdiff.models.cost.flops import peak_flops, training_flops
 from fastdiff.models.kernel_choice import compiles
 from fastdiff.progress import Every
+from fastdiff.progress_bar import Bar
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.summary import closing, time_left
 from fastdiff.training.metrics import peak_gib
@@ -51,13 +52,13 @@ class Log(Callback):
         if state.config.output.prometheus:
             self._prometheus = PrometheusFile(Path(state.config.output.prometheus), str(state.folder))
         self._planned, self._logged = _planned(state), 0
-        self._bar = tqdm(
-            total=state.progress.steps + _steps_left(state),
-            initial=state.progress.steps,
-            unit="step",
-            desc=state.folder.name,
-            mininterval=1.0,
-            dynamic_ncols=True,
+        self._bar = Bar(
+            state.folder.name,
+            state.progress.steps + _steps_left(state),
+            "steps",
+            done=state.progress.steps,
+            rate=(state.config.batch.samples, "images"),
+            keeps=True,
         )
 
     def on_step(self, state: TrainState) -> None:
@@ -77,7 +78,7 @@ class Log(Callback):
             self._trackers.scalars(numbers, state.progress.steps)
             self._compare(record)
             self._tell_time(state, record["samples_per_s"])
-            self._bar.set_postfix_str(_shown(record))
+            self._bar.figures, self._bar.further = _shown(record)
 
     def _tell_time(self, state: TrainState, samples_per_s: float) -> None:
         """Log once how long the rest takes, if it takes long."""
@@ -128,16 +129,15 @@ def _steps_left(state: TrainState) -> int:
     return max(0, -(-(state.config.samples - state.progress.samples) // state.config.batch.samples))
 
 
-def _shown(record: Record) -> str:
-    """Return the numbers of a record for the bar."""
+def _shown(record: Record) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the figures of a record for the bar: those that it always has, and those for which there may be room."""
     norm, scale = record["grad_norm"], record.get("loss_scale")
-    parts = [
-        f"loss {record['loss']:.4f}",
-        *([] if norm is None else [f"gradient norm {norm:.3g}"]),
+    further = [
         f"lr {record['lr']:.2e}",
+        *([] if norm is None else [f"gradient norm {norm:.3g}"]),
         *([] if scale is None else [f"loss scale {scale:g}"]),
     ]
-    return ", ".join(parts)
+    return [f"loss {record['loss']:.4f}"], further
 
 
 def _planned(state: TrainState) -> Figures | None:

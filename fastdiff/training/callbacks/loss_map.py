@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fastdiff.console import log
 from fastdiff.diffusion.snr_bins import BINS
-from fastdiff.json_lines import Record, read_records
+from fastdiff.json_lines import Record, each_record
 from fastdiff.progress import Every
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.state import TrainState
@@ -61,12 +62,19 @@ class LossMap(Callback):
     def _draw(self, state: TrainState) -> None:
         self._drawn = state.progress.steps
         if state.world.is_first and self._trackers.is_open:
-            values = by_level(read_records(state.folder / "metrics.jsonl"))
+            values = self._values(state)
             if values.shape[1]:
                 self._trackers.images({"by log SNR, over the steps": picture(values)}, self._drawn, "loss")
 
+    def _values(self, state: TrainState) -> npt.NDArray[np.float64]:
+        try:
+            return by_level(each_record(state.folder / "metrics.jsonl"))
+        except OSError as error:
+            log.warning(f"no picture of the losses by log SNR: {error.filename}: {error.strerror}")
+            return by_level([])
 
-def by_level(records: Sequence[Record]) -> npt.NDArray[np.float64]:
+
+def by_level(records: Iterable[Record]) -> npt.NDArray[np.float64]:
     """Return the losses ``[BINS, columns]`` of records by bin, NaN without samples; neighbours are averaged."""
     rows = [[record.get(f"loss_snr_{n:02d}") for n in range(BINS)] for record in records]
     values = np.array([[math.nan if value is None else value for value in row] for row in rows], dtype=np.float64)

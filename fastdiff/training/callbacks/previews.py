@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -215,7 +214,7 @@ def draw_together(
                 null=null,
                 batch=batch,
                 first_index=mine.start,
-                progress=world.is_first and sys.stderr.isatty(),
+                progress=world.is_first,
             )
 
     world.together(draw)

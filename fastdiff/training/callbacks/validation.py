@@ -102,10 +102,9 @@ class ValidationLoss(Callback):
     def _resume_records(self, state: TrainState) -> int:
         """Remove the records that a resumed run repeats; return the last comparable validated step, or -1."""
         validation_files.drop_after(state.folder, state.progress.steps)
-        kept = self._lines.read()
-        if not kept:
+        last = self._lines.last()
+        if last is None:
             return -1
-        last = kept[-1]
         now = {"data": self._data, "val_count": len(self._index), "unit": unit(self._config)}
         changes = [f"{name} {last.get(name)} -> {value}" for name, value in now.items() if last.get(name) != value]
         if changes:

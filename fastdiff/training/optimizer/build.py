@@ -21,6 +21,8 @@ PER_ELEMENT = ("exp_avg", "exp_avg_sq", "exp_avg_codes", "exp_avg_sq_codes")
 """Optimizer state with one entry per element of a parameter (AdamW, AdamW8bit)."""
 PER_BLOCK = ("exp_avg_scales", "exp_avg_sq_scales")
 """Optimizer state with one entry per block of a parameter (AdamW8bit)."""
+SLICED = {"adamw": PER_ELEMENT[:2], "adamw8bit": (*PER_ELEMENT[2:], *PER_BLOCK)}
+"""State of each optimizer that is saved in slices of parameters; bitsandbytes' has none."""
 _TABLES = "qmap"
 """Prefix of the constant quantization tables of bitsandbytes."""
 _MOMENTS_8BIT = {"adamw8bit": ("exp_avg_codes", "exp_avg_sq_codes"), "adamw8bit-bnb": ("state1", "state2")}

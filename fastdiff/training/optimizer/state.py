@@ -16,10 +16,10 @@ from torch import Tensor
 from fastdiff.checkpoint.bitsandbytes_state import BlockwiseState, fragments_tensor, requantize
 from fastdiff.checkpoint.reader import FRAGMENTS, RAW, Checkpoint
 from fastdiff.config.sections.optim import OptimConfig
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, StorageError
 from fastdiff.parallel.fragments import Flat, layout_digest
 from fastdiff.training.engines.base import Engine
-from fastdiff.training.optimizer.build import PER_BLOCK, PER_ELEMENT, lr_after, step_count
+from fastdiff.training.optimizer.build import PER_BLOCK, PER_ELEMENT, SLICED, lr_after, step_count
 from fastdiff.training.state import TrainState
 from fastdiff_kernels.adamw8bit import BLOCK
 
@@ -68,8 +68,14 @@ def restore(saved: Checkpoint, state: TrainState) -> None:
         ConfigError: on every rank, for such state without a record of the places of its parameters.
         StorageError: the checkpoint lacks a part of a parameter's state.
     """
-    flats, world = state.engine.flats, state.world
-    anew = saved.manifest["has_raw_state"] and layout_digest(world, flats) != saved.manifest["layout"]
+    flats, world, manifest = state.engine.flats, state.world, saved.manifest
+    if missing := set(SLICED.get(state.config.optim.name, ())) - {*manifest["sliced_state"]}:
+        raise StorageError(
+            f"{saved.folder}: lacks {min(missing)} of the optimizer, which has taken {saved.optimizer_steps} steps; "
+            "restore the checkpoint from a copy",
+            everywhere=True,
+        )
+    anew = manifest["has_raw_state"] and layout_digest(world, flats) != manifest["layout"]
     blockwise = _blockwise(saved) if anew else None
     for index, flat in enumerate(flats):
         if blockwise is not None:
@@ -77,7 +83,7 @@ def restore(saved: Checkpoint, state: TrainState) -> None:
             values = flat.state
         else:
             values = {key: _copied(value, flat, key) for key, value in saved.unsliced_state(index, world.rank).items()}
-        values |= _sliced(saved, flat, [key for key in saved.manifest["sliced_state"] if key not in values])
+        values |= _sliced(saved, flat, [key for key in manifest["sliced_state"] if key not in values])
         values["step"] = step_count(state.config.optim.name, saved.optimizer_steps, flat.key.device)
         flat.states[flat.key] = values
 

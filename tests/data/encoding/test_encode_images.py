@@ -197,7 +197,31 @@ def test_several_captions(tmp_path: Path, sd: Path) -> None:
     assert DatasetInfo.read(tmp_path / "all").captions == 3
     said = encode(source, tmp_path / "first", sd)
     assert DatasetInfo.read(tmp_path / "first").captions == 1
-    assert "2 images have further captions" in said[0]
+    told = "pictures with more captions than the 1 embedded; --captions all embeds all: 2 (first: 000.png, 002.png)"
+    assert any(told in line for line in said)
+
+
+def test_what_is_lost_of_captions_and_pictures_is_counted_and_named(tmp_path: Path, sd: Path) -> None:
+    """The same whether one process encodes all, or one is interrupted and another one goes on."""
+    long = "a very large yellow house on a hill under a grey sky near the blue sea at dusk, " * 4
+    captions = ["a hut", long + "with a green door", "", [long, "a house"], "w" * 70, "a hut"]
+    sizes = [(32, 32), (31, 64), (64, 64), (8, 8), (32, 40), (40, 40)]
+    source = captioned(tmp_path / "images", captions, sizes)
+    said = encode(source, tmp_path / "out", sd)
+    told = {
+        "pictures smaller than the resolution, so enlarged: they are blurred: 2 (first: 001.png, 003.png)",
+        "pictures with a caption that was cut: it is longer than the 77 tokens that the text encoder reads: 2 "
+        "(first: 001.png, 003.png)",
+        "pictures with an empty caption, trained as the empty prompt: 1 (first: 002.png)",
+        "pictures with more captions than the 1 embedded; --captions all embeds all: 1 (first: 003.png)",
+    }
+    assert {line.removeprefix("  note: ") for line in said if line.startswith("  note: ")} == told
+    selection = DatasetInfo.read(tmp_path / "out").selection
+    assert selection is not None
+    assert {str(each) for each in selection.noted} == told
+    encode_part(source, tmp_path / "again", sd, 1)
+    encode(source, tmp_path / "again", sd)
+    assert files(tmp_path / "again") == files(tmp_path / "out")
 
 
 def test_bad_images_end_the_encode_or_are_listed(tmp_path: Path, sd: Path) -> None:
@@ -440,7 +464,7 @@ def test_after_a_full_disk_the_same_command_goes_on(tmp_path: Path, source: Path
     with tiny_disk(tmp_path / "disk", 0.5) as disk:
         ballast, out = disk / "ballast", disk / "out"
         ballast.write_bytes(bytes(460_000))
-        with pytest.raises(StorageError, match=r"No space left.*run the same command again"):
+        with pytest.raises(StorageError, match=r"No space left.*same command resumes"):
             encode(source, out, sd)
         assert not (out / "dataset.json").exists()
         ballast.unlink()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastdiff.checkpoint.unchanged import config_changes
 from fastdiff.config.command_line import parse
-from fastdiff.config.config_file import from_mapping, overlay
+from fastdiff.config.config_file import from_mapping, lay_over, read
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
@@ -61,7 +61,7 @@ def test_a_configuration_from_before_there_was_an_order_is_head_major(tmp_path: 
     fields = asdict(SMALL["iddpm"])
     assert fields.pop("qkv_order") == "head_major"
     (tmp_path / "old.json").write_text(json.dumps({"model": fields}))
-    assert overlay(RunConfig(), str(tmp_path / "old.json")).model == SMALL["iddpm"]
+    assert lay_over(RunConfig(), read(str(tmp_path / "old.json")).fields, "file").model == SMALL["iddpm"]
     assert from_mapping({"model": fields}, "a manifest").model == SMALL["iddpm"]
     given = parse(["--preset", "iddpm-cifar10", "--model.qkv_order", "qkv_major"])[1].model
     assert isinstance(given, AdmConfig)

@@ -276,16 +276,20 @@ def test_a_run_that_names_no_pipeline_is_left_alone() -> None:
     assert resolve(preset("digits")) == preset("digits")
 
 
+def laid(base: RunConfig, path: Path) -> RunConfig:
+    return config_file.lay_over(base, config_file.read(str(path)).fields, "file")
+
+
 def test_the_kind_of_model_in_a_file_wins(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: {kind: unet, cross_attention_dim: 32}")
-    assert config_file.overlay(preset("digits"), str(path)).model == UNetConfig(cross_attention_dim=32)
+    assert laid(preset("digits"), path).model == UNetConfig(cross_attention_dim=32)
     path.write_text("model: {kind: unet, depth: 2}")
     with pytest.raises(ConfigError, match=r"unknown field model\.depth"):
-        config_file.overlay(preset("digits"), str(path))
+        laid(preset("digits"), path)
     config = preset("sd15-512")
     path.write_text("seed: 3")
-    assert config_file.overlay(config, str(path)) == replace(config, seed=3)
+    assert laid(config, path) == replace(config, seed=3)
 
 
 @pytest.mark.parametrize(

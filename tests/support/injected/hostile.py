@@ -313,21 +313,19 @@ def rows_that_point_elsewhere(folder: Path) -> None:
 def yaml_of_aliases(folder: Path) -> None:
     """Nine lines that stand for 10**9 entries."""
     from fastdiff.config import config_file
-    from fastdiff.config.run import RunConfig
 
     lines = ["a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]" for old, new in zip("abcdefgh", "bcdefghi", strict=True)]
     (folder / "run.yaml").write_text("\n".join([*lines, "ema: {rates: *i}"]))
-    config_file.overlay(RunConfig(), str(folder / "run.yaml"))
+    config_file.read(str(folder / "run.yaml"))
 
 
 def yaml_with_code(folder: Path) -> None:
     from fastdiff.config import config_file
-    from fastdiff.config.run import RunConfig
 
     command = f"touch {folder.parent / 'executed'}"
     (folder / "run.yaml").write_text(f"seed: !!python/object/apply:os.system ['{command}']\n")
-    config_file.overlay(RunConfig(), str(folder / "run.yaml"))
+    config_file.read(str(folder / "run.yaml"))
 
 
 def large_deepspeed_json(folder: Path) -> None:

@@ -32,12 +32,8 @@ def test_it_says_epochs_and_why_the_loader_is_not_dali(
     assert "M parameters, 30 steps of 16 samples = 0.3 epochs of 1,797 images\n" in said
     assert "on cpu: 1 rank x 16 samples x 1 micro-batch, ZeRO-1, fp32, adamw\n" in said
     assert "loader prefetch (NVIDIA DALI is" in said
-    assert re.search(
-        r"planned: 0\.\d+ GiB of a rank for weights, gradients, optimizer, averages, and the activations\n", said
-    )
-    assert re.search(r"run: 100%\|.*\| 30/30 \[.*step.*loss \d\.\d{4}, gradient norm \S+, lr ", said), (
-        "the bar counts steps"
-    )
+    held = r"weights [\d.]+, gradients [\d.]+, optimizer [\d.]+, averages [\d.]+"
+    assert re.search(rf"planned: each rank holds [\d.]+ MiB \({held}\) and the activations of a micro-batch\n", said)
     train(tiny(digits, tmp_path / "asked", steps=1, data__loader="prefetch"), launch(1), world)
     assert "loader prefetch, blocks eager" in capsys.readouterr().err
 
@@ -83,7 +79,6 @@ def test_tf32_is_told_where_there_is_tf32() -> None:
 
 def test_the_bar_shows_what_a_record_has() -> None:
     record = {"loss": 0.25, "grad_norm": None, "lr": 1e-4}
-    assert _shown(record) == "loss 0.2500, lr 1.00e-04"
-    assert _shown({**record, "grad_norm": 1.2345, "loss_scale": 65536.0}) == (
-        "loss 0.2500, gradient norm 1.23, lr 1.00e-04, loss scale 65536"
-    )
+    assert _shown(record) == (["loss 0.2500"], ["lr 1.00e-04"])
+    further = ["lr 1.00e-04", "gradient norm 1.23", "loss scale 65536"]
+    assert _shown({**record, "grad_norm": 1.2345, "loss_scale": 65536.0}) == (["loss 0.2500"], further)
