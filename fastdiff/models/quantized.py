@@ -60,6 +60,11 @@ class QuantizedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
 
 
+def quantized_weights(model: nn.Module) -> list[int]:
+    """Return the weights of each quantised layer of a network, in its order."""
+    return [m.in_features * m.out_features for m in model.modules() if isinstance(m, QuantizedLinear)]
+
+
 class _FrozenLinear(torch.autograd.Function):
     """Linear function that saves the packed weight for the backward pass; autograd would save the dequantised one."""
 

@@ -10,6 +10,7 @@ import torch
 from fastdiff.config.deepspeed import DsConfig, offloads_optimizer
 from fastdiff.config.run import RunConfig
 from fastdiff.models.cost.memory import setup_of
+from fastdiff.planning.durations import in_words
 from fastdiff.planning.gpus import Gpus, of_device
 from fastdiff.planning.memory import memory
 from fastdiff.planning.network import read_network
@@ -38,12 +39,10 @@ class Figures:
         if self.step_s is None:
             return f"{held}, with weights, gradients, optimizer and activations"
         step, rate = self.step_s, self.step_s.under(self.samples)
-        hours = step.middle * steps / 3600
         return (
             f"{held}, {1e3 * step.middle:.0f} ms per step "
             f"({1e3 * step.low:.0f} to {1e3 * step.high:.0f}), {rate.middle:.0f} images/s, "
-            + (f"{hours / 24:.1f} days" if hours >= 48 else f"{hours:.1f} hours")
-            + " to the end"
+            f"{in_words(step.middle * steps)} to the end"
         )
 
     def departure(self, record: Mapping[str, float]) -> str | None:

@@ -71,8 +71,9 @@ def memory(
         bucket: elements of gradients that ZeRO reduces at once.
         on_cpu: whether the rank trains on a CPU, whose update and saves have copies in the same memory.
         saves: whether the run writes checkpoints, its last step included.
-        validates: whether the run measures losses on held-out data.
-        draws: whether it draws samples.
+        validates: whether the run copies the averaged network in its precision: for losses on held-out data, or for
+            images of prompts.
+        draws: whether it copies it in fp32, for a grid of classes.
     """
     n, share, static = setup.trained, 1 / setup.ranks, setup.static()
     own, sums = BYTES[setup.precision], BYTES[setup.sums if setup.several else setup.precision]
@@ -84,6 +85,11 @@ def memory(
     passes, workspace = _pass(setup, traced, n, own, sums, min(n, bucket), held=gradients > 0)
     freed = gradients if setup.stage in (1, 2) else 0.0  # by the update, before a save or a validation
     fp32 = 0.0 if setup.offload else 4 * n * (share if setup.stage else 1.0)
+    copies = [
+        width * (n + setup.frozen_bytes / own) + setup.buffer_bytes
+        for width, is_made in ((own, validates), (4, draws))
+        if is_made
+    ]
     saved = (fp32 + moments) * (1.0 if setup.stage else share) + static["averages"]
     return Memory(
         weights=static["weights"],
@@ -96,7 +102,7 @@ def memory(
         workspace=workspace,
         update=_update(setup, n, own, sums, grown=gradients == 0) if on_cpu else 0.0,
         save=max(saved - freed, 0.0) if on_cpu and saves else 0.0,
-        validation=max(max(own * validates, 4 * draws) * n - freed, 0.0),
+        validation=max(max(copies, default=0.0) - freed, 0.0),
     )
 
 
@@ -126,7 +132,7 @@ def _pass(setup: Setup, traced: Traced, n: int, own: int, sums: int, bucket: int
         return traced.peak(micro, 1.0), 0.0
     if setup.stage == 3:
         # All weights are gathered for both passes; a bucket's gradients are there as they came, joined, and cut.
-        return traced.peak(micro, (2 + sums / own) * bucket / n), float(own * n)
+        return traced.peak(micro, (2 + sums / own) * bucket / n), float(own * n + setup.frozen_bytes)
     # A bucket, its flattened copy, and the gradients that came if those have another dtype.
     reduced = bucket * (2 * sums + (own if own != sums else 0))
     if bucket < n:

@@ -9,10 +9,11 @@ import torch
 
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
-from fastdiff.models.build import build_model
 from fastdiff.models.cost.dry_inputs import dry_inputs
+from fastdiff.models.cost.dry_network import dry_network
 from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
 from fastdiff.models.cost.traced import Traced, trace
+from fastdiff.models.quantized import quantized_weights
 
 _TRACED = 2
 """Samples of the pass that is traced: one has other strides."""
@@ -23,7 +24,11 @@ class Network:
     """Counts of a network."""
 
     parameters: tuple[int, ...]
-    """Elements of each trained parameter; those of a LoRA's adapter are too few to count."""
+    """Elements of each trained parameter: with a LoRA those of the adapter."""
+    frozen_parameters: tuple[int, ...]
+    """Elements of each frozen parameter; those that a LoRA quantises are buffers."""
+    frozen: int
+    """Number of frozen weights of the network, quantised ones included."""
     frozen_bytes: int
     buffer_bytes: int
     passes: Mapping[bool, Traced]
@@ -44,13 +49,12 @@ def read_network(config: RunConfig, device: torch.device, recompute: tuple[bool,
         recompute: the passes to trace.
 
     Raises:
-        ConfigError: the network asks for values, which nothing has here.
+        ConfigError: the network asks for values, which nothing has here; or its LoRA cannot be built.
     """
     from torch._subclasses import fake_tensor  # its import takes a second
 
-    with torch.device("meta"):
-        network = build_model(config.model, seed=config.seed)
-    network.requires_grad_(config.lora.rank == 0)
+    network = dry_network(config)
+    frozen_parameters = tuple(p.numel() for p in network.parameters() if not p.requires_grad)
     noisy, condition = dry_inputs(config.model, network.inputs, _TRACED)
     precision = config.performance.precision
     try:
@@ -72,6 +76,8 @@ def read_network(config: RunConfig, device: torch.device, recompute: tuple[bool,
         ) from error
     return Network(
         parameters=tuple(p.numel() for p in network.parameters() if p.requires_grad),
+        frozen_parameters=frozen_parameters,
+        frozen=sum(frozen_parameters) + sum(quantized_weights(network)),
         frozen_bytes=frozen_bytes(network, precision),
         buffer_bytes=buffer_bytes(network, precision),
         passes=passes,

@@ -156,7 +156,8 @@ def _choices(config: RunConfig, launch: Launch, gpus: Gpus) -> Iterator[tuple[in
     if config.performance.precision == "fp16":  # DeepSpeed does not scale the loss at stage 0
         stages = [stage for stage in stages if stage] or [1]
     again = [True] if config.performance.recompute else [False, True]
-    optimizers = ["adamw", "adamw8bit"] if config.optim.name == "adamw" else [config.optim.name]
+    varied = config.optim.name == "adamw" and not config.lora.rank  # the moments of an adapter are small
+    optimizers = ["adamw", "adamw8bit"] if varied else [config.optim.name]
     yield from product(stages, again, optimizers)
 
 
@@ -189,7 +190,7 @@ def _planned(config: RunConfig, launch: Launch, network: Network, basis: Basis, 
         network.passes[option.recompute],
         accumulates=config.batch.accumulation(option.gpus.count) > 1,
         bucket=Zero.of(json_of(option.stage, launch)).reduce_bucket,
-        validates=bool(validation.data),
+        validates=bool(validation.data) or validation.draws_prompts,
         draws=bool(output.sample_every) and not config.model.text_conditional,
     )
     return Planned(option=option, config=config, memory=held, time=None, basis=basis)
@@ -235,6 +236,7 @@ def work_of(config: RunConfig, raw: deepspeed_config.DsConfig, network: Network,
         accumulation=accumulation,
         zero=zero,
         parameters=network.parameters,
+        frozen=network.frozen_parameters,
         width=width_of(performance.precision),
         sums=width_of(performance.sums if several else performance.precision),
         is_8bit=config.optim.name != "adamw",

@@ -9,6 +9,7 @@ from pathlib import Path
 from fastdiff.errors import ConfigError
 from fastdiff.files import write_output
 from fastdiff.optional_packages import pip_install
+from fastdiff.planning.durations import in_words
 from fastdiff.planning.options import Planned
 
 _CLASSES = {
@@ -32,8 +33,8 @@ def parts(planned: Planned) -> dict[str, float]:
     return {name: max(size, 0.0) / 2**30 for name, size in found.items()}
 
 
-def draw(path: Path, best: Sequence[Planned]) -> None:
-    """Write the picture.
+def draw(path: Path, best: Sequence[Planned], samples: int) -> None:
+    """Write the picture; each bar also says how long the run of ``samples`` takes.
 
     Raises:
         ConfigError: there is nothing to draw, or no matplotlib.
@@ -55,7 +56,7 @@ def draw(path: Path, best: Sequence[Planned]) -> None:
     for row, planned in enumerate(best):
         axes.plot([planned.room / 2**30] * 2, [row - 0.42, row + 0.42], color="black", linewidth=2)
     axes.plot([], [], color="black", linewidth=2, label="room of a rank")
-    axes.set_yticks(range(len(best)), [_label(planned) for planned in best])
+    axes.set_yticks(range(len(best)), [_label(planned, samples) for planned in best])
     axes.invert_yaxis()
     axes.set_xlabel("GiB of a rank at the peak of a step")
     axes.spines[["top", "right"]].set_visible(False)
@@ -65,8 +66,9 @@ def draw(path: Path, best: Sequence[Planned]) -> None:
     write_output(path, content.getvalue())
 
 
-def _label(planned: Planned) -> str:
+def _label(planned: Planned, samples: int) -> str:
     option = planned.option
     again = ", recomputed" if option.recompute else ""
     moments = "" if option.optimizer == "adamw" else ", 8-bit moments"
-    return f"{option.gpus.name}, ZeRO-{option.stage}, {option.micro} samples{again}{moments}"
+    time = in_words(3600 * planned.hours(samples)[1])
+    return f"{option.gpus.name}, ZeRO-{option.stage}, {option.micro} samples{again}{moments}: {time}"

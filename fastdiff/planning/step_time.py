@@ -38,6 +38,8 @@ class Work:
     zero: Zero
     parameters: tuple[int, ...]
     """Elements of each trained parameter."""
+    frozen: tuple[int, ...]
+    """Elements of each frozen one, which ZeRO-3 gathers too."""
     width: int
     """Bytes per element of the network's weights."""
     sums: int
@@ -108,7 +110,9 @@ def _device(work: Work, gpus: Gpus, shares: Shares, factors: Factors) -> tuple[f
     moved = copied_bytes(work.zero.stage, ranks) - (_8BIT_SAVES / (ranks if work.zero.stage else 1)) * work.is_8bit
     update = factors.update * sum(work.parameters) * moved / bandwidth
     forward = one / (4 if work.recompute else 3)
-    messages = work.zero.messages(work.parameters, work.width, ranks, work.sums) if ranks > 1 else []
+    messages = []
+    if ranks > 1:
+        messages = work.zero.messages(work.parameters, work.width, ranks, work.sums, frozen=work.frozen)
     cost = _cost(gpus)
     last = estimate(
         Compute(forward, one - forward, update), messages, cost, ranks, overlap=work.zero.overlap
@@ -138,7 +142,7 @@ def _repeated(messages: Sequence[Message], stage: int) -> list[Message]:
 
 def host_seconds(work: Work) -> Interval:
     """Return the seconds of the host in a step; a pass without an update is taken for a step of stage 0."""
-    tensors = len(work.parameters)
+    tensors = len(work.parameters) + len(work.frozen)  # each has its kernels in a pass
     once, more = HOSTS[work.zero.stage], HOSTS[3 if work.zero.stage == 3 else 0]
     slow, middle, fast = (
         once.seconds(tensors, speed) + (work.accumulation - 1) * more.seconds(tensors, speed) for speed in SPEEDS

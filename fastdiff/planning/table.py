@@ -8,10 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 from fastdiff.config.launch_options import Launch
+from fastdiff.planning.durations import in_words
 from fastdiff.planning.options import NAMES, Planned, Refused
 from fastdiff.tables import table
 
-_HEAD = ("GPUs", "ZeRO", "micro", "recompute", "moments", "GiB of a rank", "images/s", "low-high", "days", "kWh")
+_HEAD = ("GPUs", "ZeRO", "micro", "recompute", "moments", "GiB of a rank", "images/s", "low-high", "time", "kWh")
 _IDLE = 0.75
 """Share of the board's power that a training draws. Assumed."""
 
@@ -22,7 +23,10 @@ def watts(planned: Planned) -> float:
 
 
 def figures(planned: Planned, samples: int, price: float | None) -> dict[str, Any]:
-    """Return an option as plain numbers, in GiB, samples per second, days, kWh and the currency of the price."""
+    """Return an option as plain numbers, in GiB, samples per second, days, kWh and the currency of the price.
+
+    ``time`` is the middle of the days in words.
+    """
     option, hours = planned.option, planned.hours(samples)
     low, middle, high = planned.images_per_s
     assert planned.time is not None
@@ -40,6 +44,7 @@ def figures(planned: Planned, samples: int, price: float | None) -> dict[str, An
         "images_per_s": {"low": low, "middle": middle, "high": high},
         "limit": planned.time.limit,
         "days": dict(zip(("low", "middle", "high"), (hour / 24 for hour in hours), strict=True)),
+        "time": in_words(3600 * hours[1]),
         "kwh": watts(planned) * hours[1] / 1000,
         "basis": planned.basis.words,
     }
@@ -53,7 +58,7 @@ def rows(best: Iterable[Planned], samples: int, price: float | None) -> Iterator
     yield (*_HEAD, *(["price"] if price is not None else []))
     for planned in best:
         one = figures(planned, samples, price)
-        rate, days = one["images_per_s"], one["days"]["middle"]
+        rate = one["images_per_s"]
         yield (
             one["gpus"],
             str(one["zero_stage"]),
@@ -63,7 +68,7 @@ def rows(best: Iterable[Planned], samples: int, price: float | None) -> Iterator
             f"{one['peak_gib']:.1f}/{one['room_gib']:.1f}",
             _round(rate["middle"]),
             f"{_round(rate['low'])}-{_round(rate['high'])}",
-            f"{days:.1f}" if days < 100 else f"{days:.0f}",
+            one["time"],
             _round(one["kwh"]),
             *([_round(one["price"])] if price is not None else []),
         )

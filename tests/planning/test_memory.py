@@ -9,15 +9,18 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fastdiff.config.data import DataConfig
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.run import RunConfig
@@ -26,6 +29,9 @@ from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
+from fastdiff.models.build import build_model
+from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
+from fastdiff.models.lora import add_lora
 from fastdiff.parallel.world import World
 from fastdiff.planning.memory import Memory, memory
 from fastdiff.planning.network import read_network
@@ -36,6 +42,8 @@ from tests.support.forked import forked_ranks, values
 from tests.support.runs import launch
 
 DIT = DiTConfig(depth=6, hidden=384, heads=6, channels=4, size=16, classes=10)
+WIDE = replace(DIT, hidden=768, heads=12)
+"""Whose weights are large beside its activations."""
 UNET = UNetConfig(
     size=16, block_out_channels=(96, 192, 384), attention_heads=(2, 4, 8), transformer_layers=(1, 1, 0),
     layers_per_block=1, cross_attention_dim=128,
@@ -46,6 +54,7 @@ TINY: dict[str, ModelConfig] = {
     "unet": replace(UNET, block_out_channels=(32, 32, 32)),
     "adm": replace(ADM, width=32),
 }
+BASE = "base.safetensors"
 _MMAP_THRESHOLD = -3
 
 
@@ -59,17 +68,22 @@ class Case:
     recompute: bool = False
     accumulation: int = 1
     micro: int = 16
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property
     def name(self) -> str:
         again = ", recomputed" if self.recompute else ""
-        return f"{self.model.kind}, ZeRO-{self.stage}, {self.ranks} ranks, {self.precision}, {self.optimizer}{again}"
+        adapter = f", LoRA on {self.lora.quantize}" if self.lora.rank else ""
+        optimizer = f"{self.optimizer}{again}{adapter}"
+        return f"{self.model.kind}, ZeRO-{self.stage}, {self.ranks} ranks, {self.precision}, {optimizer}"
 
     def config(self, data: Path, folder: Path) -> RunConfig:
         samples = self.micro * self.ranks * self.accumulation
         return RunConfig(
             samples=2 * samples,
             model=self.model,
+            lora=self.lora,
+            pretrained=PretrainedConfig(path=str(data / BASE), weights=True) if self.lora.rank else PretrainedConfig(),
             data=DataConfig(path=str(data), loader="prefetch"),
             batch=BatchConfig(samples=samples, micro=self.micro),
             optim=OptimConfig(name=self.optimizer),  # type: ignore[arg-type]
@@ -87,6 +101,7 @@ OFTEN = (
     Case(DIT, 0, 1, "fp32", "adamw"),
     Case(DIT, 2, 2, "fp32", "adamw", recompute=True),
     Case(UNET, 3, 2, "fp32", "adamw", micro=8),
+    Case(WIDE, 0, 1, "fp32", "adamw", micro=4, lora=LoraConfig(rank=8)),
 )
 CASES = (
     *OFTEN,
@@ -121,13 +136,22 @@ def peak(world: World, config: RunConfig, stage: int) -> int:
     """Return the peak of a run in bytes above what the process has after a tiny one."""
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**16)  # what is freed goes back to the system at once
     folder = config.output.folder
-    output = replace(config.output, folder=f"{folder}-tiny")
-    train(replace(config, model=TINY[config.model.kind], output=output), launch(stage), world)
+    tiny = replace(config, model=TINY[config.model.kind], output=replace(config.output, folder=f"{folder}-tiny"))
+    if config.lora.rank:
+        tiny = replace(tiny, pretrained=replace(config.pretrained, path=_base(Path(f"{folder}-base"), tiny.model)))
+    train(tiny, launch(stage), world)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
     before = resident("VmRSS")
     train(config, launch(stage), world)
     return resident("VmHWM") - before
+
+
+def _base(folder: Path, model: ModelConfig) -> str:
+    """Write weights for a LoRA to start from."""
+    folder.mkdir(exist_ok=True)
+    save_file(build_model(model).state_dict(), folder / BASE)
+    return str(folder / BASE)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +160,25 @@ def peak(world: World, config: RunConfig, stage: int) -> int:
 )
 def test_predicted_memory_is_measured(case: Case, tmp_path: Path) -> None:
     data = synthetic.write(tmp_path / "data", case.model, 64)
+    if case.lora.rank:
+        _base(data, case.model)
     measured = max(values(forked_ranks(peak, case.config(data, tmp_path / "run"), case.stage, ranks=case.ranks)))
     found = predicted(case)
     assert found.peak / measured == pytest.approx(1, abs=0.1), f"{measured / 2**20:.0f} MiB measured, {found}"
+
+
+@pytest.mark.parametrize("quantize", ["none", "8bit", "4bit"])
+def test_the_weights_of_a_lora_are_those_of_its_network(quantize: Any) -> None:
+    """Trained, frozen and quantised ones, against the network with values; the passes then need less."""
+    model = replace(DIT, depth=1)
+    config = Case(model, 0, 1, "bf16", "adamw", lora=LoraConfig(rank=4, quantize=quantize)).config(Path(), Path())
+    real = build_model(model)
+    frozen = sum(parameter.numel() for parameter in real.parameters())
+    whole = read_network(replace(config, lora=LoraConfig()), torch.device("cpu"), (False,))
+    add_lora(real, config.lora, seed=0)
+    found = read_network(config, torch.device("cpu"), (False,))
+    assert found.parameters == tuple(p.numel() for p in real.parameters() if p.requires_grad)
+    assert (found.trained, found.frozen) == (2 * 4 * (384 + 384 * 3 + 384 + 384) // 2, frozen)
+    assert found.frozen_bytes == frozen_bytes(real, "bf16")
+    assert found.buffer_bytes == buffer_bytes(real, "bf16")
+    assert found.passes[False].matmul < 0.8 * whole.passes[False].matmul, "no gradients of frozen weights"

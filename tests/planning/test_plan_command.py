@@ -13,6 +13,7 @@ from fastdiff.cli.main import main
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.command_line import parse
 from fastdiff.planning import gpus
+from fastdiff.planning.durations import in_words
 from fastdiff.planning.options import OF_STAGE
 from tests.planning.test_memory import resident
 
@@ -29,7 +30,7 @@ def test_the_table_says_what_fits_why_others_fall_out_and_how_to_start(capsys: p
     said = plan(capsys, *DIT, "--gpus", "8xH100", "1xT4", "8xV100", "--price", "2.5", "--seed", "3")
     lines = said.splitlines()
     assert "674.8 M parameters, bf16, 102,400,000 samples in 400,000 steps of 256" in lines[0]
-    assert lines[2].split()[-1] == "price"
+    assert lines[2].split()[-3:] == ["time", "kWh", "price"]
     assert lines[3].startswith("8xH100")
     assert "1xT4: has no bf16, has fp32, fp16; change --performance.precision bf16" in said
     assert "8xV100: has no bf16" in said
@@ -46,12 +47,48 @@ def test_json_has_the_same_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert (first["gpus"], first["ranks"]) == ("2x8xH100", 16)
     assert "launch slurm --nodes 2 --ranks-per-node 8 -- --preset digits" in found["command"]
     assert "price" not in first
+    assert first["time"] == in_words(86_400 * first["days"]["middle"])
     for name in ("images_per_s", "step_s", "days"):
         low, middle, high = first[name].values()
         assert low <= middle <= high
     parts = first["memory_gib"]
     held = sum(parts[name] for name in ("weights", "masters", "moments", "averages", "gradients", "buffers"))
     assert held < first["peak_gib"] < first["room_gib"]
+
+
+def test_a_lora_is_counted_apart_from_the_weights_that_it_is_added_to(capsys: pytest.CaptureFixture[str]) -> None:
+    """Masters, moments and gradients are the adapter's; also on several ranks."""
+    few = ("--preset", "sd15-lora", "--performance.recompute", "--batch.micro", "1")
+    found = json.loads(plan(capsys, *few, "--gpus", "8xH100", "--json"))
+    trained, frozen = 3_188_736, 859_520_964
+    assert found["network"] == {"kind": "unet", "trained": trained, "frozen": frozen}
+    assert {option["optimizer"] for option in found["options"]} == {"adamw"}
+    memory = found["options"][0]["memory_gib"]
+    assert memory["masters"] == pytest.approx(4 * trained / 2**30)
+    assert memory["moments"] == pytest.approx(8 * trained / 2**30)
+    assert memory["weights"] == pytest.approx(2 * (trained + frozen) / 2**30)
+    assert memory["validation"] == pytest.approx(memory["weights"]), "the whole network draws the images of prompts"
+
+
+def test_a_lora_is_told_in_the_heading_and_smaller_if_quantised(capsys: pytest.CaptureFixture[str]) -> None:
+    start = ("--lora.rank", "16", "--pretrained.path", "base.pt", "--pretrained.weights")
+    few = ("--preset", "dit-s-8-256", *start, "--batch.micro", "1", "--gpus", "1xH100")
+    packed = ("--lora.quantize", "4bit")
+    heading = plan(capsys, *few, *packed).splitlines()[0]
+    assert "LoRA of rank 16, 0.44 M trained and 33.1 M frozen parameters, its large matrices in 4bit, bf16" in heading
+    sizes = [json.loads(plan(capsys, *few, *more, "--json"))["options"][0]["memory_gib"] for more in ((), packed)]
+    assert sizes[1]["weights"] < 0.8 * sizes[0]["weights"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.42, "0.42 s"), (59, "59 s"), (119, "119 s"), (120, "2 min"), (754, "12.6 min"), (7199, "120 min"),
+        (7200, "2 h"), (86_400, "24 h"), (2 * 86_400, "2 days"), (17.14 * 86_400, "17.1 days"), (1e9, "11,574 days"),
+    ],
+)  # fmt: skip
+def test_a_duration_has_the_unit_that_suits_it(seconds: float, words: str) -> None:
+    assert in_words(seconds) == words
 
 
 def test_nothing_is_allocated(capsys: pytest.CaptureFixture[str]) -> None:

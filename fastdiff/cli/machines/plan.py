@@ -114,6 +114,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     best.sort(key=lambda planned: -planned.images_per_s[1])
     if arguments.json:
         found = {
+            "network": {"kind": config.model.kind, "trained": network.trained, "frozen": network.frozen},
             "options": [table.figures(one, config.samples, arguments.price) for one in best],
             "not_possible": [{"gpus": one.gpus.name, "reason": one.reason} for one in refused],
             "command": table.command(best[0], launch) if best else None,
@@ -126,14 +127,26 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.picture is not None:
         from fastdiff.planning.picture import draw
 
-        draw(arguments.picture, best)
+        draw(arguments.picture, best, config.samples)
 
 
 def _heading(config: RunConfig, network: Network) -> str:
+    counted = f"{_millions(network.trained)} parameters"
+    if config.lora.rank:
+        stored = "" if config.lora.quantize == "none" else f", its large matrices in {config.lora.quantize}"
+        counted = (
+            f"LoRA of rank {config.lora.rank}, {_millions(network.trained)} trained and "
+            f"{_millions(network.frozen)} frozen parameters{stored}"
+        )
     return (
-        f"{config.model.title}, {network.trained / 1e6:.1f} M parameters, {config.performance.precision}, "
+        f"{config.model.title}, {counted}, {config.performance.precision}, "
         f"{config.samples:,} samples in {config.steps:,} steps of {config.batch.samples}"
     )
+
+
+def _millions(parameters: int) -> str:
+    millions = parameters / 1e6
+    return f"{millions:.1f} M" if millions >= 1 else f"{millions:.2g} M"
 
 
 def _network(config: RunConfig) -> Network:

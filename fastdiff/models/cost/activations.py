@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastdiff.batch import Condition
 from fastdiff.config.run import RunConfig
@@ -67,8 +67,7 @@ def cast_weights(network: Model, dtype: torch.dtype) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, value in (*network.named_parameters(), *network.named_buffers()):
         cast = dtype if value.is_floating_point() else value.dtype
-        trained = isinstance(value, nn.Parameter)
-        found[name] = torch.empty(value.shape, dtype=cast, requires_grad=trained)
+        found[name] = torch.empty(value.shape, dtype=cast, requires_grad=value.requires_grad)
     return found
 
 

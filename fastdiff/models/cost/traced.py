@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from fastdiff.batch import Condition
 from fastdiff.config.run import RunConfig
-from fastdiff.models.build import build_model
 from fastdiff.models.cost.activations import cast_weights, op_backends
+from fastdiff.models.cost.dry_network import dry_network
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff_kernels import dispatch, launch
 from fastdiff_kernels.names import AttentionBackend
@@ -62,8 +62,6 @@ class Traced:
 def trace(config: RunConfig, noisy: Tensor, condition: Condition, device: torch.device) -> Traced:
     """Run the network of a run forward and backward without data.
 
-    The network of a LoRA is traced as if all of its weights were trained, which is more.
-
     Args:
         config: of the run.
         noisy: ``[B, C, H, W]``, only its shape counts; B at least 2, because one sample has other strides.
@@ -74,8 +72,7 @@ def trace(config: RunConfig, noisy: Tensor, condition: Condition, device: torch.
 
     performance = config.performance
     attention: AttentionBackend = "reference" if performance.attention == "reference" else "sdpa"
-    with torch.device("meta"):
-        network = build_model(config.model, recompute=performance.recompute, attention=attention, seed=config.seed)
+    network = dry_network(config, recompute=performance.recompute, attention=attention)
     with ExitStack() as stack:
         stack.enter_context(launch.recording())
         stack.enter_context(dispatch.forced(**op_backends(config, device)))

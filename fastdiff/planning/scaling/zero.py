@@ -88,18 +88,21 @@ class Zero:
         """Phases whose work is divided among the ranks; fastdiff shards the EMA at every stage."""
         return ("optimizer", "ema") if self.stage else ("ema",)
 
-    def messages(self, parameters: Sequence[int], width: int, ranks: int, sums: int | None = None) -> list[Message]:
+    def messages(
+        self, parameters: Sequence[int], width: int, ranks: int, sums: int | None = None, frozen: Sequence[int] = ()
+    ) -> list[Message]:
         """Return the collectives of a step.
 
         Not among them: the map of used parameters that DDP adds up at stage 0 (4 bytes per parameter tensor), and what
         DeepSpeed sends for the norm when the optimizer is on the host.
 
         Args:
-            parameters: elements of each, in the order of the model; all are trained. Their gradients are assumed to be
+            parameters: elements of each trained one, in the order of the model. Their gradients are assumed to be
                 ready in reverse order; if autograd has another order, the buckets have other borders.
             width: bytes per element of the compute parameters.
             ranks: number of ranks.
             sums: bytes per element of the gradients when they are added up; None: ``width``.
+            frozen: elements of each frozen parameter, which ZeRO-3 gathers too; taken to come before the trained ones.
         """
         sums = sums or width
         if self.stage == 0:
@@ -116,18 +119,22 @@ class Zero:
                 Message("all-reduce", 4),  # the norm of the gradients
                 Message("all-gather", width * whole),
             ]
-        messages = self._stage_3(parameters, width, ranks, sums)
+        messages = self._stage_3(parameters, frozen, width, ranks, sums)
         return [message if self.overlap else replace(message, part="step") for message in messages]
 
-    def _stage_3(self, parameters: Sequence[int], width: int, ranks: int, sums: int) -> Iterator[Message]:
+    def _stage_3(
+        self, parameters: Sequence[int], frozen: Sequence[int], width: int, ranks: int, sums: int
+    ) -> Iterator[Message]:
+        everyone = [*frozen, *parameters]
         padded = [_padded(size, ranks) for size in parameters]
-        persistent = [size <= self.persistence_threshold for size in parameters]
+        persistent = [size <= self.persistence_threshold for size in everyone]
         # The parameters after it lie between its two uses, once forward and once backward.
-        behind = list(accumulate(reversed(parameters), initial=0))[-2::-1]
-        first = [size for size, whole in zip(padded, persistent, strict=True) if not whole]
+        behind = list(accumulate(reversed(everyone), initial=0))[-2::-1]
+        gathered = [_padded(size, ranks) for size in everyone]
+        first = [size for size, whole in zip(gathered, persistent, strict=True) if not whole]
         second = [
             size
-            for size, whole, others in zip(padded, persistent, behind, strict=True)
+            for size, whole, others in zip(gathered, persistent, behind, strict=True)
             if not whole and 2 * others > self.reuse_distance
         ]
         passes: tuple[tuple[list[int], Part], ...] = ((first, "forward"), (second[::-1], "backward"))
@@ -137,7 +144,9 @@ class Zero:
             yield Message("reduce-scatter", sums * size, "backward")
         yield Message("all-reduce", 4)  # the norm of the gradients
         yield from (
-            Message("all-gather", width * size) for size, whole in zip(padded, persistent, strict=True) if whole
+            Message("all-gather", width * size)
+            for size, whole in zip(padded, persistent[len(frozen) :], strict=True)
+            if whole
         )
 
 
