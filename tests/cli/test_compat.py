@@ -250,7 +250,7 @@ def test_dit(classes: Path) -> None:
     assert (config.optim.name, config.optim.lr, config.optim.schedule) == ("adamw", 1e-4, "constant")
     assert (config.data.random_flip, objective.condition_dropout) == (True, 0.1)
     given = _parser().parse_args(sample[1:])
-    assert (str(given.folder), str(given.npz)) == (config.output.folder, f"{config.output.folder}/samples.npz")
+    assert (str(given.folder), str(given.npz)) == (config.output.folder, f"{config.output.folder}/samples-30.npz")
     assert (given.scheduler, given.respacing, given.cfg, given.cfg_channels) == ("ddpm", "250", 4.0, 3)
     assert (given.classes, given.per_class, given.clip_denoised) == ("207,360,387,974,88,979,417,279", 1, False)
     notes = "\n".join(done.notes)

@@ -286,10 +286,10 @@ def test_the_other_commands_are_ones_that_fastdiff_has() -> None:
         assert (given.crop, given.autoencoder, hasattr(given, "flip")) == ("adm", "identity", False)
         assert given.classes_from == "none", "an unconditional network needs none, whatever the files are called"
         given = _parser().parse_args(export[1:])
-        folder = config_of(train).output.folder
+        folder, steps = config_of(train).output.folder, config_of(train).steps
         assert (str(given.run_folder), given.format) == (folder, "iddpm")
         given = _parser().parse_args(sample[1:])
-        assert (str(given.folder), str(given.npz)) == (folder, f"{folder}/samples.npz")
+        assert (str(given.folder), str(given.npz)) == (folder, f"{folder}/samples-{steps}.npz")
         assert (given.scheduler, given.respacing, given.clip_denoised) == ("ddpm", "4000", None)
         wanted = (10_000, None) if script == "iddpm" else (None, Path("base.npz").absolute())
         assert (given.num, given.low_res) == wanted

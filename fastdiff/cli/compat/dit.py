@@ -70,7 +70,7 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
             _encode(flags, data, latents),
             training(gpus, *_flags(flags, steps, latents, run)),
             ["fastdiff", "export", run, f"{run}-export", "--overwrite", "--format", "dit-training"],
-            _sample(flags, run),
+            _sample(flags, run, steps),
         ],
         [*_NOTES],
     )
@@ -143,13 +143,16 @@ def _is_here(folder: str) -> bool:
     return True
 
 
-def _sample(flags: argparse.Namespace, run: str) -> list[str]:
-    """Return the equivalent of their sample.py, whose images are of eight classes of ImageNet."""
+def _sample(flags: argparse.Namespace, run: str, steps: int) -> list[str]:
+    """Return the equivalent of their sample.py, whose images are of eight classes of ImageNet.
+
+    The name has the steps, because a file of an earlier end is not replaced.
+    """
     shown = ("--classes", ",".join(map(str, _SHOWN))) if flags.num_classes > max(_SHOWN) else ()
     return [
         "fastdiff", "sample", run,
         "--scheduler", "ddpm", "--respacing", "250", "--cfg", "4", "--cfg-channels", "3", "--no-clip-denoised",
-        *shown, "--per-class", "1", "--npz", f"{run}/samples.npz",
+        *shown, "--per-class", "1", "--npz", f"{run}/samples-{steps}.npz",
     ]  # fmt: skip
 
 

@@ -115,7 +115,7 @@ def _translated(flags: argparse.Namespace, gpus: int, script: str, published: st
         flag("output.keep", max(2, steps // flags.save_interval + 1)),
         flag("output.sample_every", 0),
     )
-    done = Translation([_encode(flags, network.size, shards), train, _export(run), _sample(flags, network, run)])
+    done = Translation([_encode(flags, network.size, shards), train, _export(run), _sample(flags, network, run, steps)])
     _add_notes(done, flags, network, published, steps)
     return done
 
@@ -132,13 +132,16 @@ def _export(run: str) -> list[str]:
     return ["fastdiff", "export", run, f"{run}-export", "--overwrite", "--format", "iddpm"]
 
 
-def _sample(flags: argparse.Namespace, network: AdmConfig, run: str) -> list[str]:
-    """Return the equivalent of their image_sample.py and super_res_sample.py with their defaults."""
+def _sample(flags: argparse.Namespace, network: AdmConfig, run: str, steps: int) -> list[str]:
+    """Return the equivalent of their image_sample.py and super_res_sample.py with their defaults.
+
+    The name has the steps, because a file of an earlier end is not replaced.
+    """
     return [
         "fastdiff", "sample", run,
         "--scheduler", "ddpm", "--respacing", str(flags.diffusion_steps),
         *(("--low-res", os.path.abspath("base.npz")) if network.low_res_size else ("--num", "10000")),
-        "--npz", f"{run}/samples.npz",
+        "--npz", f"{run}/samples-{steps}.npz",
     ]  # fmt: skip
 
 
