@@ -9,7 +9,7 @@
 #   PART         a part or a group of the list below; default: all, in this order
 #
 # Group    Parts                                     Needs, by the names to import
-# all                                                torch triton numpy psutil tqdm typing_extensions
+# all                                                torch triton numpy psutil rich typing_extensions
 #                                                    pydantic pydantic_core annotated_types typing_inspection
 # doctor                                             what step needs
 # ops      tests of the kernels                      pytest hypothesis scipy; faster with xdist

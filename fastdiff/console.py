@@ -2,20 +2,23 @@
 
 ``log`` is for messages during a run. It writes to standard error with the time, the level and, with several ranks, the
 rank, and does not break a progress bar; a terminal gets wrapped lines. Commands print their results plainly on standard
-output (``terminal.show``). The error that ends a command is printed by ``errors.report``.
+output (``show``). The error that ends a command is printed by ``errors.report``.
 """
 
 from __future__ import annotations
 
+import enum
 import io
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 
 from fastdiff import sanitize
 from fastdiff.live_line import live_line
+from fastdiff.terminal import columns, fitted, redraws
 
 _NAME = "fastdiff"
 
@@ -23,6 +26,23 @@ _NAME = "fastdiff"
 def write_line(text: str) -> None:
     """Write a line, without credentials, to standard error, above the bar of this process if it shows one."""
     live_line.write_above(sanitize.message(text))
+
+
+class Colour(enum.IntEnum):
+    """Colours of a terminal, by their numbers in escape sequences."""
+
+    RED = 31
+    GREEN = 32
+
+
+def show(text: str, colour: Colour | None = None) -> None:
+    """Print a result on standard output; on a terminal it is wrapped and, unless NO_COLOR is set, coloured."""
+    text = fitted(text, columns(sys.stdout))
+    if colour is not None and redraws(sys.stdout) and not os.environ.get("NO_COLOR"):
+        text = f"\x1b[{colour}m{text}\x1b[0m"
+    with live_line.hidden():
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
 
 
 class _Handler(logging.Handler):

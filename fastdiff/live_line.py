@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from fastdiff.terminal import columns, fitted, redraws
 
@@ -44,6 +45,14 @@ class LiveLine:
         with self._lock:
             self._write("\n" * bool(self._shown))
             self._shown = ""
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Take the line away while something else is printed on the terminal."""
+        with self._lock:
+            self._write(_ERASE * bool(self._shown))
+            yield
+            self._write(self._shown)
 
     def write_above(self, text: str) -> None:
         """Write a message, wrapped at the width of a terminal, and draw the line again below it."""

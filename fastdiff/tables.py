@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Collection, Sequence
+from itertools import zip_longest
 
 from fastdiff.terminal import filled, width
 
@@ -45,18 +45,13 @@ def _narrowed(rows: Sequence[Sequence[str]], widths: Sequence[int], room: int) -
 
 
 def _drawn(rows: Sequence[Sequence[str]], left: Collection[int], widths: Sequence[int], gap: int) -> str:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table.grid(padding=(0, gap, 0, 0), pad_edge=False)
-    for column, columns in enumerate(widths):
-        grid.add_column(width=columns, no_wrap=True, justify="left" if column in left else "right")
+    lines = []
     for row in rows:
-        grid.add_row(
-            *(Text("\n".join(filled(_PIECE.findall(cell), w, w))) for cell, w in zip(row, widths, strict=True))
-        )
-    found = io.StringIO()
-    room = sum(widths) + gap * len(widths)
-    Console(file=found, width=room, color_system=None, force_jupyter=False).print(grid)
-    return "\n".join(line.rstrip() for line in found.getvalue().splitlines())
+        cells = [list(filled(_PIECE.findall(cell), room, room)) for cell, room in zip(row, widths, strict=True)]
+        for parts in zip_longest(*cells, fillvalue=""):
+            padded = (
+                part + " " * (room - width(part)) if column in left else " " * (room - width(part)) + part
+                for column, (part, room) in enumerate(zip(parts, widths, strict=True))
+            )
+            lines.append((" " * gap).join(padded).rstrip())
+    return "\n".join(lines)

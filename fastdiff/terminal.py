@@ -6,20 +6,10 @@ backticks are not broken where a line has room for them.
 
 from __future__ import annotations
 
-import enum
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from typing import TextIO
-
-
-class Colour(enum.IntEnum):
-    """Colours of a terminal, by their numbers in escape sequences."""
-
-    RED = 31
-    GREEN = 32
-
 
 _NARROWEST = 20
 _USUAL = 80
@@ -74,15 +64,6 @@ def fitted(text: str, room: int | None) -> str:
     if room is None:
         return text
     return "\n".join(part for line in text.split("\n") for part in _wrapped(line, room))
-
-
-def show(text: str, colour: Colour | None = None) -> None:
-    """Print a result on standard output; on a terminal it is wrapped and, unless NO_COLOR is set, coloured."""
-    text = fitted(text, columns(sys.stdout))
-    if colour is not None and redraws(sys.stdout) and not os.environ.get("NO_COLOR"):
-        text = f"\x1b[{colour}m{text}\x1b[0m"
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def _wrapped(line: str, room: int) -> Iterator[str]:

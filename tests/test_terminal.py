@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from fastdiff.console import Colour, show
 from fastdiff.tables import table
-from fastdiff.terminal import Colour, columns, fitted, show
+from fastdiff.terminal import columns, fitted
 from tests.support.terminals import on_terminal
 
 ROWS = (

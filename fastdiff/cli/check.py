@@ -6,8 +6,8 @@ import argparse
 
 from fastdiff.config.argument_types import Subcommands, local_path
 from fastdiff.config.presets import PRESETS
+from fastdiff.console import Colour, show
 from fastdiff.errors import DataError, StorageError
-from fastdiff.terminal import Colour, show
 
 _COLOURS = {"OK": Colour.GREEN, "PROBLEM:": Colour.RED}
 """Of the lines of ``fastdiff doctor``, by their first word."""

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from fastdiff.config.argument_types import MOST_WORKERS, Subcommands, at_most, count, local_path, shape
+from fastdiff.console import show
 from fastdiff.errors import ConfigError
 
 _BUILTIN = {"digits": ("split",), "synthetic": ("shape", "samples", "classes")}
@@ -161,4 +162,4 @@ def _encode_builtin(source: str, given: Mapping[str, Any]) -> None:
 
     options, out = {name: given[name] for name in _BUILTIN[source] if name in given}, given["out"]
     info = encode_digits(out, **options) if source == "digits" else encode_synthetic(out, **options)
-    print(f"{out} is complete: {info.samples} samples; check it with `{shlex.join(['fastdiff', 'verify', str(out)])}`")
+    show(f"{out} is complete: {info.samples} samples; check it with `{shlex.join(['fastdiff', 'verify', str(out)])}`")

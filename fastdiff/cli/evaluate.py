@@ -19,6 +19,7 @@ from fastdiff.config.argument_types import (
     require_local,
     seed,
 )
+from fastdiff.console import show
 from fastdiff.errors import ConfigError, require
 from fastdiff.files import require_output, write_output
 
@@ -165,13 +166,13 @@ def _evaluate_nll(arguments: argparse.Namespace, published: RunConfig | None) ->
     options = NllOptions(**_given(arguments, "samples", "data", "batch", "seed"), clip=arguments.clip_denoised)
     run = Run(arguments.subject, ema=arguments.ema, ema_std=arguments.ema_std, published=published)
     result, found = evaluate_nll(run, options, progress=True)
-    print(
+    show(
         f"{run.result('nll.json')}: {result['total_bpd']:.4f} ± {result['total_bpd_se']:.4f} bits per "
         f"dimension ({result['prior_bpd']:.1e} of them from the prior), {result['samples']} samples; {run.description}"
     )
     if arguments.png:
         draw(arguments.png, found)
-        print(f"drawn: {arguments.png}")
+        show(f"drawn: {arguments.png}")
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:

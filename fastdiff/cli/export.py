@@ -6,6 +6,7 @@ import argparse
 
 from fastdiff.cli.published_weights import add_plugin, add_preset, parse_published
 from fastdiff.config.argument_types import Subcommands, add_averages, count, local_path
+from fastdiff.console import show
 from fastdiff.errors import require
 
 
@@ -84,6 +85,6 @@ def _export(arguments: argparse.Namespace) -> None:
         repo_id=arguments.push_to_hub,
         overwrite=arguments.overwrite,
     )
-    print(f"{arguments.out} is written, in the format {arguments.format}; its README.md says how to load it")
+    show(f"{arguments.out} is written, in the format {arguments.format}; its README.md says how to load it")
     if arguments.push_to_hub is not None:
-        print(push(arguments.out, arguments.push_to_hub, private=arguments.private))
+        show(push(arguments.out, arguments.push_to_hub, private=arguments.private))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from fastdiff.config.argument_types import Parser, Subcommands, count, count_or_zero, local_path
-from fastdiff.console import write_line
+from fastdiff.console import show, write_line
 from fastdiff.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -248,8 +248,8 @@ def _hosts(arguments: argparse.Namespace) -> None:
     command = hosts.deepspeed_command(job, arguments.hostfile)
     start = f"cd -- {shlex.quote(os.getcwd())} || exit 1\nexec {shlex.join(command)}\n"
     write(arguments.output, f"#!/bin/sh\n# Written by `fastdiff launch hosts`.\n{start}")
-    print(f"{arguments.output}: the job for DeepSpeed's launcher, without supervision")
-    print(f"next: the same command with --submit, or sh {shlex.quote(str(arguments.output))}")
+    show(f"{arguments.output}: the job for DeepSpeed's launcher, without supervision")
+    show(f"next: the same command with --submit, or sh {shlex.quote(str(arguments.output))}")
 
 
 def _slurm(arguments: argparse.Namespace) -> None:
@@ -272,9 +272,9 @@ def _slurm(arguments: argparse.Namespace) -> None:
     )
     write(arguments.output, slurm.script(job, batch))
     if arguments.submit:
-        print(f"submitted job {slurm.submit(arguments.output)}")
+        show(f"submitted job {slurm.submit(arguments.output)}")
     else:
-        print(f"{arguments.output} is written; next: {shlex.join(['sbatch', str(arguments.output)])}")
+        show(f"{arguments.output} is written; next: {shlex.join(['sbatch', str(arguments.output)])}")
 
 
 def _k8s(arguments: argparse.Namespace) -> None:
@@ -302,9 +302,9 @@ def _k8s(arguments: argparse.Namespace) -> None:
         write_line("fastdiff: warning: without --pvc the run folder, its checkpoints and the data end with their pod")
     write(arguments.output, kubernetes.manifest(job, pods))
     if arguments.submit:
-        print(kubernetes.submit(arguments.output))
+        show(kubernetes.submit(arguments.output))
     else:
-        print(f"{arguments.output} is written; next: {shlex.join(['kubectl', 'apply', '-f', str(arguments.output)])}")
+        show(f"{arguments.output} is written; next: {shlex.join(['kubectl', 'apply', '-f', str(arguments.output)])}")
 
 
 def _unique(flag: str, pairs: list[tuple[str, str]]) -> dict[str, str]:

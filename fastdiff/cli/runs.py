@@ -7,8 +7,9 @@ import json
 import sys
 
 from fastdiff.config.argument_types import VECTORS, Subcommands, at_most, count, local_path, picture, positive
+from fastdiff.console import show
 from fastdiff.errors import ConfigError
-from fastdiff.terminal import columns, show
+from fastdiff.terminal import columns
 
 
 def add(commands: Subcommands) -> None:

@@ -18,6 +18,7 @@ from fastdiff.config.argument_types import (
     seed,
 )
 from fastdiff.config.sampler import SamplerConfig, SchedulerName
+from fastdiff.console import show
 from fastdiff.errors import ConfigError
 from fastdiff.files import require_output
 
@@ -167,7 +168,7 @@ def _sample(arguments: argparse.Namespace) -> None:
     else:
         titles = run.draw_classes(grid, arguments.classes, per_class=arguments.per_class or 8, sampler=sampler)
         columns = f"; columns: {', '.join(titles)}" if titles else ""
-    print(f"{grid}: {run.description}{columns}")
+    show(f"{grid}: {run.description}{columns}")
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from fastdiff.config.sampler import SamplerConfig
 from fastdiff.config.sections.performance import Precision
+from fastdiff.console import show
 from fastdiff.data.encoding.autoencoder import reproducible
 from fastdiff.data.encoding.options import Rank
 from fastdiff.errors import ConfigError
@@ -54,7 +55,7 @@ def draw_set(
     sampler: SamplerConfig,
     options: SetOptions,
     rank: Rank | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = show,
 ) -> None:
     """Draw the missing batches together with all other processes that do so; the one that completes them joins them.
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from fastdiff.config.argument_types import Subcommands, count, local_path
+from fastdiff.console import show
 from fastdiff.errors import FastdiffError, Preempted
 
 _STEPS = 600
@@ -88,14 +89,14 @@ class Demo:
             self._measure()
             self._report()
             minutes = (time.monotonic() - self._began) / 60
-            print(f"\nDone in {minutes:.1f} minutes. Your turn: a recipe of docs/recipes/")
+            show(f"\nDone in {minutes:.1f} minutes. Your turn: a recipe of docs/recipes/")
 
     def _examine(self) -> None:
         _title("This machine")
         found = _output("doctor")
         for line in found.splitlines():
             if line.startswith(("OK ", "PROBLEM")):
-                print(line)
+                show(line)
 
     def _encode(self) -> None:
         if (self._data / "dataset.json").exists():
@@ -127,14 +128,14 @@ class Demo:
         if not killed:
             self._disturbed.require_done(code or FastdiffError.exit_code)
         newest = self._disturbed.checkpoints()[0]
-        print(f"At step {killed[0]} rank {killed[1]} got a SIGKILL (process {killed[2]}). The supervisor says:")
-        print(f"  {_last_error(self._disturbed.last_words())}")
-        print(f"What is left: the checkpoint of step {newest}, written whole or not at all.")
+        show(f"At step {killed[0]} rank {killed[1]} got a SIGKILL (process {killed[2]}). The supervisor says:")
+        show(f"  {_last_error(self._disturbed.last_words())}")
+        show(f"What is left: the checkpoint of step {newest}, written whole or not at all.")
 
     def _resume(self) -> None:
         _title("The same command again resumes")
         self._disturbed.require_done(self._disturbed.run())
-        print(f"Digits as they sharpened: {self._run_folder}/samples/")
+        show(f"Digits as they sharpened: {self._run_folder}/samples/")
 
     def _train_undisturbed(self) -> None:
         _title("The same run, left alone")
@@ -145,7 +146,7 @@ class Demo:
 
         _title("Both, bit by bit")
         found = compare(self._disturbed.folder, self._alone.folder)
-        print(
+        show(
             f"{found.tensors} tensors with {found.numbers:,} numbers of step {found.step} (weights, their average and "
             f"both moments of the optimizer): {found.bits:,} bits differ"
         )
@@ -156,13 +157,13 @@ class Demo:
         _title("500 digits are drawn, and a classifier of real ones reads them")
         _call("evaluate", str(self._run_folder))
         found = json.loads((self._run_folder / "evaluation.json").read_text())
-        print(f"accuracy {found['accuracy']:.3f}, Fréchet distance {found['frechet_distance']:.2f} ({_REAL})")
+        show(f"accuracy {found['accuracy']:.3f}, Fréchet distance {found['frechet_distance']:.2f} ({_REAL})")
 
     def _report(self) -> None:
         _title("The whole story on one page")
         page = self._run_folder / "report.html"
         _call("report", str(self._run_folder), str(page))
-        print(f"Open {page.resolve()}")
+        show(f"Open {page.resolve()}")
 
 
 def _equal_bits() -> list[str]:
@@ -173,7 +174,7 @@ def _equal_bits() -> list[str]:
 
 
 def _title(text: str) -> None:
-    print(f"\n== {text}", flush=True)
+    show(f"\n== {text}")
 
 
 def _call(*words: str) -> None:

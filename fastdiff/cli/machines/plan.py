@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdiff.config.argument_types import Parser, Subcommands, local_path, picture
+from fastdiff.console import show
 from fastdiff.errors import ConfigError
-from fastdiff.terminal import columns, show
+from fastdiff.terminal import columns
 
 if TYPE_CHECKING:
     from fastdiff.config.run import RunConfig

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy.typing as npt
 import torch
 
+from fastdiff.console import show
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, reproducible
 from fastdiff.data.encoding.builtin import versions
 from fastdiff.data.encoding.losses import losses
@@ -44,7 +45,7 @@ _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 _CLASSES_SHOWN = 12
 
 
-def encode_images(options: EncodeOptions, say: Callable[[str], None] = print) -> None:
+def encode_images(options: EncodeOptions, say: Callable[[str], None] = show) -> None:
     """Encode the source together with all other processes that do so, and publish the data set at the end.
 
     Args:
