@@ -203,7 +203,7 @@ def _console() -> Console:
 
 
 def _rounded(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
 def _clock(seconds: float) -> str:
