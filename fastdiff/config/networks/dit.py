@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -41,6 +42,10 @@ class DiTConfig(ModelConfig):
     def __post_init__(self) -> None:
         for name in ("depth", "hidden", "heads", "patch", "channels", "size", "classes"):
             require(getattr(self, name) >= 1, f"--model.{name} {getattr(self, name)}: at least 1")
+        require(
+            1 <= self.hidden * self.mlp_ratio < math.inf,
+            f"--model.mlp_ratio {self.mlp_ratio}: a number above 0; 4 is usual",
+        )
         require(
             self.hidden % self.heads == 0,
             f"--model.hidden {self.hidden} is not divisible by --model.heads {self.heads}; "

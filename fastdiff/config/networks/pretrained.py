@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -67,7 +68,7 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, f"--lora.rank {self.rank}: 0 (no LoRA) or above")
-        require(self.alpha is None or self.alpha > 0, f"--lora.alpha {self.alpha}: above 0, or None")
+        require(self.alpha is None or 0 < self.alpha < math.inf, f"--lora.alpha {self.alpha}: above 0, or None")
         for name, default in (("alpha", None), ("targets", ()), ("quantize", "none")):
             require(self.rank > 0 or getattr(self, name) == default, f"--lora.{name} needs --lora.rank above 0")
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from fastdiff.errors import require
 
+_LEAST_EPS = 2.0**-126
 POLYNOMIAL_END = 1e-7
 """Learning rate at the end of --optim.schedule polynomial."""
 
@@ -40,10 +41,19 @@ class OptimConfig:
     def __post_init__(self) -> None:
         require(0 < self.lr < math.inf, f"--optim.lr {self.lr}: above 0")
         require(all(0 <= b < 1 for b in self.betas), f"--optim.betas {self.betas}: each from 0 to below 1")
-        for name in ("eps", "weight_decay", "clip", "warmup_steps"):
+        for name in ("weight_decay", "clip", "warmup_steps"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"--optim.{name} {value}: 0 or above")
-        require(self.eps > 0 or self.name != "adamw8bit", "--optim.eps 0: above 0 with --optim.name adamw8bit")
+        require(
+            _LEAST_EPS <= self.eps < math.inf,
+            f"--optim.eps {self.eps}: at least {_LEAST_EPS:.2g}, the smallest number of fp32: a weight without a "
+            "gradient becomes NaN otherwise; 1e-8 is usual",
+        )
+        require(
+            self.lr * self.weight_decay < 1,
+            f"--optim.weight_decay {self.weight_decay} with --optim.lr {self.lr}: their product is below 1, because a "
+            "step multiplies the weights by 1 - lr * weight_decay",
+        )
         require(
             self.warmup_steps == 0 or self.schedule != "constant",
             "--optim.warmup_steps has no effect with --optim.schedule constant; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,5 +58,7 @@ class OutputConfig:
             "sample_every": 0,
             "sample_steps": 1,
         }
+        for name in ("pinned_gib", "sample_cfg"):
+            require(math.isfinite(getattr(self, name)), f"--output.{name} {getattr(self, name)}: a finite number")
         for name, value in least.items():
             require(getattr(self, name) >= value, f"--output.{name} {getattr(self, name)}: at least {value}")
