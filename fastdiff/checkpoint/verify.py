@@ -11,6 +11,9 @@ from fastdiff.checkpoint.reader import snapshot_folder
 from fastdiff.errors import StorageError
 from fastdiff.progress_bar import Bar
 
+_LISTINGS = 5
+"""Listings of checkpoints that an active run may each prune before they are read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verified:
@@ -60,21 +63,51 @@ def is_run(folder: Path) -> bool:
 def verify_run(folder: str | os.PathLike[str]) -> RunReport:
     """Check the manifest, and the size and sha256 of every file, of all checkpoints and snapshots.
 
-    Nothing is written. An active run may add and prune checkpoints meanwhile; the report omits those.
+    Nothing is written. An active run may add and prune checkpoints meanwhile; the report omits those that vanish, and
+    has newer ones if none else is left.
     """
     folder = Path(folder)
-    folders = {"checkpoint": committed(folder / "checkpoints"), "snapshot": committed(snapshot_folder(folder))}
-    sizes = {path: _bytes(path) for paths in folders.values() for path in paths}
-    with Bar("verify", sum(sizes.values()) / 2**20, "MiB") as bar:
-        found: dict[str, list[Verified]] = {}
-        for what, paths in folders.items():
-            found[what] = []
-            for path in paths:
-                trouble = verify(path)
-                if path.exists():  # may be pruned during the read
-                    found[what].append(Verified(f"{what} of step {step_of(path)}", sizes[path], tuple(trouble)))
-                bar.update(sizes[path] / 2**20)
-    return RunReport(folder, tuple(found["checkpoint"]), tuple(found["snapshot"]))
+    return RunReport(
+        folder,
+        tuple(_verify_all(folder / "checkpoints", "checkpoint")),
+        tuple(_verify_all(snapshot_folder(folder), "snapshot")),
+    )
+
+
+def _verify_all(folder: Path, what: str) -> list[Verified]:
+    """Verify the committed folders, newest first; list them again while all that were found have vanished."""
+    seen: set[Path] = set()
+    found: list[Verified] = []
+    for _ in range(_LISTINGS):
+        paths = [path for path in committed(folder) if path not in seen]
+        if found or not paths:
+            break
+        seen.update(paths)
+        sizes = [_bytes(path) for path in paths]
+        with Bar(f"verify {what}s", sum(sizes) / 2**20, "MiB") as bar:
+            for path, size in zip(paths, sizes, strict=True):
+                problems = _problems(path)
+                if problems is not None:
+                    found.append(Verified(f"{what} of step {step_of(path)}", size, problems))
+                bar.update(size / 2**20)
+    return found
+
+
+def _problems(folder: Path) -> tuple[str, ...] | None:
+    """Return what is wrong with a checkpoint; None if an active run has removed or replaced it meanwhile."""
+    before = _identity(folder)
+    problems = verify(folder)
+    is_there = before is not None and _identity(folder) == before
+    return tuple(problems) if is_there else None
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Return what tells a folder from another one of the same name; None if it is gone."""
+    try:
+        status = folder.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _bytes(folder: Path) -> int:

@@ -27,7 +27,7 @@ from fastdiff.training.build import build
 from fastdiff.training.checkpoints import Checkpoints
 from fastdiff.training.state import TrainState
 from tests.support.forked import forked_ranks, values
-from tests.support.runs import hexes, intact, launch, losses, tiny, train_losses
+from tests.support.runs import hexes, intact, launch, losses, renew_digest, tiny, train_losses
 
 pytestmark = pytest.mark.timeout(600)
 LAST = 4
@@ -145,6 +145,35 @@ def test_verify_tells_what_is_damaged(trained: Path, tmp_path: Path, capsys: pyt
     shutil.rmtree(folder / "checkpoints")
     assert command(["verify", str(folder)]) == 74
     assert "no checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["before the read", "amid the read", "of all"])
+def test_a_checkpoint_that_an_active_run_prunes_is_no_damage(
+    when: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While the first is read, the run removes it, or saves a third one and removes both."""
+    folder, pruned = tmp_path / "run", [4] if when != "of all" else [4, 2]
+    shutil.copytree(trained, folder)
+    checkpoints = folder / "checkpoints"
+    shutil.copytree(checkpoints / "step-00000002", tmp_path / "third")
+
+    def read_beside_a_run(path: Path) -> list[str]:
+        found = verify(path) if when == "amid the read" else []
+        while pruned:
+            shutil.rmtree(checkpoints / f"step-{pruned.pop(0):08d}")
+        if when == "of all" and (tmp_path / "third").exists():
+            shutil.move(tmp_path / "third", checkpoints / "step-00000006")
+            manifest = checkpoints / "step-00000006" / "MANIFEST.json"
+            manifest.write_text(manifest.read_text().replace('"steps": 2', '"steps": 6'))
+            renew_digest(manifest)
+        return found or verify(path)
+
+    monkeypatch.setattr("fastdiff.checkpoint.verify.verify", read_beside_a_run)
+    assert command(["verify", str(folder)]) == 0
+    said = capsys.readouterr()
+    assert "damaged" not in said.out + said.err
+    assert f"checkpoint of step {6 if when == 'of all' else 2}: intact" in said.out
+    assert "step 4" not in said.out
 
 
 def test_verify_looks_at_snapshots_too(
