@@ -21,6 +21,7 @@ from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.build import build_batches, build_order, choose_loader
 from fastdiff.data.loading.order import SampleOrder
 from fastdiff.data.loading.training_set import Data, check_provenance, null_condition, open_data, with_captions
+from fastdiff.data.shards.usage import note_use
 from fastdiff.diffusion.objective import Objective
 from fastdiff.ledger.writer import Ledger
 from fastdiff.models import kernel_choice, load, toolchain
@@ -294,6 +295,7 @@ def _open_data(config: RunConfig, world: World, stack: ExitStack) -> tuple[Data,
     reader = world.together(lambda: open_data(config, world.device))
     stack.enter_context(reader)
     world.on_first(lambda: check_provenance(config, reader.info))
+    world.on_first(lambda: note_use(Path(config.data.path), Path(config.output.folder)))
     order = build_order(
         reader.info, seed=config.seed, window_shards=config.data.shuffle_shards, global_batch=config.batch.samples
     )

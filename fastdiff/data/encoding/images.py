@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import PurePath
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from fastdiff.data.encoding.builtin import versions
 from fastdiff.data.encoding.losses import losses
 from fastdiff.data.encoding.options import EncodeOptions, Rank
 from fastdiff.data.encoding.plan import BAD_IMAGES, BadRecord, EncodeFolder, UnitRecord
+from fastdiff.data.encoding.source_facts import WatchedSource, compare
 from fastdiff.data.encoding.uncaptioned import lacks_captions, require_captions, told
 from fastdiff.data.encoding.unit import UnitEncoder
 from fastdiff.data.images.decode import BadImage, Decoder, ImageTransform, open_decoder
@@ -58,7 +60,11 @@ def encode_images(options: EncodeOptions, say: Callable[[str], None] = show) -> 
         StorageError: A file cannot be read or written.
         Preempted: Interrupted by Ctrl-C, or shards are missing that this process cannot write.
     """
-    _ImageEncode(options, Rank.from_environment(), say).run()
+    encode = _ImageEncode(options, Rank.from_environment(), say)
+    try:
+        encode.run()
+    finally:
+        encode.close()
 
 
 class _ImageEncode:
@@ -99,8 +105,15 @@ class _ImageEncode:
         self._text_digest = pretrained.digest("text_encoder") if self._embeds_captions else None
         self._stopwatch = Stopwatch()
         self._threads = ThreadPoolExecutor(rank.cores(), thread_name_prefix="autoencoder")
+        self._watched = WatchedSource(self._source)
         self._folder = EncodeFolder(
-            options.out, self._plan(), self._source.units, self._captions_per_image, self._say_that_we_wait
+            options.out,
+            self._plan(),
+            self._source.units,
+            self._captions_per_image,
+            self._say_that_we_wait,
+            partial(compare, self._source),
+            say,
         )
         self._images = 0
         self._encoded: set[int] = set()
@@ -108,10 +121,10 @@ class _ImageEncode:
         self._bad: list[BadRecord] = []  # of this rank, earlier attempts included
 
     def run(self) -> None:
-        """Encode all missing units of this rank, publish and report."""
+        """Encode all missing units, publish and report."""
         if self._folder.published:
-            if self._rank.number == 0:
-                self._say(f"{self._options.out} is already complete")
+            unseen = f"; whether {self._source.name} was edited since cannot be seen" if self._folder.unseen else ""
+            self._say(f"{self._options.out} is already complete{unseen}")
             return
         if self._rank.number == 0:
             words = told(self._source, in_pixels=self._in_pixels, without_text=self._embeds_nothing)
@@ -127,6 +140,10 @@ class _ImageEncode:
             self._encode_all()
         self._report(sum(record.images for record in kept.values()))
 
+    def close(self) -> None:
+        """Let other processes know that this one has ended."""
+        self._folder.close()
+
     def _encode_all(self) -> None:
         """Encode until all units are finished, by whichever process, and publish the data set."""
         while True:
@@ -140,10 +157,11 @@ class _ImageEncode:
             if not missing:
                 return
             others = self._folder.unfinished()
-            if not others or not self._encoded.isdisjoint(others):
+            if not self._encoded.isdisjoint(others):
                 raise self._preempted(f"{missing} of {self._source.units} shards are missing")
-            self._say(f"rank {self._rank.number}: waiting for {len(others)} shards that other processes write")
-            self._folder.wait(others[0])
+            if others:  # otherwise another process has just finished the last one
+                self._say(f"rank {self._rank.number}: waiting for {len(others)} shards that other processes write")
+                self._folder.wait(others[0])
 
     @contextmanager
     def _told_what_is_kept(self) -> Iterator[None]:
@@ -165,7 +183,7 @@ class _ImageEncode:
         device, info = self._device, self._info()
         on_gpu = device.type == "cuda"
         stream = decoded_images(
-            self._source,
+            self._watched,
             self._decoder,
             units,
             self._stopwatch,
@@ -179,7 +197,7 @@ class _ImageEncode:
                     self._take_over(unit)
                     bar.total = expected.images
                 record = self._encode_unit(unit, info, chunks, bar)
-                self._folder.finish(unit, record)
+                self._folder.finish(unit, record, self._watched.facts(unit))
                 self._encoded.add(unit)
                 expected.add(record)
                 bar.total = expected.images
@@ -261,10 +279,8 @@ class _ImageEncode:
             return max(1, *map(self._source.most_captions, bar.over(range(self._source.units))))
 
     def _say_that_we_wait(self) -> None:
-        if self._options.captions == "all":
-            self._say(
-                f"rank {self._rank.number}: waiting while another rank counts the captions of {self._source.name}"
-            )
+        does = "counts the captions of" if self._options.captions == "all" else "looks at"
+        self._say(f"rank {self._rank.number}: waiting while another rank {does} {self._source.name}")
 
     def _plan(self) -> dict[str, Any]:
         """Return all options and digests that affect the bytes, except versions and hardware."""

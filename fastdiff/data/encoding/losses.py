@@ -13,7 +13,7 @@ from fastdiff.data.shards.format import DatasetInfo
 def losses(
     item: ImageItem, decoded: Decoded, info: DatasetInfo, encoder: LatentEncoder | PixelEncoder
 ) -> Iterator[str]:
-    """Yield what is lost of an image, in words that follow a count.
+    """Yield what is lost of an image, in words that a count follows.
 
     Args:
         item: The image in the source.

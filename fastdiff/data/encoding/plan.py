@@ -3,6 +3,10 @@
 ``plan.json`` holds all options that affect the bytes, and ``unit-000012.json`` records a finished unit. A unit without
 a record is encoded again from its start, so the same command resumes a killed encode. A process claims a unit by the
 lock of ``unit-000012.lock`` (``parallel/claims.py``). The rank that finds all records publishes the data set.
+
+The plan stays beside the published data set as ``encode.json``, and each record with what its unit was encoded from
+(``source_facts.py``), as ``train-000012.source.json``. By them a later call of the same command finds what was edited
+in the source. It makes the data set an unfinished encode again, without the units that are stale.
 """
 
 from __future__ import annotations
@@ -17,14 +21,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any
+from typing import IO, Any
 
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
+from fastdiff.data.encoding.source_facts import Changes, UnitFacts
 from fastdiff.data.selection import Counted, Selection
 from fastdiff.data.shards.format import (
     CAPTIONED,
+    ENCODE_PLAN,
     INFO_FILE,
     DatasetInfo,
     ShardInfo,
@@ -34,9 +40,10 @@ from fastdiff.data.shards.format import (
     null_path,
 )
 from fastdiff.data.shards.null_embedding import write_null
+from fastdiff.data.shards.usage import runs_that_use
 from fastdiff.data.shards.writer import is_shard_file
 from fastdiff.errors import ConfigError, DataError, StorageError, remedy
-from fastdiff.files import is_temporary, lock, open_lock_in, publish
+from fastdiff.files import fsync, is_temporary, lock, open_lock_in, publish
 from fastdiff.parallel.claims import Claims
 
 BAD_IMAGES = "bad_images.jsonl"
@@ -45,9 +52,9 @@ _RESULTS = (BAD_IMAGES, *(null_path(Path(), column).name for column in CAPTIONED
 """Files beside the shards that are written last."""
 
 _FOLDER = ".encoding"
-_OWN = re.compile(r"(plan|unit-[0-9]{6,})\.(json|lock)(\.[0-9]+-[0-9a-f]{8}\.tmp)?")
+_OWN = re.compile(r"(plan|living|unit-[0-9]{6,})\.(json|lock)(\.[0-9]+-[0-9a-f]{8}\.tmp)?")
 """Names of the files in it."""
-_CAPTIONS = "captions_per_image"
+_CAPTIONS, _LISTING = "captions_per_image", "source_listing"
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,17 @@ class UnitRecord:
         return sum(shard.samples for shard in self.shards) + len(self.bad)
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """The content of ``train-000012.source.json``."""
+
+    record: UnitRecord
+    facts: UnitFacts
+
+
+Compare = Callable[[Mapping[int, UnitFacts], bool], Changes]
+
+
 class EncodeFolder:
     """A folder into which several processes encode.
 
@@ -82,10 +100,14 @@ class EncodeFolder:
         units: Number of units of the source.
         count_captions: Returns the largest number of captions per image. Only the first process calls it; all others
             wait for the result.
-        wait: Called by a process before it waits for the count.
+        wait: Called by a process before it waits for the first one.
+        compare: Returns the changes of the source since these units were encoded; the second argument says whether they
+            are all. Only the first process calls it.
+        say: Called with a line about the changes.
 
     Attributes:
         published: Whether the folder already holds the data set of this plan.
+        unseen: Whether it does, and edits of its source cannot be seen.
         captions: Result of ``count_captions``.
 
     Raises:
@@ -100,21 +122,41 @@ class EncodeFolder:
         units: int,
         count_captions: Callable[[], int],
         wait: Callable[[], None] = lambda: None,
+        compare: Compare = lambda known, whole: Changes(),
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.out, self._units = out, units
+        self.out, self._units, self._say = out, units, say
         self._work = out / _FOLDER
         self._plan_path = self._work / "plan.json"
         self._claims = Claims(self._work, "unit")
         self._plan: dict[str, Any] = json.loads(canonical_json(plan))
         self.plan_digest = hashlib.sha256(canonical_json(plan)).hexdigest()
-        self.published, self.captions = False, 1
+        self.published, self.unseen, self.captions = False, False, 1
+        self._living: IO[bytes] | None = None
         with self.storage():
             self._refuse_foreign()
         with self._locked(wait):
-            with self.storage():
-                self.published = self._is_published()
-            if not self.published:
-                self.captions = self._agree(count_captions)
+            try:
+                with self.storage():
+                    alone = self._join()
+                    self.published = (self.out / INFO_FILE).exists()
+                    begun = self._begun()
+                if begun is None:
+                    self._begin(count_captions)
+                else:
+                    self._go_on(begun, alone, compare, count_captions)
+            except BaseException:
+                self.close()
+                raise
+            finally:
+                if self.published:
+                    self._remove_work()
+
+    def close(self) -> None:
+        """Release all units that are claimed and not finished, and let other processes be alone."""
+        self._claims.release_all()
+        if self._living is not None:
+            self._living.close()
 
     def record(self, unit: int) -> UnitRecord | None:
         """Return the record of a unit if the unit is finished and all its files have their full length."""
@@ -129,6 +171,7 @@ class EncodeFolder:
         with self.storage():
             if self._is_finished(unit) or not self._claims.take(unit):
                 return False
+            self._require_the_same_source()
             # Without a record of this unit no process can publish, so from here on the files belong to this one.
             if self._is_finished(unit):
                 self._claims.release(unit)
@@ -138,9 +181,10 @@ class EncodeFolder:
                     leftover.unlink(missing_ok=True)
             return True
 
-    def finish(self, unit: int, record: UnitRecord) -> None:
+    def finish(self, unit: int, record: UnitRecord, facts: UnitFacts) -> None:
         """Record that a claimed unit is finished, and release it; its shards must be on disk."""
         with self.storage():
+            self._store(unit, _Stored(record, facts))
             publish(self._record_path(unit), canonical_json(dataclasses.asdict(record)))
         self._claims.release(unit)
 
@@ -220,6 +264,7 @@ class EncodeFolder:
         )
         if problem := info.problem():
             raise DataError(f"{self.out} is not published: {problem}")
+        publish(self.out / ENCODE_PLAN, self._content())
         info.write(self.out)
         self._remove_work()
 
@@ -236,22 +281,177 @@ class EncodeFolder:
             raise ConfigError(
                 f"{self.out} holds {min(found)}, which was not written by an unfinished encode; choose another folder"
             )
-        if (self.out / INFO_FILE).exists():
-            self._is_published()
+        if (self.out / INFO_FILE).exists() and self._begun() is None:
+            self._require_this_plan()
         self._work.mkdir(exist_ok=True)
+
+    def _require_this_plan(self, why: str = "") -> None:
+        """Raise ConfigError if the published data set has another plan."""
+        if not DatasetInfo.read(self.out).provenance.transform.endswith(self.plan_digest):
+            raise ConfigError(
+                f"{self.out} already holds a data set with another source or other options{why}; choose another "
+                "folder, or delete this one"
+            )
 
     def _is_published(self) -> bool:
         """Return whether the data set is published; ConfigError if it has another plan."""
         if not (self.out / INFO_FILE).exists():
             return False
-        if not DatasetInfo.read(self.out).provenance.transform.endswith(self.plan_digest):
-            raise ConfigError(
-                f"{self.out} already holds a data set with another source or other options; choose another folder, or "
-                "delete this one"
-            )
+        self._require_this_plan()
         # The publishing process was killed before it removed this folder, or this process has just created it again.
         self._remove_work()
         return True
+
+    def _join(self) -> bool:
+        """Let other processes see that this one lives; return whether it is the only one."""
+        self._living = open(open_lock_in(self._work, "living.lock"), "rb")  # noqa: SIM115  (held until ``close``)
+        try:
+            lock(self._living.fileno(), self.out)
+        except BlockingIOError:
+            fcntl.flock(self._living, fcntl.LOCK_SH)
+            return False
+        fcntl.flock(self._living, fcntl.LOCK_SH)
+        return True
+
+    def _begun(self) -> dict[str, Any] | None:
+        """Return the plan of the unfinished encode, or of the published data set; None: there is none."""
+        path = self.out / ENCODE_PLAN if (self.out / INFO_FILE).exists() else self._plan_path
+        try:
+            found = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not isinstance(found.get(_CAPTIONS), int):
+            raise ConfigError(f"{path} was changed by another program; delete {self.out} to encode anew")
+        return found
+
+    def _content(self) -> bytes:
+        return canonical_json(self._plan | {_CAPTIONS: self.captions})
+
+    def _begin(self, count_captions: Callable[[], int]) -> None:
+        """Begin an encode, or accept a data set of an older version, which has no plan."""
+        if self.published:
+            self._require_this_plan()
+            self.unseen = True
+            return
+        self.captions = count_captions()
+        with self.storage():
+            publish(self._plan_path, self._content())
+
+    def _go_on(
+        self,
+        begun: dict[str, Any],
+        alone: bool,
+        compare: Compare,
+        count_captions: Callable[[], int],
+    ) -> None:
+        """Go on with an encode, or accept a data set, both without what is stale; other options are an error."""
+        self.captions = int(begun.pop(_CAPTIONS))
+        if changed := _differences(begun, self._plan):
+            if self.published:
+                self._require_this_plan(f" ({changed})")
+            raise ConfigError(
+                f"{self.out} holds an unfinished encode with other options ({changed}); finish it with its options, "
+                "choose another folder, or delete this one to start over"
+            )
+        moved = begun != self._plan
+        if not alone:
+            if moved:
+                raise self._changed_meanwhile()
+            return
+        with self.storage():
+            stored = self._all_stored()
+        changes = compare({unit: each.facts for unit, each in stored.items()}, self.published)
+        self.unseen = changes.unseen
+        with self.storage():
+            for unit, facts in changes.fresh.items():
+                self._store(unit, _Stored(stored[unit].record, facts))
+        if moved or changes.stale:
+            self._drop_stale(begun, stored, changes, count_captions)
+
+    def _drop_stale(
+        self,
+        begun: Mapping[str, Any],
+        stored: Mapping[int, _Stored],
+        changes: Changes,
+        count_captions: Callable[[], int],
+    ) -> None:
+        """Make an unfinished encode of the source as it is now, from the units that are still those of the source."""
+        what = f"the source has changed since it was encoded ({changes.shown or 'its listing'})"
+        if self.published:
+            self._refuse_used(what)
+        captions, before = count_captions(), self.captions
+        with self.storage():
+            known = self._known_units()
+            if self.published:
+                self.published = False
+                self._withdraw(begun, stored)
+            kept = set() if captions != before else set(stored) - changes.stale
+            for unit in known:
+                if unit not in kept or unit >= self._units:
+                    self._drop(unit)
+            self.captions = captions
+            publish(self._plan_path, self._content())
+        anew = self._units - len([unit for unit in kept if unit < self._units])
+        self._say(f"{what}: {anew} of {self._units} shards are encoded anew")
+
+    def _refuse_used(self, what: str) -> None:
+        if runs := runs_that_use(self.out):
+            more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
+            raise ConfigError(
+                f"{what}, and the run {runs[0]}{more} has used {self.out}, without which it cannot go on; encode into "
+                "another folder, and train with it under another --output.folder (or delete the run first)"
+            )
+
+    def _withdraw(self, begun: Mapping[str, Any], stored: Mapping[int, _Stored]) -> None:
+        """Make a published data set the unfinished encode that it was before; a kill leaves the one or the other."""
+        for unit, each in stored.items():
+            publish(self._record_path(unit), canonical_json(dataclasses.asdict(each.record)))
+        publish(self._plan_path, canonical_json({**begun, _CAPTIONS: self.captions}))
+        (self.out / INFO_FILE).unlink()
+        fsync(self.out)
+
+    def _drop(self, unit: int) -> None:
+        """Remove the record and all files of a unit."""
+        self._record_path(unit).unlink(missing_ok=True)
+        for path in self.out.glob(f"train-{unit:06d}[.-]*"):
+            if is_shard_file(path.name):
+                path.unlink(missing_ok=True)
+
+    def _known_units(self) -> set[int]:
+        """Return the units that have files or a record."""
+        names = [*os.listdir(self.out), *os.listdir(self._work)]
+        found = (re.match(r"(?:train|unit)-([0-9]{6,})[.-]", name) for name in names)
+        return {int(match[1]) for match in found if match}
+
+    def _store(self, unit: int, stored: _Stored) -> None:
+        publish(self._stored_path(unit), canonical_json(dataclasses.asdict(stored)))
+
+    def _all_stored(self) -> dict[int, _Stored]:
+        """Return what lies beside the shards of all units, of an unfinished encode: of its finished units."""
+        found = {}
+        for unit in sorted(self._known_units()):
+            with contextlib.suppress(FileNotFoundError, ValidationError):
+                if self.published or self.record(unit) is not None:
+                    found[unit] = TypeAdapter(_Stored).validate_json(self._stored_path(unit).read_bytes())
+        return found
+
+    def _stored_path(self, unit: int) -> Path:
+        return self.out / f"train-{unit:06d}.source.json"
+
+    def _require_the_same_source(self) -> None:
+        """Raise ConfigError if another process has found that the source has changed, and encodes it anew."""
+        begun = self._begun()
+        if begun is not None and begun.get(_LISTING) != self._plan.get(_LISTING):
+            raise self._changed_meanwhile()
+
+    def _changed_meanwhile(self) -> ConfigError:
+        return ConfigError(
+            f"the source has changed since other processes began to encode it into {self.out}; wait until they end, "
+            "and run this command again",
+            everywhere=False,
+        )
 
     def _remove_work(self) -> None:
         with contextlib.suppress(OSError):
@@ -259,29 +459,6 @@ class EncodeFolder:
                 if _OWN.fullmatch(path.name):
                     path.unlink(missing_ok=True)
             self._work.rmdir()
-
-    def _agree(self, count_captions: Callable[[], int]) -> int:
-        path = self._plan_path
-        if not path.exists():
-            captions = count_captions()
-            with self.storage():
-                publish(path, canonical_json(self._plan | {_CAPTIONS: captions}))
-            return captions
-        with self.storage():
-            begun: dict[str, Any] = json.loads(path.read_bytes())
-        captions = begun.pop(_CAPTIONS)
-        if begun != self._plan:
-            names = sorted(begun.keys() | self._plan.keys())
-            changed = [
-                f"{name} was {begun.get(name)}, is {self._plan.get(name)}"
-                for name in names
-                if begun.get(name) != self._plan.get(name)
-            ]
-            raise ConfigError(
-                f"{self.out} holds an unfinished encode with other options ({'; '.join(changed)}); finish it with its "
-                "options, choose another folder, or delete this one to start over"
-            )
-        return int(captions)
 
     def _record_path(self, unit: int) -> Path:
         return self._work / f"unit-{unit:06d}.json"
@@ -296,16 +473,26 @@ class EncodeFolder:
     @contextlib.contextmanager
     def _locked(self, wait: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Hold the lock of the plan, which ends with this process; ``wait`` is called before a wait for another one."""
-        with self.storage():
-            descriptor = open_lock_in(self._work, "plan.lock")
-        with open(descriptor, "rb") as file:
+        while True:
             with self.storage():
-                try:
-                    lock(file.fileno(), self.out)
-                except BlockingIOError:
-                    wait()
-                    fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+                file = open(open_lock_in(self._work, "plan.lock"), "rb")  # noqa: SIM115
+            with file:
+                with self.storage():
+                    try:
+                        lock(file.fileno(), self.out)
+                    except BlockingIOError:
+                        wait()
+                        fcntl.flock(file, fcntl.LOCK_EX)
+                if os.fstat(file.fileno()).st_nlink:  # otherwise the process that held it has removed it
+                    yield
+                    return
+
+
+def _differences(begun: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
+    """Describe the options that differ; the listing of the source is none."""
+    names = sorted((begun.keys() | plan.keys()) - {_LISTING})
+    changed = [name for name in names if begun.get(name) != plan.get(name)]
+    return "; ".join(f"{name} was {begun.get(name)}, is {plan.get(name)}" for name in changed)
 
 
 def _selection(template: DatasetInfo, records: list[UnitRecord]) -> Selection:

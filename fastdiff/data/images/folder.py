@@ -23,6 +23,7 @@ from fastdiff.data.images.items import (
     ImageItem,
     clean_captions,
     digest_of,
+    stamp,
     unit_count,
 )
 from fastdiff.data.images.kinds import READ
@@ -130,6 +131,18 @@ class ImageFolder:
     def __len__(self) -> int:
         """Return the number of listed images, missing ones included."""
         return len(self._entries)
+
+    def stamps(self, unit: int) -> dict[str, Any] | None:
+        """See ``ImageSource``."""
+        entries = self._entries[unit * self._per_unit : (unit + 1) * self._per_unit]
+        listed = digest_of("listed", ([entry.path, entry.captions, entry.text, entry.label] for entry in entries))
+        files = {file for entry in entries for file in self._files(entry)}
+        return {"": listed} | {file: stamp(self.root / file) for file in sorted(files)}
+
+    def _files(self, entry: _Entry) -> list[str]:
+        """Return the relative paths of an image and its caption file."""
+        reads_text = self.captioned and self._needs_captions and entry.captions is None and entry.text is not None
+        return [entry.path, str(entry.text)] if reads_text else [entry.path]
 
     def found_in(self, unit: int) -> Selection:
         """See ``ImageSource``: the listing knows all."""

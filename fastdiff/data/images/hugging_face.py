@@ -108,6 +108,10 @@ class HuggingFaceSource:
         """Return the number of rows."""
         return len(self._rows)
 
+    def stamps(self, unit: int) -> dict[str, Any] | None:
+        """See ``ImageSource``: the fingerprint of ``datasets``, which changes with the files of the rows."""
+        return {"": [self._rows._fingerprint, unit, self._per_unit]}
+
     def found_in(self, unit: int) -> Selection:
         """See ``ImageSource``."""
         return Selection()

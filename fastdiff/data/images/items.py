@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from fastdiff.data.selection import Selection
 from fastdiff.sanitize import CONTROL
@@ -77,6 +78,13 @@ class ImageSource(Protocol):
     def selection(self) -> Selection:
         """What the listing left out."""
 
+    def stamps(self, unit: int) -> dict[str, Any] | None:
+        """Return, as JSON values by name, what changes when a file of a unit is edited; None: the source cannot tell.
+
+        The files themselves are not read. The names are those of the files; the name "" is for what is already listed.
+        Called by several threads.
+        """
+
     def found_in(self, unit: int) -> Selection:
         """Return what ``items`` of this unit, read to its end, left out beyond the listing."""
 
@@ -136,6 +144,15 @@ def digest_of(kind: str, facts: Iterable[object]) -> str:
     for fact in facts:
         digest.update(b"\n" + json.dumps(fact, sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def stamp(path: str | os.PathLike[str]) -> list[int] | None:
+    """Return size and mtime in nanoseconds of a file; None: it cannot be found."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return [status.st_size, status.st_mtime_ns]
 
 
 def unit_count(samples: int, per_unit: int) -> int:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from fastdiff.data.images.decode import BadImage, Decoded, Decoder
-from fastdiff.data.images.items import BadItem, ImageItem, ImageSource
+from fastdiff.data.images.items import BadItem, ImageItem
 
 # Limits of a chunk: large enough to keep all threads busy, with bounded memory.
 _IMAGES = 64
@@ -27,8 +27,15 @@ class Chunk:
     images: list[tuple[ImageItem | BadItem, Decoded | BadImage]]
 
 
+class Items(Protocol):
+    """What gives the images of a unit."""
+
+    def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
+        """See ``ImageSource``."""
+
+
 def decoded_images(
-    source: ImageSource, decoder: Decoder, units: Iterable[int], stopwatch: Stopwatch, start: Callable[[], None]
+    source: Items, decoder: Decoder, units: Iterable[int], stopwatch: Stopwatch, start: Callable[[], None]
 ) -> Generator[Chunk, None, None]:
     """Read and decode ``units`` in order.
 
@@ -47,7 +54,7 @@ def decoded_images(
 
 
 def _read(
-    source: ImageSource, units: Iterable[int], stopwatch: Stopwatch
+    source: Items, units: Iterable[int], stopwatch: Stopwatch
 ) -> Generator[tuple[int, list[ImageItem | BadItem]], None, None]:
     for unit in units:
         chunks = _chunks(source.items(unit))

@@ -73,6 +73,10 @@ class UserSource:
         """Return the number of images."""
         return self._count
 
+    def stamps(self, unit: int) -> dict[str, Any] | None:
+        """See ``ImageSource``: code cannot tell."""
+        return None
+
     def found_in(self, unit: int) -> Selection:
         """See ``ImageSource``."""
         return Selection()

@@ -8,12 +8,12 @@ import itertools
 import os
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from fastdiff.data.images.items import BadItem, ImageItem, clean_captions, digest_of
+from fastdiff.data.images.items import BadItem, ImageItem, clean_captions, digest_of, stamp
 from fastdiff.data.images.tar_members import (
     KINDS,
     TEXTS,
@@ -98,6 +98,12 @@ class WebDatasetSource:
     def units(self) -> int:
         """Number of tars."""
         return len(self._tars)
+
+    def stamps(self, unit: int) -> dict[str, Any] | None:
+        """See ``ImageSource``; those of remote tars cannot tell."""
+        tar = self._tars[unit]
+        most = None if self._offsets is None else len(self._offsets[unit])
+        return None if is_remote(tar) else {"": [self._column, most], Path(tar).name: stamp(tar)}
 
     def found_in(self, unit: int) -> Selection:
         """See ``ImageSource``."""

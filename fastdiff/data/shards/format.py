@@ -33,6 +33,8 @@ from fastdiff.files import publish, read_bounded
 from fastdiff.sanitize import escape
 
 INFO_FILE = "dataset.json"
+ENCODE_PLAN = "encode.json"
+"""Beside it, if it was encoded from images: the options of the encode, by which the same command finds edits."""
 LATENT, FLIPPED = "latent", "latent_flipped"
 CAPTIONED = ("context", "pooled")
 """Columns with one array per caption."""

@@ -28,7 +28,7 @@ from fastdiff.files import lock, open_lock
 # Present during an encode, or after a killed one: all shards in the folder then belong to it and may be replaced.
 _MARKER = ".encoding"
 _OWN = re.compile(
-    r"(train-[0-9]{6,}(-[0-9]+x[0-9]+)?\.(tar|idx|index\.json)|null\.[a-z]+\.npy|dataset\.json)"
+    r"(train-[0-9]{6,}((-[0-9]+x[0-9]+)?\.(tar|idx|index\.json)|\.source\.json)|null\.[a-z]+\.npy|(dataset|encode)\.json)"
     r"(\.[0-9]+-[0-9a-f]{8}\.tmp)?"
 )
 

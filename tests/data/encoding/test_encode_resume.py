@@ -24,7 +24,7 @@ from tests.support.scripts import COMMAND, DYING, run_script
 from tests.support.waiting import wait_until
 
 IMAGES, PER_SHARD = 24, 2
-CALLS = 13
+CALLS = 16
 """Calls of one unit that make something durable or visible."""
 TIMEOUT_S = 120
 
@@ -120,7 +120,7 @@ def test_killed_at_every_durable_call_it_writes_the_same_bytes(
 ) -> None:
     """Each start dies one call later than the one before it: the calls of one unit, and at night those of four."""
     out, published = tmp_path / "out", False
-    for number in range(1, 53 if nightly else 14):
+    for number in range(1, 4 * CALLS + 1 if nightly else CALLS + 1):
         if published:
             assert finish(begin(ranks, command, out, 1)) == [0]  # removes what is left if it died after publishing
             assert files(out) == undisturbed

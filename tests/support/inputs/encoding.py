@@ -16,6 +16,7 @@ from PIL import Image
 from fastdiff.data.encoding.images import encode_images
 from fastdiff.data.encoding.options import EncodeOptions
 from fastdiff.data.encoding.plan import EncodeFolder, UnitRecord
+from fastdiff.data.encoding.source_facts import UnitFacts
 from fastdiff.errors import Preempted
 
 
@@ -53,8 +54,8 @@ def encode_part(source: Path, out: Path, pretrained: Path, units: int, **options
     """Encode as `encode` until so many units are finished, and then press Ctrl-C."""
     finish, finished = EncodeFolder.finish, itertools.count(1)
 
-    def then_interrupt(folder: EncodeFolder, unit: int, record: UnitRecord) -> None:
-        finish(folder, unit, record)
+    def then_interrupt(folder: EncodeFolder, unit: int, record: UnitRecord, facts: UnitFacts) -> None:
+        finish(folder, unit, record, facts)
         if next(finished) == units:
             raise KeyboardInterrupt
 

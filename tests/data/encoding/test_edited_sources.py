@@ -1,0 +1,228 @@
+"""A source that was edited: a later call encodes what changed, and ends with the bytes of a fresh encode."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fastdiff.config.run_record import claim
+from fastdiff.data.encoding.plan import EncodeFolder
+from fastdiff.data.shards.usage import USERS, note_use
+from fastdiff.data.shards.verify import verify
+from fastdiff.errors import ConfigError
+from fastdiff.models.pretrained.tiny_pipeline import build
+from tests.support.inputs.encoding import encode, encode_part, files, picture
+
+IMAGES, PER_SHARD = 6, 2
+
+
+@pytest.fixture(scope="module")
+def sd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("pipelines") / "sd15")
+
+
+def with_texts(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(IMAGES):
+        picture(number).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"picture {number}")
+    return folder
+
+
+def with_table(folder: Path) -> Path:
+    with_texts(folder)
+    rows = [{"file_name": f"{number}.png", "text": f"picture {number}"} for number in range(IMAGES)]
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def write(path: Path, number: int) -> None:
+    picture(number).save(path)
+
+
+def replace_row(folder: Path) -> None:
+    table = folder / "metadata.jsonl"
+    table.write_text(table.read_text().replace("picture 3", "a new caption"))
+
+
+def without_times(folder: Path) -> None:
+    """As ``cp -r``."""
+    shutil.copytree(folder, folder.with_name("copy"), copy_function=shutil.copyfile)
+    shutil.rmtree(folder)
+    folder.with_name("copy").rename(folder)
+    for path in folder.iterdir():
+        os.utime(path, (10**9, 10**9))
+
+
+def add(folder: Path) -> None:
+    write(folder / "6.png", 6)
+    (folder / "6.txt").write_text("six")
+
+
+def rename(folder: Path) -> None:
+    for ending in ("png", "txt"):
+        (folder / f"4.{ending}").rename(folder / f"4a.{ending}")
+
+
+EDITS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], int, str]] = {
+    "a caption": (with_texts, lambda f: (f / "0.txt").write_text("a new caption"), 1, "0.png (its caption or class)"),
+    "a picture": (with_texts, lambda f: write(f / "3.png", 77), 1, "3.png"),
+    "a row": (with_table, replace_row, 1, "3.png (its caption or class)"),
+    "a picture added": (with_texts, add, 1, "6.png (new)"),
+    "a picture removed": (with_texts, lambda f: (f / "5.png").unlink(), 1, "5.png (gone)"),
+    "a picture renamed": (with_texts, rename, 1, "4a.png (new)"),
+    "the first removed": (with_texts, lambda f: (f / "0.png").unlink(), 3, "0.png (gone)"),
+    "a touch": (with_texts, lambda f: os.utime(f / "1.png"), 0, ""),
+    "a copy": (with_texts, without_times, 0, ""),
+    "a copy of a table": (with_table, without_times, 0, ""),
+    "nothing": (with_texts, lambda f: None, 0, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_later_call_encodes_what_changed(tmp_path: Path, sd: Path, edit: str) -> None:
+    make, change, stale, named = EDITS[edit]
+    source, out = make(tmp_path / "photos"), tmp_path / "out"
+    encode(source, out, sd, samples_per_shard=PER_SHARD)
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    shards = {path.name: path.read_bytes() for path in out.glob("*.tar")}
+    change(source)
+    said = encode(source, out, sd, samples_per_shard=PER_SHARD)
+    after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    kept = before.items() & after.items()
+    if stale:
+        assert f"{stale} of" in said[0]
+        assert named in said[0]
+    else:
+        assert said == [f"{out} is already complete"]
+        assert {path.name: path.read_bytes() for path in out.glob("*.tar")} == shards
+    assert len(kept) == max(3 - stale, 0) or edit == "a picture added"
+    encode(source, tmp_path / "fresh", sd, samples_per_shard=PER_SHARD)
+    assert files(out) == files(tmp_path / "fresh")
+    assert not verify(out).problems
+    assert encode(source, out, sd, samples_per_shard=PER_SHARD) == [f"{out} is already complete"]
+
+
+def test_a_copy_is_read_once_and_its_times_are_noted(tmp_path: Path, sd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = with_texts(tmp_path / "photos"), tmp_path / "out"
+    encode(source, out, sd)
+    without_times(source)
+    encode(source, out, sd)
+    for path in source.glob("*.png"):
+        os.chmod(path, 0)
+    monkeypatch.setattr("fastdiff.data.images.folder.ImageFolder.items", None)  # root may read them
+    assert encode(source, out, sd) == [f"{out} is already complete"]
+
+
+@pytest.mark.parametrize("edit", ["a caption", "a picture", "a row", "a picture added", "the first removed", "a copy"])
+def test_a_killed_encode_does_not_mix_old_and_new(tmp_path: Path, sd: Path, edit: str) -> None:
+    make, change, stale, _ = EDITS[edit]
+    source, out = make(tmp_path / "photos"), tmp_path / "out"
+    encode_part(source, out, sd, 2, samples_per_shard=PER_SHARD)
+    change(source)
+    said = encode(source, out, sd, samples_per_shard=PER_SHARD)
+    assert any("the source has changed since it was encoded" in line for line in said) == bool(stale)
+    encode(source, tmp_path / "fresh", sd, samples_per_shard=PER_SHARD)
+    assert files(out) == files(tmp_path / "fresh")
+
+
+def test_a_kill_while_a_data_set_is_withdrawn_loses_nothing(
+    tmp_path: Path, sd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = with_texts(tmp_path / "photos"), tmp_path / "out"
+    encode(source, out, sd, samples_per_shard=PER_SHARD)
+    (source / "0.txt").write_text("a new caption")
+    for step in ("_withdraw", "_drop"):
+        with monkeypatch.context() as patch:
+            original = getattr(EncodeFolder, step)
+
+            def then_die(*given: object, original: Callable[..., None] = original) -> None:
+                original(*given)
+                raise KeyboardInterrupt
+
+            patch.setattr(EncodeFolder, step, then_die)
+            with pytest.raises(KeyboardInterrupt):
+                encode(source, out, sd, samples_per_shard=PER_SHARD)
+        assert not (out / "dataset.json").exists()
+    encode(source, out, sd, samples_per_shard=PER_SHARD)
+    encode(source, tmp_path / "fresh", sd, samples_per_shard=PER_SHARD)
+    assert files(out) == files(tmp_path / "fresh")
+
+
+def test_other_processes_of_the_same_encode_are_not_overtaken(tmp_path: Path, sd: Path) -> None:
+    source, out = with_texts(tmp_path / "photos"), tmp_path / "out"
+    encode_part(source, out, sd, 1, samples_per_shard=PER_SHARD)
+    plan = json.loads((out / ".encoding" / "plan.json").read_bytes())
+    plan.pop("captions_per_image")
+    other = EncodeFolder(out, plan, 3, lambda: 1)
+    write(source / "9.png", 9)
+    with pytest.raises(ConfigError, match="the source has changed since other processes began"):
+        encode(source, out, sd, samples_per_shard=PER_SHARD)
+    other.close()
+    encode(source, out, sd, samples_per_shard=PER_SHARD, bad="skip")
+    late = json.loads((out / "encode.json").read_bytes())
+    assert late["source_listing"] != plan["source_listing"]
+
+
+def test_an_edited_tar_is_encoded_anew(tmp_path: Path, sd: Path) -> None:
+    photos, tars = with_texts(tmp_path / "photos"), tmp_path / "tars"
+    tars.mkdir()
+
+    def pack(number: int) -> None:
+        with tarfile.open(tars / f"{number}.tar", "w") as archive:
+            for name in (f"{number}.png", f"{number}.txt"):
+                archive.add(photos / name, name)
+
+    for number in range(2):
+        pack(number)
+    encode(tars, tmp_path / "out", sd)
+    os.utime(tars / "0.tar", (10**9, 10**9))
+    assert encode(tars, tmp_path / "out", sd) == [f"{tmp_path / 'out'} is already complete"]
+    (photos / "1.txt").write_text("a new caption")
+    pack(1)
+    said = encode(tars, tmp_path / "out", sd)
+    assert "1 of 2 shards are encoded anew" in said[0]
+    encode(tars, tmp_path / "fresh", sd)
+    assert files(tmp_path / "out") == files(tmp_path / "fresh")
+
+
+def test_a_data_set_of_an_older_version_stays_usable(tmp_path: Path, sd: Path) -> None:
+    source, out = with_texts(tmp_path / "photos"), tmp_path / "out"
+    encode(source, out, sd)
+    for path in (out / "encode.json", *out.glob("*.source.json")):
+        path.unlink()
+    before = files(out)
+    (source / "0.txt").write_text("a new caption")
+    [said] = encode(source, out, sd)
+    assert said.endswith(f"is already complete; whether images in {source} was edited since cannot be seen")
+    assert files(out) == before
+    with pytest.raises(ConfigError, match="already holds a data set with another source or other options;"):
+        encode(source, out, sd, batch=2)
+
+
+def test_a_data_set_that_a_run_uses_is_refused_with_the_way_out(tmp_path: Path, sd: Path) -> None:
+    source, out, run = with_texts(tmp_path / "photos"), tmp_path / "out", tmp_path / "run"
+    encode(source, out, sd)
+    note_use(out, run)
+    note_use(out, run)
+    assert (out / USERS).read_text().count("\n") == 1
+    (source / "0.txt").write_text("a new caption")
+    before = files(out)
+    release = claim(run)  # it has no checkpoint yet
+    with pytest.raises(ConfigError, match=rf"0\.png.*the run {run} has used {out}.*encode into another folder"):
+        encode(source, out, sd)
+    release()
+    (run / "checkpoints" / "step-00000010").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="has used"):
+        encode(source, out, sd)
+    assert files(out) == before
+    encode(source, tmp_path / "other", sd)
+    shutil.rmtree(run)
+    assert "1 of 2 shards are encoded anew" in encode(source, out, sd)[0]
+    assert {name: content for name, content in files(out).items() if name != USERS} == files(tmp_path / "other")
