@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -20,7 +21,7 @@ from typing import Any, Literal
 import numpy.typing as npt
 import torch
 
-from fastdiff.console import show
+from fastdiff.console import log, show
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, reproducible
 from fastdiff.data.encoding.builtin import versions
 from fastdiff.data.encoding.losses import losses
@@ -37,6 +38,7 @@ from fastdiff.data.images.stream import Chunk, Stopwatch, decoded_images
 from fastdiff.data.images.webdataset_tars import WebDatasetSource
 from fastdiff.data.selection import Selection, Tally
 from fastdiff.data.shards.format import LATENT, Column, DatasetInfo, Provenance
+from fastdiff.data.shards.size import sample_bytes
 from fastdiff.errors import ConfigError, DataError, Preempted, require
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.parallel.claims import in_turn
@@ -181,6 +183,7 @@ class _ImageEncode:
         self._encoder.load(text=self._embeds_captions)
         expected = self._expected
         device, info = self._device, self._info()
+        self._tell_size(info)
         on_gpu = device.type == "cuda"
         stream = decoded_images(
             self._watched,
@@ -201,6 +204,24 @@ class _ImageEncode:
                 self._encoded.add(unit)
                 expected.add(record)
                 bar.total = expected.images
+
+    def _tell_size(self, info: DatasetInfo) -> None:
+        """Say how large the data set becomes, and warn if there is less room; once, on one rank."""
+        if self._rank.number or self._encoded:
+            return
+        each, units = sample_bytes(info), self._source.units
+        images = None if isinstance(self._source, WebDatasetSource) else len(self._source)
+        if images is None:
+            log.info(f"{self._options.out}: {units} shards, about {each / 2**10:.1f} KiB for each picture")
+            return
+        missing = each * images * len(self._folder.unfinished()) // max(1, units)
+        log.info(f"{self._options.out}: {images} pictures, about {each * images / 2**20:,.1f} MiB")
+        free = shutil.disk_usage(self._options.out).free
+        if missing > free:
+            log.warning(
+                f"{self._options.out} needs about {missing / 2**20:,.1f} MiB more, and {free / 2**20:,.1f} MiB are "
+                "free there; free some space, or stop and choose another folder"
+            )
 
     def _take_over(self, unit: int) -> None:
         """Note a unit of another rank; say so at the first one."""

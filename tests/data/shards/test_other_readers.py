@@ -17,6 +17,7 @@ import fastdiff
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.data.encoding.options import EncodeOptions
 from fastdiff.data.shards.format import DatasetInfo
+from fastdiff.data.shards.size import sample_bytes
 from fastdiff.errors import DataError
 from fastdiff.models.pretrained.tiny_pipeline import build
 from tests.support.independent_reader import shards
@@ -133,6 +134,18 @@ def test_the_python_interface_gives_decoded_samples(kind: tuple[Path, set[str]])
             else:
                 assert type(sample[name]) is (dict if name == "json" else int)
     assert found[0]["latent.npy"].dtype == info.latent.dtype
+
+
+def test_the_size_of_a_data_set_is_known_before(kind: tuple[Path, set[str]]) -> None:
+    """Of a sample without padding of the tar, in the largest bucket; a class data set of digits has no notes."""
+    folder, fields = kind
+    info = DatasetInfo.read(folder)
+    largest = max(
+        sum(512 + -(-len(content) // 512) * 512 for content in sample.values())
+        for samples in samples_of(folder).values()
+        for sample in samples.values()
+    )
+    assert sample_bytes(info) - (0 if "json" in fields else 1024) == largest
 
 
 def test_a_pipeline_of_the_python_interface_goes_through_a_loader_of_torch(tmp_path: Path) -> None:
