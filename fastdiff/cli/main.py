@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    is_rank = bool(argv) and argv[0] in _RANKS
+    is_rank, environment = bool(argv) and argv[0] in _RANKS, dict(os.environ)
     try:
         process_limits.try_threads()
         raise_open_files()
@@ -72,6 +73,8 @@ def _run(argv: Sequence[str]) -> int:
         if is_rank and isinstance(error, FastdiffError):
             error.everywhere = False  # the variables may be wrong, and the process that would tell it not there
         return report_any(error)
+    finally:
+        os.environ.update(environment)  # of a caller in this process, which may be a rank
     return 0
 
 
