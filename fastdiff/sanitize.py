@@ -1,24 +1,36 @@
 """Sanitized text for output: credentials are removed, and control characters are escaped.
 
 Credentials are found by their form, also in addresses that no program could open: with a folded ``:/`` (a path makes it
-of ``://``), with a slash in the password, or with parameters behind a semicolon.
+of ``://``), with backslashes, without a scheme, percent-encoded, with a slash in the password, or with parameters
+behind a semicolon. In doubt more is hidden.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Iterator
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 # Matches only at the start of a run of its letters, so that a long word is scanned once.
-_SCHEME = re.compile(r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+):(/+)")
+_SCHEME = re.compile(r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+):([/\\]+)")
+_RELATIVE = re.compile(r"(?<![^='\"<(\[{,`])([/\\]{2,})(?=[^/\\]{0,400}@|[^/\\]{0,400}:.{0,400}@)")
+"""Begin of an address without scheme, ``//user:password@host``; without an @ it is a path of this machine."""
+_USER = re.compile(r"[^\s/\\@:]+:[^\s@]*@")
+"""Begin of ``user:password@host``, of which any path of this machine has a slash before the colon."""
 _PASSWORD_OF_WORDS = re.compile(
-    r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+://+|(?:https?|s3):/)[^\s@/?#:]{0,200}:"
-    r"(?!\d+(?:[/?#'\",;:)\]\s]|$))[^\n@]{0,200} [^\n@]{0,200}@"
+    r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+:[/\\]{2,}|(?:https?|s3):[/\\])[^\s@/\\?#:]{0,200}:"
+    r"(?!\d+(?:[/?#'\",;:)\]\s]|$))[^\n@]{0,200}[ \t\r][^\n@]{0,200}@"
 )
 """A password with blanks, whose words would pass one by one."""
-_NETWORK = ("http", "https", "ftp", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "wasb", "wasbs", "hf")
+_BROKEN_SCHEME = re.compile(r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+):\s*([/\\])\s+(?=[/\\][^\s@]{0,400}@)")
+"""Blanks between slashes, which programs skip."""
+_PORTS = ("http", "https", "ftp")
+_NETWORK = (*_PORTS, "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "wasb", "wasbs", "hf")
+_OTHER_ADDRESS = re.compile(r":[^/]{0,400}@|//[^/]{0,400}@")
+"""In a path: another address, or the rest of a password."""
 _NAME = re.compile(r"key|token(?!iz)|secret|passw|credential|authorization|signature", re.IGNORECASE)
 _ASSIGNMENT = re.compile(
     r"(?<![\w.%-])(?!key=)((?:[\w.%-]{0,64}?(?:[_.%-]|(?<=[a-z])(?=[A-Z])))?(?i:(?:api|auth|access|private)?"
@@ -29,13 +41,19 @@ _ASSIGNMENT = re.compile(
 _IN_QUERY = re.compile(r"([?&;](?:sig|se|sp|sv|sr|st|key|auth|pass|pwd))=[^\s&;'\"<>]+", re.IGNORECASE)
 """Matches parameters that are ordinary words elsewhere; some are those of Azure's signatures."""
 _CLOSING = "'\"<>()[]{},.;:!`"
+_OPENING = "'\"<([{ `"
 _HIDDEN = "***"
+_CODED = 3
+"""Levels of percent-encoding that are read."""
 
 
 def is_address(text: str) -> bool:
-    """Return whether ``text`` begins as an address, ``scheme://``, or as one that a path has folded, ``http:/``."""
-    found = _SCHEME.match(text)
-    return found is not None and (len(found[2]) > 1 or found[1].lower() in _NETWORK)
+    """Return whether ``text`` begins as an address: ``scheme://``, folded ``http:/``, or ``//user@host``."""
+    plain = _plain(text)
+    found = _SCHEME.match(plain)
+    if found is None:
+        return _RELATIVE.match(plain) is not None
+    return len(found[2]) > 1 or found[1].lower() in _NETWORK
 
 
 def address(text: str) -> str:
@@ -43,21 +61,64 @@ def address(text: str) -> str:
 
     Text that is no address, such as a local path, stays as it is.
     """
-    found = _SCHEME.match(text)
-    if found is None:
-        return text
-    begin = found[0]
-    shown, *query = re.split(r"[?#]", text[found.end() :], maxsplit=1)
+    for form in _forms(_plain(text)):
+        if (shown := _without_secrets(form)) != form:
+            return shown
+    return text
+
+
+def _plain(text: str) -> str:
+    """Return text as programs read it that skip control characters, and fold wide forms of letters."""
+    wide = text if text.isascii() else unicodedata.normalize("NFKC", text)
+    return CONTROL.sub("", wide).lstrip(_OPENING)
+
+
+def _forms(text: str) -> Iterator[str]:
+    """Yield a text, and what is percent-encoded in it."""
+    yield text
+    for _ in range(_CODED):
+        decoded = CONTROL.sub("", unquote(text))
+        if decoded == text:
+            return
+        yield (text := decoded)
+
+
+def _without_secrets(text: str) -> str:
+    if found := _SCHEME.match(text):
+        return found[0] + _of_address(text[found.end() :], found[1].lower(), known=is_address(text))
+    if found := _RELATIVE.match(text):
+        return found[0] + _of_address(text[found.end() :], "", known=True)
+    if re.search(r"\s", text):
+        return message(text) if _SCHEME.search(text) else text
+    if _USER.match(text) and not os.path.lexists(text):
+        return f"{_HIDDEN}@{_without_parameters(text.rpartition('@')[2])}"
+    if found := _SCHEME.search(text):
+        return text[: found.start()] + _without_secrets(text[found.start() :])
+    return _without_parameters(text) if re.search("[?&;]", text) else text
+
+
+def _of_address(text: str, scheme: str, *, known: bool) -> str:
+    """Return what may be shown of an address behind its slashes; ``known``: it is one for certain."""
+    text = text.replace("\\", "/")
+    shown, *query = re.split(r"[?#]", text, maxsplit=1)
     netloc, slash, path = shown.partition("/")
-    host = netloc.rpartition("@")[2]
-    of_password = not _is_host(host) or (not slash and "@" in "".join(query))  # which contains /, ? or #
-    if of_password and is_address(text):
-        return f"{begin}{_HIDDEN}"
-    return begin + re.sub(r";[^/]*", "", f"{host}{slash}{path}")
+    user, _, host = netloc.rpartition("@")
+    behind = "".join(query)
+    of_password = (  # which contains @, /, ? or #
+        not _is_host(host, scheme)
+        or (bool(user) and "@" in path)
+        or ((not slash or ":" in netloc) and "@" in behind)
+        or _OTHER_ADDRESS.search(path) is not None
+    )
+    if of_password and known:
+        return _HIDDEN
+    return re.sub(r";[^/]*", "", f"{host}{slash}{path}")
 
 
-def _is_host(text: str) -> bool:
+def _is_host(text: str, scheme: str) -> bool:
     """Return whether it can be a host and a port; otherwise it may be a part of a password."""
+    if scheme in _NETWORK and scheme not in _PORTS and ":" in text:
+        return False
     try:
         _ = urlsplit(f"//{text}").port
     except ValueError:
@@ -68,30 +129,42 @@ def _is_host(text: str) -> bool:
 def argument(text: str) -> str:
     """Sanitize a command-line argument; an address, also after ``--name=``, extends to its end."""
     name, equals, value = text.partition("=")
-    if _SCHEME.match(text):
+    if is_address(text):
         return address(text)
-    if equals and _SCHEME.match(value):
+    if equals and is_address(value):
         return f"{name}={address(value)}"
     return message(text)
 
 
 def message(text: str) -> str:
     """Sanitize a message or a traceback: every word that contains an address, and every ``password=...``."""
-    text = _PASSWORD_OF_WORDS.sub(r"\1", text)
+    text = _PASSWORD_OF_WORDS.sub(r"\1", _BROKEN_SCHEME.sub(r"\1:\2", text))
     return re.sub(r"\S+", lambda found: _word(found[0]), text)
 
 
 def _word(word: str) -> str:
     core = word.rstrip(_CLOSING)
     closing = word[len(core) :]
+    folded = core if core.isascii() else unicodedata.normalize("NFKC", core)
+    for form in _forms(folded):
+        if (shown := _of_word(form)) != form:
+            return shown + closing
+    return word
+
+
+def _of_word(core: str) -> str:
     found = _SCHEME.search(core)
-    if found is not None:
+    if found is not None or (found := _RELATIVE.search(core)) is not None:
         begin, rest = core[: found.start()], address(core[found.start() :])
     elif ":" in core.rpartition("@")[0] and not re.match("/[^/]", core.lstrip(_CLOSING)):  # user:password@host
         begin, rest = core[: core.find("=") + 1], f"{_HIDDEN}@{core.rpartition('@')[2]}"
     else:
         begin, rest = core, ""
-    return _IN_QUERY.sub(rf"\1={_HIDDEN}", _ASSIGNMENT.sub(rf"\1={_HIDDEN}", begin + rest)) + closing
+    return _without_parameters(begin + rest)
+
+
+def _without_parameters(text: str) -> str:
+    return _IN_QUERY.sub(rf"\1={_HIDDEN}", _ASSIGNMENT.sub(rf"\1={_HIDDEN}", text))
 
 
 def tree(value: Any, text: Callable[[str], str] = address) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -113,8 +114,8 @@ class Command(Parser):
 
 
 def local_path(text: str) -> Path:
-    """Parse a path of this machine; an address is refused before a path folds its ``://``."""
-    if sanitize.is_address(text):
+    """Parse a path of this machine; an address is refused before a path folds its ``://``, or a folder is named so."""
+    if _is_no_path(text):
         raise argparse.ArgumentTypeError(_address_refused(text))
     return Path(text)
 
@@ -135,11 +136,22 @@ def _picture(text: str, suffixes: Sequence[str]) -> Path:
 
 def require_local(flag: str, text: str) -> None:
     """Raise ConfigError if the value of ``flag`` is an address."""
-    require(not sanitize.is_address(text), f"{flag} {_address_refused(text)}")
+    require(not _is_no_path(text), f"{flag} {_address_refused(text)}")
+
+
+def _is_no_path(text: str) -> bool:
+    """Return whether it is an address, or has the credentials of one without its scheme."""
+    return sanitize.is_address(text) or (not os.path.isabs(text) and sanitize.address(text) != text)
 
 
 def _address_refused(text: str) -> str:
-    return f"{sanitize.address(text)}: an address, expected a path of this machine; copy the files here first"
+    shown = sanitize.address(text)
+    if sanitize.is_address(text):
+        return f"{shown}: an address, expected a path of this machine; copy the files here first"
+    return (
+        f"{shown}: an address with credentials, without its scheme; expected a path of this machine, from the root if "
+        "it has such a name"
+    )
 
 
 def count(text: str) -> int:

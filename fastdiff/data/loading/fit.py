@@ -14,7 +14,8 @@ from fastdiff.config.data import DataConfig
 from fastdiff.config.presets import encode_command
 from fastdiff.config.run import RunConfig
 from fastdiff.data.shards.format import INFO_FILE, DatasetInfo
-from fastdiff.errors import ConfigError, DataError
+from fastdiff.data.shards.remote import is_remote
+from fastdiff.errors import ConfigError, DataError, require
 from fastdiff.sanitize import address, escape, is_address
 
 CONTEXT = "context"
@@ -38,6 +39,12 @@ def check_data_set(config: RunConfig, preset: str | None) -> None:
     path = config.data.path
     if not path:
         raise ConfigError("--data.path is missing; give the output folder of `fastdiff encode`")
+    for flag, text in (("--data.path", path), ("--validation.data", config.validation.data)):
+        require(
+            not is_address(text) or is_remote(text),
+            f"{flag} {address(text)}: not an address that can be read; expected http://, https:// or s3://, or a path "
+            "of this machine",
+        )
     if config.data.online or is_address(path):
         return
     if not (Path(path) / INFO_FILE).exists():

@@ -50,8 +50,34 @@ FORMS = (
             "anything",
         )
     ),
+    "{scheme}:\\\\u:{secret}@h\\x",
+    "{scheme}:\\u:{secret}@h\\x",
+    "{scheme}:/\\u:{secret}@h/x",
+    "{scheme}:\\/\\/u:{secret}@h/x",
+    "{scheme}://u:p@{secret}@h/x",
+    "{scheme}://u:p@ss/{secret}@h/x",
+    "{scheme}://u:p\\{secret}@h/x",
+    "{scheme}://u%3A{secret}%40h/x",
+    "{scheme}%3A//u:{secret}@h/x",
+    "{scheme}:%2F%2Fu:{secret}@h/x",
+    "{scheme}%3A%2F%2Fu%3A{secret}%40h%2Fx",
+    "{scheme}%253A%252F%252Fu%253A{secret}%2540h",
+    "{scheme}:/\t/u:{secret}@h/x",
+    "{scheme}://u:a\t{secret}@h/x",
+    "{scheme}://http://u:{secret}@h/x",
+    "view-source:{scheme}://u:{secret}@h/x",
+    "git+{scheme}://u:{secret}@h/x",
+    " {scheme}://u:{secret}@h/x",
+    "<{scheme}://u:{secret}@h/x>",
+    "{scheme}\uff1a\uff0f\uff0fu:{secret}@h/x",
+    "s3://u:7/{secret}@h/x",
+    "//u:{secret}@h/x",
+    "//{secret}@h/x",
+    "//u:s/{secret}@h/x",
+    "\\\\u:{secret}@h\\x",
     "u:{secret}@h/x",
     "u:s/{secret}@h/x",
+    "u%3A{secret}%40h/x",
     "h/x;token={secret}",
     "h/x?a=b&X-Amz-Credential={secret}",
     "h/x?sv=2&sig={secret}",
@@ -184,9 +210,6 @@ def test_more_addresses_show_no_credentials(
 @settings(max_examples=40, deadline=None)
 @given(ADDRESSES, st.sampled_from(("--validation.data", "--data.path")))
 def test_the_record_of_a_run_holds_no_credentials(address: str, flag: str) -> None:
-    """Of a form that begins as an address; another one is a path of this machine, and the record names it."""
-    if not sanitize.is_address(address):
-        return
     launch, config = command_line.parse(["--preset", "digits", flag, address])
     assert SECRET not in json.dumps(run_record.as_json(config))
     assert SECRET not in json.dumps([sanitize.argument(word) for word in launch.argv])
@@ -250,7 +273,29 @@ def test_ordinary_messages_stay_as_they_are() -> None:
 
 
 def test_a_local_folder_is_not_an_address(tmp_path: Path) -> None:
-    assert not any(
-        map(sanitize.is_address, ("a/b", "/a/b", "C:/a", "data:/data", "./http:/x", "runs/http", "org/model"))
-    )
-    assert all(map(sanitize.is_address, ("http://h", "http:/h", "HTTPS://h", "s3:/b", "odd+x://h")))
+    local = (
+        "a/b", "/a/b", "C:/a", "data:/data", "./http:/x", "runs/http", "org/model", "runs/lr:1e-4@b64", "/data/a:b@c",
+        "//data/a@b", "a photo of: a cat @ home", "s3%20x", "50%25", "日本/ｗide",
+    )  # fmt: skip
+    assert not any(map(sanitize.is_address, local))
+    assert [sanitize.address(path) for path in local] == [*local]
+    addresses = ("http://h", "http:/h", "HTTPS://h", "s3:/b", "odd+x://h", "http:\\\\h", " http://h", "//u@h/x")
+    assert all(map(sanitize.is_address, addresses))
+    with contextlib.chdir(tmp_path):
+        assert sanitize.address("u:p@h") == "***@h"
+        Path("u:p@h").mkdir()
+        assert sanitize.address("u:p@h") == "u:p@h", "a folder that is there"
+
+
+@pytest.mark.parametrize("flag", ["--data.path", "--validation.data"])
+@pytest.mark.parametrize("form", ["http:\\\\u:{}@h\\x", "//u:{}@h/x", "http:/u:{}@h/x", "gs://u:{}@b/x"])
+def test_an_address_that_nothing_can_open_starts_no_run(
+    flag: str, form: str, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--preset", "digits", "--data.path", str(digits), "--output.folder", str(tmp_path / "run")]
+    assert commands.main(["train", *words, flag, form.format(SECRET)]) == 2
+    said = capsys.readouterr().err
+    assert f"fastdiff: error: {flag} " in said
+    assert "not an address that can be read; expected http://, https:// or s3://" in said
+    assert SECRET not in said
+    assert not (tmp_path / "run").exists()
