@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -22,6 +23,8 @@ from tests.support.processes import ROOT, run
 from tests.support.runs import hexes, losses, tiny
 from tests.support.scripts import COMMAND, TRAIN, run_script
 from tests.support.waiting import steps_logged, wait_for_the_end, wait_until
+
+FIRST_USE = ROOT / "docs" / "first-use.ipynb"
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +134,6 @@ def _interrupt_after(folder: Path, steps: int) -> None:
 def test_a_notebook_shows_a_live_view(digits: Path, tmp_path: Path) -> None:
     """A real kernel: the view is updated, the lines of the run stand below it, and a run shows itself as HTML."""
     import nbformat
-    from nbclient import NotebookClient
 
     (tmp_path / "run.yaml").write_text(Config.of(tiny(digits, tmp_path / "run")).to_yaml())
     cells = [
@@ -139,14 +141,7 @@ def test_a_notebook_shows_a_live_view(digits: Path, tmp_path: Path) -> None:
         "run",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])  # type: ignore[no-untyped-call]
-    NotebookClient(
-        notebook,
-        timeout=240,
-        startup_timeout=240,
-        iopub_timeout=240,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path)}},
-    ).execute()
+    _execute(notebook, tmp_path)
     outputs = notebook.cells[0].outputs
     (view,) = [output for output in outputs if output.output_type == "display_data"]
     assert "100 % of 6 steps" in view.data["text/html"]
@@ -155,6 +150,34 @@ def test_a_notebook_shows_a_live_view(digits: Path, tmp_path: Path) -> None:
     assert "done, 6 steps" in printed
     assert "%|" not in printed, "bars are in the view"
     assert "6 of 6" in notebook.cells[1].outputs[0].data["text/html"]
+
+
+def test_the_notebook_of_the_first_use_runs(tmp_path: Path) -> None:
+    """Every cell, as it is in the documentation, where it has no outputs."""
+    import nbformat
+
+    notebook = nbformat.read(FIRST_USE, as_version=4)  # type: ignore[no-untyped-call]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
+    _execute(notebook, tmp_path)
+    assert fastdiff.Run(tmp_path / "runs" / "first-use").checkpoints[-1] == 60
+    assert (tmp_path / "first-use-weights" / "README.md").exists()
+    shown = [output.data for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output]
+    assert any("image/png" in data for data in shown)
+    assert any("frechet_distance" in data.get("text/plain", "") for data in shown)
+
+
+def _execute(notebook: Any, folder: Path) -> None:
+    """Execute all cells in a real kernel, with ``folder`` as the working directory."""
+    from nbclient import NotebookClient
+
+    NotebookClient(
+        notebook,
+        timeout=240,
+        startup_timeout=240,
+        iopub_timeout=240,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+    ).execute()
 
 
 def test_the_command_of_another_program_is_not_needed() -> None:
