@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fastdiff import sanitize
 from fastdiff.config.run_record import as_json
+from fastdiff.config.sections.output import OutputConfig
 from fastdiff.console import log
 from fastdiff.errors import ConfigError
 from fastdiff.training.state import TrainState
@@ -28,7 +30,7 @@ WANDB_ID = "wandb-id"
 
 
 class WandbRun:
-    """A wandb run named after the run folder, with its files there.
+    """A wandb run named after the run folder, with its files there, unless WANDB_PROJECT, _NAME or _DIR say otherwise.
 
     wandb accepts each step once: after a resume it keeps the first values of repeated steps.
     """
@@ -40,14 +42,17 @@ class WandbRun:
         if state.config.output.failed_saves:
             logging.raiseExceptions = False  # a full disk fails wandb's own log, with a traceback for every line
         options = {
-            "project": state.config.output.project,
-            "name": state.folder.name,
-            "dir": str(state.folder),
             "id": run_id(state, WANDB_ID),
             "resume": "allow",
             "config": sanitize.tree(as_json(state.config)),
             "settings": wandb.Settings(init_timeout=INIT_S, finish_timeout=FINISH_S),
         }
+        project = state.config.output.project
+        if project != OutputConfig.__dataclass_fields__["project"].default or "WANDB_PROJECT" not in os.environ:
+            options["project"] = project
+        for name, value in (("name", state.folder.name), ("dir", str(state.folder))):
+            if not os.environ.get(f"WANDB_{name.upper()}"):  # which wandb reads itself
+                options[name] = value
         try:
             self._run: Any = self._begin(options)
         except wandb.errors.Error as error:
@@ -65,7 +70,7 @@ class WandbRun:
                 raise
         log.warning(
             f"wandb's server does not answer within {INIT_S:g} s; the run is recorded in "
-            f"{options['dir']}/wandb, from where `wandb sync` uploads it"
+            f"{options.get('dir') or os.environ['WANDB_DIR']}/wandb, from where `wandb sync` uploads it"
         )
         self._wandb.teardown()  # otherwise the failed run would still be active
         return self._wandb.init(**options, mode="offline")
