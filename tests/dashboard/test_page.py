@@ -348,7 +348,7 @@ def test_pictures_of_prompts_come_first_and_small_ones_fill_the_card(page: Page,
     page.goto((tmp_path / "out.html").as_uri())
     image = page.locator("#samples .large img")
     image.wait_for()
-    assert texts(page, ".card h2")[:3] == ["Samples", "Prompts side by side", "Loss"]
+    assert texts(page, ".card h2")[:3] == ["Samples", "Prompts side by side\nimage 1", "Loss"]
     box = image.bounding_box()
     assert box is not None
     assert box["width"] == pytest.approx(8 * 130, abs=2)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import pickle
 import pickletools
 import re
+import struct
 import zipfile
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+_DAMAGED = "it is damaged; download or copy it again"
 _MORE = "it holds more than tensors; code in it is never run; expected weights alone"
 _WEIGHTS = re.compile(
     r"torch\._utils (_rebuild_tensor_v2|_rebuild_parameter)|torch (?!Untyped|Typed)\w+Storage"
@@ -44,9 +48,9 @@ def load_published(path: Path) -> dict[str, Tensor]:
 def read_published(path: Path) -> dict[Any, Any]:
     """Read a dict written by ``torch.save`` to the CPU.
 
-    No code in the file is run: PyTorch's unpickler makes tensors, plain containers and, for the command line in DiT's
-    files, ``argparse.Namespace``. A file that names other objects, or is compressed, is not unpickled. Callers pass the
-    tensors that they use to ``check_size``.
+    Every part is compared with the crc32 that the file has of it. No code in the file is run: PyTorch's unpickler makes
+    tensors, plain containers and, for the command line in DiT's files, ``argparse.Namespace``. A file that names other
+    objects, or is compressed, is not unpickled. Callers pass the tensors that they use to ``check_size``.
 
     Raises:
         ValueError: Unexpected or hostile file.
@@ -61,6 +65,8 @@ def read_published(path: Path) -> dict[Any, Any]:
         except (pickle.UnpicklingError, EOFError, AttributeError, KeyError, TypeError):
             # Without PyTorch's text, which advises to load the file with arbitrary code.
             raise ValueError(_MORE) from None
+        except (RuntimeError, IndexError, OverflowError, RecursionError) as error:
+            raise ValueError(f"{_DAMAGED} ({str(error).splitlines()[0][:200]})") from None
     if not isinstance(content, dict):
         raise ValueError(f"expected a dict, it holds {type(content).__name__}")
     return content
@@ -105,14 +111,42 @@ def check_size(tensors: Iterable[Tensor], path: Path) -> None:
 
 
 def _require_plain_zip(path: Path) -> None:
+    status = path.stat()
     try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
+        if damaged := _damaged_member(path, status.st_size, status.st_mtime_ns):
+            raise ValueError(f"{_DAMAGED}: the crc32 of its part {damaged} differs")
     except zipfile.BadZipFile as error:
-        raise ValueError(f"{error}; expected what torch.save writes since PyTorch 1.6") from None
-    packed = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
-    if packed or sum(entry.file_size for entry in entries) > path.stat().st_size:
-        raise ValueError("its parts are compressed, which torch.save never does: a few bytes could unpack to gigabytes")
+        raise ValueError(f"{error}: it is cut off, or not what torch.save writes since PyTorch 1.6") from None
+    except (NotImplementedError, RuntimeError, OverflowError, EOFError, UnicodeDecodeError, struct.error) as error:
+        raise ValueError(f"{_DAMAGED} ({error})") from None
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise ValueError(f"{_DAMAGED} (its list of parts leads out of it)") from None
+
+
+@lru_cache(maxsize=16)
+def _damaged_member(path: Path, size: int, changed: int) -> str | None:
+    """Return the first part of a zip whose bytes are not those of its crc32; None: there is none.
+
+    Args:
+        path: of the file.
+        size: of the file in bytes.
+        changed: time of its last change in nanoseconds; a file that stays as it is, is read once.
+
+    Raises:
+        ValueError: its parts are compressed.
+        zipfile.BadZipFile, NotImplementedError, RuntimeError, OverflowError, EOFError, OSError, struct.error: it is
+            damaged.
+    """
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        packed = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
+        if packed or sum(entry.file_size for entry in entries) > size:
+            raise ValueError(
+                "its parts are compressed, which torch.save never does: a few bytes could unpack to gigabytes"
+            )
+        return archive.testzip()
 
 
 def _require_weights_alone(path: Path) -> None:
@@ -121,6 +155,9 @@ def _require_weights_alone(path: Path) -> None:
         content = torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")  # as torch.load finds it
     except RuntimeError:
         raise ValueError("it has no data.pkl; expected what torch.save writes since PyTorch 1.6") from None
-    for code, named, _ in pickletools.genops(content):
-        if code.name in _UNNAMED or (code.name == "GLOBAL" and not _WEIGHTS.fullmatch(str(named))):
-            raise ValueError(_MORE)
+    try:
+        names = [(code.name, str(named)) for code, named, _ in pickletools.genops(content)]
+    except ValueError as error:
+        raise ValueError(f"{_DAMAGED} ({error})") from None
+    if any(code in _UNNAMED or (code == "GLOBAL" and not _WEIGHTS.fullmatch(named)) for code, named in names):
+        raise ValueError(_MORE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,28 @@ def test_files_of_other_steps_beside_those_of_one_do_not_matter(tmp_path: Path) 
     assert read.step == 2
     assert read.weights["w"].tolist() == [2.0, 2.0]
     assert read.averages[0.9999]["w"].tolist() == [-2.0, -2.0]
+
+
+def test_a_damaged_file_is_refused_or_has_the_same_weights(tmp_path: Path) -> None:
+    """Bits that are flipped, bytes that are lost, ends that are cut off: never other weights, never another error."""
+    weights, path, rng = {"w": torch.randn(40, 50)}, tmp_path / "whole.pt", random.Random(0)
+    torch.save({"ema": weights}, path)
+    whole = path.read_bytes()
+    refused = 0
+    for number in range(300):
+        place = rng.randrange(len(whole))
+        flipped = whole[:place] + bytes([whole[place] ^ 1 << number % 8]) + whole[place + 1 :]
+        damaged = (flipped, whole[:place] + whole[place + 7 :], whole[:place])[number % 3]
+        (tmp_path / f"{number}.pt").write_bytes(damaged)
+        try:
+            assert load_published(tmp_path / f"{number}.pt")["w"].equal(weights["w"])
+        except ValueError:
+            refused += 1
+    assert refused > 250
+    place = whole.index(weights["w"].numpy().tobytes()) + 1000
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    with pytest.raises(ValueError, match=r"it is damaged.*: the crc32 of its part whole/data/0 differs"):
+        load_published(path)
 
 
 def test_names_and_sizes_that_lie_are_refused(tmp_path: Path) -> None:
