@@ -196,13 +196,14 @@ READERS = {
 """Calls that open a file or list a folder by its path."""
 ALLOWED = {
     # Functions of the rooms that read run folders which open something else, or what run_files has opened.
-    "api/training.py": {"train"}, "checkpoint/reader.py": {"_handle"},
+    "api/data_set.py": {"_decoded"}, "api/training.py": {"train"}, "dashboard/access.py": {"is_own"},
+    "export/model_card.py": {"is_export"}, "checkpoint/reader.py": {"_handle"},
     "checkpoint/safetensors_writer.py": {"write_tensors"},
     "dashboard/page_files.py": {"page_file", "_names"}, "dashboard/pictures.py": {"_size", "_smaller"},
     "dashboard/folders.py": {"runs_in"}, "dashboard/status.py": {"_has_open"},
     "checkpoint/manifest.py": {"_problem_of"}, "checkpoint/step_folders.py": {"drop_leftovers"},
     "ledger/records.py": {"_ends_whole", "process_began"}, "evaluation/validation_files.py": {"read"},
-    "config/run_record.py": {"claim", "_refuse_foreign", "require_run"}, "json_lines.py": {"_cut"},
+    "config/run_record.py": {"claim", "_refuse_foreign", "require_run"}, "json_lines.py": {"_cut", "_replace_end"},
 }  # fmt: skip
 ROOMS = ("api", "checkpoint", "dashboard", "ledger")
 MODULES = (
