@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 CODES = {
     "PluginError": 1, "ConfigError": 2, "DataError": 65, "NodeError": 69, "DivergedError": 70, "NoMemoryError": 70,
-    "StorageError": 74, "Preempted": 75,
+    "ProcessLimitError": 71, "StorageError": 74, "Preempted": 75,
 }  # fmt: skip
 """Errors and their exit codes; ``test_docs_site`` compares them with the classes."""
 MEANINGS = {
@@ -30,6 +30,7 @@ MEANINGS = {
     "are intact: the same command resumes.",
     70: "The training diverged, or ran out of memory in a way that smaller micro-batches do not solve. The checkpoints "
     "are intact.",
+    71: "No more threads or processes may be started. Raise the limit that the message names, or end other processes.",
     74: "A file could not be written or read back. The checkpoints before it are intact; the same command resumes.",
     75: "The run was asked to stop and has saved. It is no error: the same command resumes.",
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -30,8 +29,11 @@ _RANKS = ("encode", "sample")
 
 
 def entry() -> None:
-    """Run the ``fastdiff`` command."""
-    sys.exit(main(sys.argv[1:]))
+    """Run the ``fastdiff`` command, in a process of its own."""
+    argv = sys.argv[1:]
+    if argv[:1] and argv[0] not in _RANKS:
+        _leave_job(argv)
+    sys.exit(main(argv))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,15 +48,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    is_rank, environment = bool(argv) and argv[0] in _RANKS, dict(os.environ)
+    is_rank = bool(argv) and argv[0] in _RANKS
     try:
         process_limits.try_threads()
         raise_open_files()
         argv = [*argv[1:2], "--help"] if argv[:1] == ["help"] else argv
         if argv[:1] == [bench.NAME]:
             bench.run(argv[1:])
-        if not is_rank:
-            _leave_job(argv)
         arguments = argparse.Namespace()
         if argv[:1] and argv[0] in _OF_NETWORKS:
             argv, arguments.fields = split_fields(argv)
@@ -73,8 +73,6 @@ def _run(argv: Sequence[str]) -> int:
         if is_rank and isinstance(error, FastdiffError):
             error.everywhere = False  # the variables may be wrong, and the process that would tell it not there
         return report_any(error)
-    finally:
-        os.environ.update(environment)  # of a caller in this process, which may be a rank
     return 0
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fastdiff
 from fastdiff.console import log
 from fastdiff.errors import ConfigError, require
 from fastdiff.evaluation.features import Extractor, features_of, open_extractor
@@ -16,7 +17,7 @@ from fastdiff.evaluation.image_sets import ImageSet, Reference, open_images, ope
 from fastdiff.evaluation.user_metrics import open_metrics
 from fastdiff.parallel.devices import select_device
 
-_PACKAGES = ("fastdiff", "numpy", "torch", "pillow", "torch-fidelity")
+_PACKAGES = ("numpy", "torch", "pillow", "torch-fidelity")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +132,7 @@ def _size(images: ImageSet) -> str:
 
 def _versions() -> dict[str, str]:
     """Return the versions of the packages that affect the figures."""
-    found = {}
+    found = {"fastdiff": fastdiff.__version__}
     for name in _PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)

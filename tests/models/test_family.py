@@ -71,6 +71,7 @@ def test_nobody_asks_for_the_type_of_a_network() -> None:
         ("run_record", "config.model.kind"),
         ("data_set", "model.kind"),
         ("summary", "model.kind"),
+        ("plan", "config.model.kind"),
     }
 
 

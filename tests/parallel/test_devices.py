@@ -150,6 +150,7 @@ def test_the_cores_are_shared_among_the_ranks_also_beside_gpus(world: World, mon
     """An optimizer that is offloaded steps on them."""
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_SIZE", "2")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     monkeypatch.setattr("fastdiff.parallel.world.select_device", lambda *given: torch.device("cuda", 0))

@@ -214,15 +214,6 @@ def test_no_labels_no_images() -> None:
     assert draw(trained(), OBJECTIVE, LABELS[:0]).shape == (0, 2, 4, 4)
 
 
-def test_progress_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    draw(trained(), OBJECTIVE, LABELS, steps=2, progress=True)
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "sampling" in shown.err
-    draw(trained(), OBJECTIVE, LABELS, steps=2)
-    assert capsys.readouterr().err == ""
-
-
 def test_unknown_scheduler_names_the_choices() -> None:
     with pytest.raises(ConfigError, match=r"'euler'.*ddim, dpmsolver\+\+, ddpm"):
         draw(trained(), OBJECTIVE, LABELS, scheduler="euler")  # type: ignore[arg-type]

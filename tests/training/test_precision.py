@@ -17,7 +17,6 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError, DivergedError
 from fastdiff.parallel.fragments import Flat, Fragment
 from fastdiff.parallel.world import World
@@ -169,12 +168,6 @@ def test_bitsandbytes_may_keep_small_tensors_in_fp32() -> None:
     for name, size in (("adamw8bit-bnb", 4096), ("adamw8bit", 1)):
         with pytest.raises(ConfigError, match="expected one byte"):
             check_is_8bit(name, [_flat({}, size)])
-
-
-def test_adamw8bit_needs_an_eps() -> None:
-    OptimConfig(eps=0.0)
-    with pytest.raises(ConfigError, match=r"--optim\.eps 0: above 0 with --optim\.name adamw8bit"):
-        OptimConfig(name="adamw8bit", eps=0.0)
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "adamw8bit-bnb"])

@@ -43,6 +43,8 @@ def translate(recorded: str) -> Command:
 
 def _problem(words: list[str]) -> str:
     """Return why the parser refuses a command; empty if it does not."""
+    if not words:
+        return "it names no benchmark"
     try:
         given = parser_of(words[:1]).parse_args(words)
     except ConfigError as error:

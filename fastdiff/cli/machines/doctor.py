@@ -92,7 +92,7 @@ def explain(name: str) -> Iterator[str]:
 def _table(rows: Iterable[kernel_choice.Row]) -> Iterator[str]:
     cells = [("layer", "op", "forward", "backward", "why")]
     cells += [(name, choice.op, choice.forward, choice.backward, choice.why) for name, choice in _merged(rows)]
-    yield table(cells, range(len(cells[0])), columns(sys.stdout))
+    yield from table(cells, range(len(cells[0])), columns(sys.stdout)).splitlines()
 
 
 def _merged(rows: Iterable[kernel_choice.Row]) -> Iterator[kernel_choice.Row]:

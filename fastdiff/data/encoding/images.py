@@ -26,7 +26,7 @@ from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, repr
 from fastdiff.data.encoding.builtin import versions
 from fastdiff.data.encoding.losses import losses
 from fastdiff.data.encoding.options import EncodeOptions, Rank
-from fastdiff.data.encoding.plan import BAD_IMAGES, BadRecord, EncodeFolder, UnitRecord
+from fastdiff.data.encoding.plan import BAD_IMAGES, LISTING_OPTIONS, BadRecord, EncodeFolder, UnitRecord
 from fastdiff.data.encoding.source_facts import WatchedSource, compare
 from fastdiff.data.encoding.uncaptioned import lacks_captions, require_captions, told
 from fastdiff.data.encoding.unit import UnitEncoder
@@ -303,6 +303,14 @@ class _ImageEncode:
         does = "counts the captions of" if self._options.captions == "all" else "looks at"
         self._say(f"rank {self._rank.number}: waiting while another rank {does} {self._source.name}")
 
+    def _listing_options(self) -> dict[str, Any]:
+        """Return the given options that choose what the source lists; its digest holds what they chose."""
+        fields = EncodeOptions.__dataclass_fields__
+        names = ("classes_from", "image_root", "dataset_config", "caption", "caption_from")
+        given = {name: getattr(self._options, name) for name in names}
+        given = {name: value for name, value in given.items() if value != fields[name].default}
+        return {LISTING_OPTIONS: given} if given else {}
+
     def _plan(self) -> dict[str, Any]:
         """Return all options and digests that affect the bytes, except versions and hardware."""
         options = self._options
@@ -327,7 +335,7 @@ class _ImageEncode:
             "batch": options.batch,
             "precision": options.precision,
             "dtype": self._dtype,
-        }
+        } | self._listing_options()
 
     @property
     def _dtype(self) -> Literal["float16", "float32", "uint8"]:

@@ -55,6 +55,8 @@ _FOLDER = ".encoding"
 _OWN = re.compile(r"(plan|living|unit-[0-9]{6,})\.(json|lock)(\.[0-9]+-[0-9a-f]{8}\.tmp)?")
 """Names of the files in it."""
 _CAPTIONS, _LISTING = "captions_per_image", "source_listing"
+LISTING_OPTIONS = "listing_options"
+"""Key of the options that choose what the source lists; data sets of before them have the same digest of the plan."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ class EncodeFolder:
         self._plan_path = self._work / "plan.json"
         self._claims = Claims(self._work, "unit")
         self._plan: dict[str, Any] = json.loads(canonical_json(plan))
-        self.plan_digest = hashlib.sha256(canonical_json(plan)).hexdigest()
+        of_bytes = {name: value for name, value in plan.items() if name != LISTING_OPTIONS}
+        self.plan_digest = hashlib.sha256(canonical_json(of_bytes)).hexdigest()
         self.published, self.unseen, self.captions = False, False, 1
         self._living: IO[bytes] | None = None
         with self.storage():
@@ -490,7 +493,8 @@ class EncodeFolder:
 
 def _differences(begun: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     """Describe the options that differ; the listing of the source is none."""
-    names = sorted((begun.keys() | plan.keys()) - {_LISTING})
+    same = {LISTING_OPTIONS} if begun.get(_LISTING) == plan.get(_LISTING) else set()
+    names = sorted((begun.keys() | plan.keys()) - {_LISTING} - same)
     changed = [name for name in names if begun.get(name) != plan.get(name)]
     return "; ".join(f"{name} was {begun.get(name)}, is {plan.get(name)}" for name in changed)
 

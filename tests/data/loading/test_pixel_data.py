@@ -134,7 +134,9 @@ def test_classes_come_from_where_they_are_said_to_come_from(images: Path, tmp_pa
         info = DatasetInfo.read(out)
         assert (info.class_names, info.classes) == (classes, len(classes) or None)
         assert ("label" in stored(out)) == bool(classes)
-    assert files(tmp_path / "folder") == files(tmp_path / "default")
+    chosen, default = files(tmp_path / "folder"), files(tmp_path / "default")
+    assert chosen.pop("encode.json") != default.pop("encode.json"), "the options that were given"
+    assert chosen == default
     assert DatasetInfo.read(tmp_path / "none").digest != DatasetInfo.read(tmp_path / "folder").digest
 
 
@@ -204,7 +206,7 @@ def test_the_real_command_is_killed_and_goes_on(tmp_path: Path, capsys: pytest.C
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main([*command, str(whole)]) == 0
     unit = out / ".encoding" / "unit-000003.json"
-    calls = 60  # a part of those of 150 units
+    calls = 120  # a part of those of 150 units
     assert run_script(DYING, str(calls), COMMAND, *command, out).code == -9
     assert unit.exists()
     assert not (out / "dataset.json").exists()

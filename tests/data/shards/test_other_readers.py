@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,6 @@ import numpy as np
 import pytest
 import webdataset
 from nvidia.dali import Pipeline, fn, types
-from torch.utils.data import DataLoader
 
 import fastdiff
 from fastdiff.data.encoding.builtin import encode_digits
@@ -23,6 +24,7 @@ from fastdiff.models.pretrained.tiny_pipeline import build
 from tests.support.independent_reader import shards
 from tests.support.inputs.captioned import encode as encode_captioned
 from tests.support.inputs.encoding import captioned, encode, picture
+from tests.support.processes import ROOT
 
 SIZES = [(32, 64), (32, 32), (64, 32)]
 CAPTIONS = [["a cat", "a tabby"], "a dog", ["a cat", "a cat"], "", "a dog", ["a cat"], "a seven"]
@@ -148,12 +150,23 @@ def test_the_size_of_a_data_set_is_known_before(kind: tuple[Path, set[str]]) -> 
     assert sample_bytes(info) - (0 if "json" in fields else 1024) == largest
 
 
+_LOADER = """
+import sys
+import fastdiff
+from torch.utils.data import DataLoader
+pipeline = fastdiff.webdataset(sys.argv[1], shardshuffle=2).to_tuple("latent.npy", "cls").batched(8)
+batches = list(DataLoader(pipeline, batch_size=None, num_workers=2))
+print(sum(len(label) for _, label in batches), tuple(batches[0][0].shape))
+"""
+
+
 def test_a_pipeline_of_the_python_interface_goes_through_a_loader_of_torch(tmp_path: Path) -> None:
     folder = means(tmp_path)
-    pipeline = fastdiff.webdataset(folder, shardshuffle=2).to_tuple("latent.npy", "cls").batched(8)
-    batches = list(DataLoader(pipeline, batch_size=None, num_workers=2))
-    assert sum(len(label) for _, label in batches) == 382
-    assert batches[0][0].shape == (8, 1, 8, 8)
+    # In a process of its own: that of the tests may be too large for the loader to fork it.
+    done = subprocess.run(
+        [sys.executable, "-c", _LOADER, folder], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.split() == ["382", "(8,", "1,", "8,", "8)"], done.stderr
 
 
 def test_the_python_interface_loses_and_unpickles_nothing(tmp_path: Path) -> None:
