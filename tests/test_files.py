@@ -19,7 +19,7 @@ from fastdiff.config.run_record import claim
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.files import lock, open_lock_in, publish, require_output, temporary, unfinished_folder, write_output
 from tests.support.forked import fork_server
-from tests.support.injected.crash_points import CrashPoints
+from tests.support.injected.crash_points import CrashPoints, operations
 
 
 def _write(out: Path, *, fails: bool = False) -> None:
@@ -241,3 +241,15 @@ def test_the_limit_of_open_files_is_raised_or_refused(limits: tuple[int, int], s
     )
     assert done.stdout.split() == ["2", str(soft)], done.stderr
     assert said in done.stderr
+
+
+def test_a_small_file_is_on_the_disk_before_its_rename_and_its_name_after_it(tmp_path: Path) -> None:
+    folder, journal = tmp_path / "folder", tmp_path / "journal"
+    folder.mkdir()
+    with CrashPoints(folder, journal).watched():
+        publish(folder / "file", b"content")
+    done = operations([journal])
+    assert [record["op"] for record in done] == ["create", "fsync", "rename", "fsync"]
+    assert [done[1]["path"], done[1]["size"]] == [done[0]["path"], len(b"content")], "whole when it is synced"
+    assert done[2]["to"] == str(folder / "file")
+    assert done[3]["path"] == str(folder)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from fastdiff.data.loading.order import RankPositions
+from fastdiff.data.loading.order import RankPositions, shuffle
 from fastdiff.rng import Stream, normal, uniform
+from fastdiff.sampling.solvers import _generator
 from fastdiff_kernels import philox
 from fastdiff_kernels.noising import uniform_time
 from tests.support.references.timesteps import uniform_timesteps
@@ -81,6 +82,20 @@ def test_streams_seeds_and_positions_share_no_numbers():
     for draw in (uniform, lambda *arguments: normal(*arguments[:3], (4,))):
         draws = [draw(seed, stream, position, 4) for seed in (0, 1, 2**63) for stream in Stream]
         assert torch.stack(draws).unique().numel() > values.numel() - 10
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda seed: uniform(seed, Stream.NOISE, torch.arange(4), 16),
+        lambda seed: torch.from_numpy(shuffle(seed, 64, 0, 0, 0)),
+        lambda seed: torch.rand(64, generator=_generator(seed, 0)),
+    ],
+    ids=["training", "order", "sampling"],
+)
+def test_the_top_bit_of_a_seed_counts(draw):
+    for seed in (0, 7, 2**63 - 1):
+        assert not torch.equal(draw(seed), draw(seed + 2**63))
 
 
 def test_shapes_are_row_major_and_fp32():

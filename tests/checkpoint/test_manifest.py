@@ -17,6 +17,7 @@ from fastdiff.cli.main import main
 from fastdiff.errors import StorageError
 from fastdiff.parallel.world import World
 from fastdiff.train import train
+from tests.support.injected.crash_points import CrashPoints, operations
 from tests.support.runs import launch, renew_digest, tiny, train_losses
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -213,3 +214,26 @@ def test_a_save_replaces_what_has_its_names_and_nothing_elsewhere(tmp_path: Path
     assert Checkpoint(folder / "step-00000005").folder.is_dir()
     assert (elsewhere / "kept").read_text() == "kept"
     assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.fault(4)
+def test_a_finished_commit_is_durable(tmp_path: Path) -> None:
+    """Each file whole, then their folder, before the rename; the folder of the checkpoints after it."""
+    folder, journal = tmp_path / "checkpoints", tmp_path / "journal"
+    folder.mkdir()
+    folders = StepFolders(folder, ALONE, "a checkpoint")
+    manifest = {name: value for name, value in WHOLE.items() if name != "files"}
+    draft = folders.draft(ALONE, 5, {"w": torch.ones(3)}, {"w": 0}, manifest)
+    with CrashPoints(folder, journal).watched():
+        final = folders.commit(draft)
+    done = [record for record in operations([journal]) if record["op"] in ("fsync", "rename")]
+    names = ["rank-00000.safetensors", MANIFEST]
+    unnamed = final.with_suffix(".tmp")
+    assert [(record["op"], record["path"]) for record in done] == [
+        *(("fsync", str(unnamed / name)) for name in names),
+        ("fsync", str(unnamed)),
+        ("rename", str(unnamed)),
+        ("fsync", str(folder)),
+    ]
+    sizes = [record["size"] for record in done[: len(names)]]
+    assert sizes == [(final / name).stat().st_size for name in names], "all of it was written before"

@@ -184,6 +184,12 @@ def test_a_width_made_from_two_others_is_the_one_that_was_tracked(two_widths: Pa
     assert (read(snapshot, 0.05) - narrow).norm() < 3e-4 * narrow.norm(), "rounded to fp16"
 
 
+def test_an_average_is_made_of_nothing_later_than_its_step(run: Path) -> None:
+    saved = Checkpoint(run / "ema" / "step-00000012")
+    steps = {step_of(term.saved.folder) for term in reconstruct(saved, 0.06).terms}
+    assert steps == {2, 4, 6, 8, 10, 12}
+
+
 def test_widths_far_from_the_snapshots_are_refused(two_widths: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = newest(two_widths)
     with pytest.raises(ConfigError, match=r"width 0.01 at step 24 cannot be made .* the fit misses \d+%"):

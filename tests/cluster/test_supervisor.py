@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -23,6 +25,7 @@ from fastdiff.cluster.supervisor.main import main
 from fastdiff.cluster.supervisor.outcome import UNAVAILABLE, of_hang
 from fastdiff.cluster.supervisor.ranks import RankStatus
 from fastdiff.cluster.supervisor.signals import Signals
+from fastdiff.cluster.supervisor.watch import Limits, Watch
 from fastdiff.parallel import heartbeat
 from fastdiff.train import _GRACE_S
 from tests.support.processes import ROOT
@@ -358,3 +361,22 @@ def test_the_culprit_of_a_hang(culprit: dict[str, object], why: str) -> None:
     assert "runs/x/stacks" in outcome.line
     mute = of_hang(statuses, ["node 2 on c"], 15.0, Path("runs/x"))
     assert mute.line == "fastdiff: node 2 on c failed first: it does not answer"
+
+
+@pytest.mark.parametrize("reading", ["silent_for_s", "starting_for_s"])
+def test_a_rank_hangs_after_two_overdue_readings_in_a_row(tmp_path: Path, reading: str) -> None:
+    """One alone may have met a beat that was being written."""
+    told: list[str] = []
+    ranks: Any = SimpleNamespace(silent_for_s=lambda: 0.0, starting_for_s=lambda: 0.0)
+    nodes: Any = SimpleNamespace(hang=None, announce_hang=lambda: told.append("hang"))
+    signals: Any = None
+    limits = Limits(hang_s=HANG_S, start_s=HANG_S, contact_s=HANG_S)
+    watch = Watch(
+        ranks, nodes, signals, limits, folder=tmp_path, name="node", master="node", request_dumps=lambda: None
+    )
+    announced = []
+    for silent_s in (0, HANG_S + 1, HANG_S, HANG_S + 1, HANG_S + 2):
+        setattr(ranks, reading, lambda silent_s=silent_s: silent_s)
+        watch._check_hang()
+        announced.append(len(told))
+    assert announced == [0, 0, 0, 0, 1]

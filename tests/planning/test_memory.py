@@ -30,7 +30,8 @@ from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.models.build import build_model
-from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
+from fastdiff.models.cost.memory import Setup, buffer_bytes, frozen_bytes
+from fastdiff.models.cost.traced import Traced
 from fastdiff.models.lora import add_lora
 from fastdiff.parallel.world import World
 from fastdiff.planning.memory import Memory, memory
@@ -182,3 +183,20 @@ def test_the_weights_of_a_lora_are_those_of_its_network(quantize: Any) -> None:
     assert found.frozen_bytes == frozen_bytes(real, "bf16")
     assert found.buffer_bytes == buffer_bytes(real, "bf16")
     assert found.passes[False].matmul < 0.8 * whole.passes[False].matmul, "no gradients of frozen weights"
+
+
+@pytest.mark.parametrize(("bucket", "in_bucket"), [(300, 300), (5000, 1000)])
+def test_zero3_keeps_a_bucket_and_passes_gradients_through_it(bucket: int, in_bucket: int) -> None:
+    """By hand: 1000 weights in bf16, sums of gradients in fp32; a bucket holds no more than there is."""
+    setup = Setup(
+        trained=1000, frozen_bytes=64, buffer_bytes=0, ranks=2, stage=3, flat=False, offload=False, precision="bf16",
+        sums="fp32", optimizer="adamw", averages=1, micro=4, recompute=False, several=True,
+    )  # fmt: skip
+    traced = Traced(
+        matmul=0.0, convolution=0.0, attention=0.0, bytes=0.0, launches=0, saved=10.0, peaks=((10.0, 2000.0),)
+    )
+    found = memory(setup, traced, bucket=bucket)
+    assert found.buffers == 4 * in_bucket
+    assert found.workspace == 2 * 1000 + 64, "all weights are gathered"
+    came_and_joined, cut = 2 * 2 * in_bucket, 4 * in_bucket
+    assert found.activations == pytest.approx(4 * 10 + came_and_joined + cut)

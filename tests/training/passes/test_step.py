@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor
 import fastdiff
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.parallel.consensus import Consensus
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.guard import StepGuard
@@ -200,3 +202,17 @@ def test_bf16_under_zero_1_trains_on_a_gpu(world: World, digits: Path, tmp_path:
     assert exact[0] != exact[1], "the first step changed the weights"
     assert rounded == pytest.approx(exact, rel=0.02)
     assert rounded != exact
+
+
+@pytest.mark.parametrize("skips", [None, torch.ones(())], ids=["the host knows", "the device knows"])
+def test_a_failed_save_is_told_in_a_void_step(world: World, skips: Tensor | None) -> None:
+    nothing: Any = SimpleNamespace(enter=lambda phase: None, discards=lambda step: False)
+    engine: Any = SimpleNamespace(
+        skips=lambda: skips, discard=lambda: None, update=lambda: None, settle=lambda *, skipped: False
+    )
+    guard = StepGuard(Consensus(world), nothing, nothing, accumulation=1)
+    guard.failed_save = True
+    guard.observe(torch.ones(2))
+    guard.lose("in the test", observed=True)
+    guard.take_step(engine)
+    assert (guard.flags.out_of_memory, guard.flags.failed_save) == (True, True)
