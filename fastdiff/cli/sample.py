@@ -35,8 +35,9 @@ def add(commands: Subcommands) -> None:
         "sample",
         help="draw images from a run, or from a published file of weights",
         description="Draw images from a run or a published file: a few as a picture (--grid), or any number as an npz "
-        "(--npz). For an npz, run it on many GPUs with torchrun --no-python --, deepspeed --no_python --no_local_rank "
-        "--, or srun: the file is the same for any number of GPUs, and after a kill the same command resumes.",
+        "(--npz) or as single files (--pngs). For the latter two, run it on many GPUs with torchrun --no-python --, "
+        "deepspeed --no_python --no_local_rank --, or srun: the files are the same for any number of GPUs, and after a "
+        "kill the same command resumes.",
     )
     sample.add_argument("folder", type=local_path, metavar="RUN|FILE", help="run folder, or .pt or .safetensors file")
     add_preset(sample)
@@ -59,6 +60,13 @@ def add(commands: Subcommands) -> None:
         type=local_path,
         default=None,
         help="file to write: arr_0 uint8 [N, H, W, C], and arr_1 if there are classes",
+    )
+    where.add_argument(
+        "--pngs",
+        type=local_path,
+        default=None,
+        metavar="FOLDER",
+        help="folder to write one PNG per image to, named by number and class or prompt: 000012-flower.png",
     )
     _add_set(sample)
     sample.set_defaults(run=_sample)
@@ -107,7 +115,7 @@ def _add_content(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("npz")
+    group = parser.add_argument_group("npz and pngs")
     group.add_argument(
         "--num",
         type=count,
@@ -150,7 +158,7 @@ def _sample(arguments: argparse.Namespace) -> None:
         clip=arguments.clip_denoised,
         seed=arguments.seed,
     )
-    if arguments.npz is not None:
+    if arguments.npz is not None or arguments.pngs is not None:
         _draw_set(arguments, sampler, published)
         return
     run = Run(arguments.folder, ema=arguments.ema, ema_std=arguments.ema_std, step=arguments.step, published=published)
@@ -180,12 +188,13 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--classes and --per-class are for models of classes, --prompt is for models of text")
     if not arguments.prompt and of_prompts != (None, None):
         raise ConfigError("--negative-prompt and --per-prompt need --prompt")
+    flag = next((f"--{name}" for name in ("npz", "pngs") if getattr(arguments, name) is not None), None)
     for name in _OF_SETS:
-        if arguments.npz is None and getattr(arguments, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} is for --npz FILE, which is missing")
+        if flag is None and getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} is for --npz FILE or --pngs FOLDER; give one of them")
     asked = arguments.num, *of_classes, arguments.prompt, arguments.low_res
-    if arguments.npz is not None and not any(value is not None for value in asked):
-        raise ConfigError("--npz: give the number of images by --num, --per-class, --prompt or --low-res")
+    if flag is not None and not any(value is not None for value in asked):
+        raise ConfigError(f"{flag}: give the number of images by --num, --per-class, --prompt or --low-res")
 
 
 def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig, published: RunConfig | None) -> None:
@@ -214,4 +223,5 @@ def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig, published: 
     )
     names = "batch", "precision", "autoencoder"
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    draw_set(run, request, sampler, SetOptions(out=arguments.npz, **given), rank)
+    out = arguments.npz or arguments.pngs
+    draw_set(run, request, sampler, SetOptions(out=out, pngs=arguments.npz is None, **given), rank)

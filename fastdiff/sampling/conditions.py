@@ -59,6 +59,8 @@ class Conditions:
     """One unconditional sample of each input that guidance replaces."""
     labels: npt.NDArray[np.int64] | None
     """``[N]`` classes; None: the images have none."""
+    kind: Callable[[int], str]
+    """Returns the class of the image with a number, or the number of its prompt; empty: it has neither."""
     plan: dict[str, Any]
     """JSON values that determine all other fields."""
 
@@ -107,6 +109,12 @@ def conditions(run: Run, request: SampleRequest, seed: int) -> Conditions:
 
 def _of_labels(run: Run, count: int, labels: Tensor | None, how: str) -> Conditions:
     null = null_label(run.config)
+    titles = run.class_names.titles(range(run.known_classes))
+
+    def kind(image: int) -> str:
+        label = -1 if labels is None else int(labels[image])
+        title = titles[label] if titles and label >= 0 else ""
+        return title if any(map(str.isalnum, title)) or label < 0 else f"class {label}"
 
     def of(index: range) -> Condition:
         return {"label": null.expand(len(index)) if labels is None else labels[index.start : index.stop]}
@@ -116,6 +124,7 @@ def _of_labels(run: Run, count: int, labels: Tensor | None, how: str) -> Conditi
         of=of,
         null={"label": null},
         labels=None if labels is None else labels.numpy(),
+        kind=kind,
         plan={"images": count, "classes": how},
     )
 
@@ -165,9 +174,12 @@ def _of_prompts(run: Run, request: SampleRequest) -> Conditions:
         chosen = torch.tensor(index) % len(request.prompts)
         return {name: value[chosen] for name, value in embedded.items()}
 
+    def kind(image: int) -> str:
+        return f"prompt {image % len(request.prompts)}"
+
     count = request.per_prompt * len(request.prompts)
     plan = {"images": count, "prompts": _shortly(list(request.prompts)), "negative_prompt": request.negative}
-    return Conditions(count=count, of=of, null=null, labels=None, plan=plan)
+    return Conditions(count=count, of=of, null=null, labels=None, kind=kind, plan=plan)
 
 
 def _shortly(values: list[Any]) -> Any:

@@ -38,7 +38,7 @@ _OF_LOCK = re.compile(r"lock|part-[0-9]{6,}\.lock")
 
 
 class SampleParts:
-    """Parts of one npz, and the npz itself.
+    """Parts of one npz, and the npz itself; ``png_files.PngFiles`` writes separate files instead.
 
     Args:
         out: the npz to write.
@@ -55,6 +55,9 @@ class SampleParts:
         StorageError: from every method: the folder cannot be written.
     """
 
+    flag = "--npz"
+    """Option of the command that names ``out``."""
+
     def __init__(
         self,
         out: Path,
@@ -63,12 +66,11 @@ class SampleParts:
         batch: int,
         labels: npt.NDArray[np.int64] | None,
     ) -> None:
-        require(not out.is_dir(), f"--npz {out}: a folder, expected the name of a file to write")
         self.out, self.batch = out, batch
         self.complete = False
         self._plan: dict[str, Any] = json.loads(canonical_json(plan))
         self._shape, self._labels = shape, labels
-        self._folder = out.with_name(f"{out.name}.parts")
+        self._folder = self._place()
         self._claims = Claims(self._folder, "part")
         with self._locked():
             if not self.complete:
@@ -88,23 +90,28 @@ class SampleParts:
         """Numbers of the images of a batch; a function of the plan alone."""
         return range(batch * self.batch, min((batch + 1) * self.batch, self.total))
 
+    @property
+    def leftovers(self) -> str:
+        """What to delete in order to begin anew."""
+        return str(self._folder)
+
     def has(self, batch: int) -> bool:
         """Whether a batch has been drawn."""
-        with _storage(self.out), suppress(FileNotFoundError):
+        with storage(self.out), suppress(FileNotFoundError):
             return self._path(batch).stat().st_size == self._bytes(batch)
         return False
 
     def done(self) -> int:
         """Number of images that have been drawn, by all ranks."""
         sizes: dict[str, int] = {}
-        with _storage(self.out), suppress(FileNotFoundError), os.scandir(self._folder) as entries:
+        with storage(self.out), suppress(FileNotFoundError), os.scandir(self._folder) as entries:
             sizes.update((entry.name, entry.stat().st_size) for entry in entries)
         drawn = (b for b in range(self.batches) if sizes.get(self._path(b).name) == self._bytes(b))
         return sum(len(self.images(batch)) for batch in drawn)
 
     def claim(self, batch: int) -> bool:
         """Claim a batch; False: it has been drawn, or another process draws it."""
-        with _storage(self.out):
+        with storage(self.out):
             if self._is_drawn(batch) or not self._claims.take(batch):
                 return False
             if self._is_drawn(batch):
@@ -115,7 +122,7 @@ class SampleParts:
     def write(self, batch: int, pixels: npt.NDArray[np.uint8]) -> None:
         """Write a claimed batch ``[n, H, W, C]`` durably, and release it: a kill after the return does not lose it."""
         assert pixels.shape == (len(self.images(batch)), *self._shape[1:])
-        with _storage(self.out):
+        with storage(self.out):
             publish(self._path(batch), pixels.tobytes())
         self._claims.release(batch)
 
@@ -125,10 +132,15 @@ class SampleParts:
 
     def wait(self) -> None:
         """Wait until no other process holds the first batch that has not been drawn."""
-        with _storage(self.out):
+        with storage(self.out):
             batch = next((batch for batch in range(self.batches) if not self._is_drawn(batch)), None)
             if batch is not None:
                 self._claims.wait(batch)
+
+    def _place(self) -> Path:
+        """Return the folder of the parts; ConfigError if ``out`` cannot be written there."""
+        require(not self.out.is_dir(), f"--npz {self.out}: a folder, expected the name of a file to write")
+        return self.out.with_name(f"{self.out.name}.parts")
 
     def _is_drawn(self, batch: int) -> bool:
         return self.out.exists() or self.has(batch)
@@ -188,8 +200,8 @@ class SampleParts:
         ]
         if changed:
             raise ConfigError(
-                f"{what} ({'; '.join(changed)}); give the same options, choose another --npz, or delete it to "
-                "begin anew"
+                f"{what} ({'; '.join(changed)}); give the same options, choose another {self.flag}, or delete it "
+                "to begin anew"
             )
 
     def _path(self, batch: int) -> Path:
@@ -226,7 +238,7 @@ class SampleParts:
     def _foreign(self) -> ConfigError:
         return ConfigError(
             f"{self._folder} exists and is not of fastdiff, which would keep finished images there; rename it, or "
-            "choose another --npz"
+            f"choose another {self.flag}"
         )
 
     @contextmanager
@@ -235,7 +247,7 @@ class SampleParts:
 
         Several machines need a file system that locks files across them.
         """
-        with _storage(self.out):
+        with storage(self.out):
             is_foreign = self._is_foreign()
             self.complete = self._is_complete()  # after it: another rank writes the npz before it removes the parts
             if self.complete:
@@ -243,7 +255,7 @@ class SampleParts:
                 return
             if is_foreign:
                 raise self._foreign()
-            make_parents(self.out)
+            make_parents(self._folder)
             file = open_lock_in(self._folder, _LOCK)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -254,7 +266,7 @@ class SampleParts:
 
 
 @contextmanager
-def _storage(out: Path) -> Iterator[None]:
+def storage(out: Path) -> Iterator[None]:
     """Convert an OSError to a StorageError."""
     try:
         yield

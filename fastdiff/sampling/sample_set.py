@@ -1,8 +1,8 @@
-"""``fastdiff sample RUN --npz OUT``: a set of samples of any size, drawn by any number of processes.
+"""``fastdiff sample`` with ``--npz`` or ``--pngs``: a set of samples of any size, drawn by any number of processes.
 
 The images are drawn in batches of one size, whose borders are a function of the number of images alone; rank r of W
 draws the batches r, r + W, ..., then those of other ranks on which no living process works. Every rank computes an
-image by the same operations on the same numbers. The file is therefore the same, byte by byte, for every W and after
+image by the same operations on the same numbers. The files are therefore the same, byte by byte, for every W and after
 every kill, on machines with the same hardware and libraries. The ranks communicate only through ``parts.SampleParts``.
 Each of them ends with the complete file: it waits for the batches that others have begun.
 """
@@ -32,6 +32,7 @@ from fastdiff.progress_bar import Bar
 from fastdiff.sampling.conditions import Conditions, SampleRequest, conditions
 from fastdiff.sampling.parts import SampleParts
 from fastdiff.sampling.pixels import IDENTITY, PixelDecoder
+from fastdiff.sampling.png_files import PngFiles
 from fastdiff.sampling.run import Run
 
 
@@ -40,7 +41,9 @@ class SetOptions:
     """Destination and computation of a sample set."""
 
     out: Path
-    """The npz."""
+    """The npz, or the folder."""
+    pngs: bool = False
+    """Write separate PNG files to the folder ``out``."""
     batch: int = 64
     """Images per forward pass; part of the plan, because it affects the rounding of matrix products."""
     precision: Precision = "fp32"
@@ -78,12 +81,16 @@ def draw_set(
     conditioned, sampler, decoder = _prepared(run, request, sampler, options.precision, options.autoencoder)
     plan = _plan(run, conditioned, sampler, options, decoder)
     shape = (conditioned.count, *decoder.shape)
-    parts = SampleParts(options.out, plan, shape, options.batch, conditioned.labels)
+    parts = (
+        PngFiles(options.out, plan, shape, options.batch, conditioned.kind)
+        if options.pngs
+        else SampleParts(options.out, plan, shape, options.batch, conditioned.labels)
+    )
     if parts.complete:
         say(f"{options.out} is complete already")
         return
     run.model.to(DTYPES[options.precision])
-    remedy = f"delete {options.out}.parts and use a smaller --batch, or --precision bf16"
+    remedy = f"delete {parts.leftovers} and use a smaller --batch, or --precision bf16"
     with reproducible(), _in_memory(options.batch, run.device, remedy):
         while True:
             try:

@@ -385,8 +385,8 @@ def test_a_foreign_file_is_not_replaced(trained: Path, tmp_path: Path, content: 
     ("options", "message"),
     [
         (["--npz", "out.npz"], "--npz: give the number of images by --num, --per-class, --prompt or --low-res"),
-        (["--num", "5"], "--num is for --npz FILE, which is missing"),
-        (["--autoencoder", "identity"], "--autoencoder is for --npz FILE, which is missing"),
+        (["--num", "5"], "--num is for --npz FILE or --pngs FOLDER; give one of them"),
+        (["--autoencoder", "identity"], "--autoencoder is for --npz FILE or --pngs FOLDER; give one of them"),
         (["--npz", "out.npz", "--num", "5", "--per-class", "5"], "--num and --per-class both set the number"),
         (["--npz", "out.npz", "--num", "5", "--classes", "8-11"], "the model was trained with classes 0-9"),
         (["--npz", "out.npz", "--prompt", "a cat"], "trained with classes, not captions"),

@@ -192,6 +192,7 @@ _ANY = {
 }
 _OF_RUN = {"diffusers": _DIFFUSERS, "HF Trainer": _HF_TRAINER, "kohya": _KOHYA, "DiT": _DIT, "iDDPM": _IDDPM, "": _ANY}
 
+_SAMPLES = "is --grid PNG, --npz FILE or --pngs FOLDER"
 _OF_SAMPLE = {
     "diffusers": {
         "num_inference_steps": _flag("steps"),
@@ -199,7 +200,7 @@ _OF_SAMPLE = {
         "num_images_per_prompt": _flag("per-prompt"),
         "prompts": _flag("prompt"),
         "validation_prompt": _flag("prompt"),
-        "output_dir": Ours("is --grid {}/grid.png, or --npz FILE"),
+        "output_dir": Ours("is --pngs {}, or --grid {}/grid.png"),
     },
     "DiT": {
         "cfg_scale": _flag("cfg"),
@@ -215,7 +216,7 @@ _OF_SAMPLE = {
         "use_ddim": Ours("is --scheduler ddim"),
         "model_path": Ours("is the first word: `fastdiff sample {} --preset NAME`"),
     },
-    "": {"output": Ours("is --grid PNG or --npz FILE"), "out": Ours("is --grid PNG or --npz FILE")},
+    "": {"output": Ours(_SAMPLES), "out": Ours(_SAMPLES)},
 }
 _OF_ENCODE = {
     "diffusers": {
