@@ -255,7 +255,8 @@ class SampleParts:
                 return
             if is_foreign:
                 raise self._foreign()
-            make_parents(self._folder)
+            make_parents(self.out)
+            self._folder.parent.mkdir(exist_ok=True)
             file = open_lock_in(self._folder, _LOCK)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
