@@ -152,13 +152,13 @@ class PngFiles(SampleParts):
 
 def _plan_of(path: Path) -> dict[str, Any] | None:
     """Return the plan that a PNG records; None if the file has none or is no PNG."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     if not path.is_file():  # a pipe would block
         return None
     try:
         with Image.open(path, formats=["PNG"]) as picture:
             found = json.loads(picture.info.get(_TEXT, "null"))
-    except (Image.UnidentifiedImageError, Image.DecompressionBombError, ValueError, SyntaxError):
+    except (UnidentifiedImageError, Image.DecompressionBombError, ValueError, SyntaxError):
         return None
     return found if isinstance(found, dict) else None
