@@ -82,7 +82,8 @@ class PngFiles(SampleParts):
             for image, levels in zip(self.images(batch), pixels, strict=True):
                 path = self._file(image)
                 self._check_file(path)
-                publish(path, self._encoded(levels))
+                if not os.path.lexists(path):  # once all exist, another rank removes the temporary names of killed ones
+                    publish(path, self._encoded(levels))
                 self._checked.add(path.name)
         self._claims.release(batch)
 
