@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import fastdiff
 from fastdiff import process_limits
-from fastdiff.cli import bench, check, encode, evaluate, export, launch, runs, sample
+from fastdiff.cli import bench, check, encode, evaluate, export, launch, runs, sample, schema
 from fastdiff.cli.compat import command
 from fastdiff.cli.demo import command as demo
 from fastdiff.cli.machines import plan
@@ -87,6 +87,6 @@ def _parser() -> Parser:
     parser = Parser(prog="fastdiff", description="Train diffusion models from sharded latents.")
     parser.add_argument("-V", "--version", action="version", version=f"fastdiff {fastdiff.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (demo, encode, plan, launch, command, check, sample, evaluate, runs, export, bench):
+    for module in (demo, encode, plan, launch, schema, command, check, sample, evaluate, runs, export, bench):
         module.add(commands)
     return parser

@@ -1,0 +1,21 @@
+"""``fastdiff schema``: the JSON schema of ``--config`` files, for editors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from fastdiff.config.argument_types import Subcommands
+
+
+def add(commands: Subcommands) -> None:
+    """Register the command."""
+    text = "print the JSON schema of --config files, by which editors complete and check them"
+    parser = commands.add_parser("schema", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser.set_defaults(run=_schema)
+
+
+def _schema(arguments: argparse.Namespace) -> None:
+    from fastdiff.config.json_schema import config_schema
+
+    print(json.dumps(config_schema(), indent=2))
