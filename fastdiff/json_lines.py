@@ -258,7 +258,3 @@ def _is_flat(value: Any, levels: int) -> bool:
         return True
     inner = value.values() if isinstance(value, dict) else value
     return levels > 0 and all(_is_flat(one, levels - 1) for one in inner)
-
-
-def _records(content: bytes) -> list[Record]:
-    return [record for line in content.splitlines() if (record := record_of(line)) is not None]

@@ -14,16 +14,19 @@ from pathlib import Path
 
 _OWN = 8
 """Threads of a process besides those of OpenMP and OpenBLAS: signals, heartbeat, saves, loader, progress bar."""
+_MOST = 64
+"""Threads that OpenBLAS starts at most, in the wheels of numpy."""
 _TEXTS = ("can't start new thread", "unable to start watchdog thread", os.strerror(errno.EAGAIN))
-"""In the errors of threading, faulthandler and std::thread."""
+"""Whole errors of threading, faulthandler, and of std::thread, fork and clone."""
 _GROUPS, _CONTROLLERS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def is_reached(error: Exception) -> bool:
     """Return whether a thread or a process could not be started because there are too many."""
     if isinstance(error, OSError):
-        return error.errno == errno.EAGAIN and error.filename is None
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+        # A descriptor that would block has another text.
+        return error.errno == errno.EAGAIN and error.filename is None and error.strerror in _TEXTS
+    return isinstance(error, RuntimeError) and str(error) in _TEXTS
 
 
 def try_threads() -> None:
@@ -47,7 +50,7 @@ def try_threads() -> None:
 
 def _of_a_library() -> int:
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    cores = len(os.sched_getaffinity(0))
+    cores = min(len(os.sched_getaffinity(0)), _MOST)
     return min(int(given), 4 * cores) if given.isdecimal() else cores
 
 

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 _SCHEME = re.compile(r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+):([/\\]+)")
 _RELATIVE = re.compile(r"(?<![^='\"<(\[{,`])([/\\]{2,})(?=[^/\\]{0,400}@|[^/\\]{0,400}:.{0,400}@)")
 """Begin of an address without scheme, ``//user:password@host``; without an @ it is a path of this machine."""
-_USER = re.compile(r"[^\s/\\@:]+:[^\s@]*@")
+_USER = re.compile(r"[^\s/\\:]+:[^\s@]*@")
 """Begin of ``user:password@host``, of which any path of this machine has a slash before the colon."""
 _PASSWORD_OF_WORDS = re.compile(
     r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+:[/\\]{2,}|(?:https?|s3):[/\\])[^\s@/\\?#:]{0,200}:"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import os
 import resource
@@ -57,6 +58,19 @@ def test_a_command_without_threads_says_so_before_its_libraries_end_it(words: li
     assert line.startswith("fastdiff: error: no more threads or processes may be started (")
     assert f"ulimit -u is {soft}" in line or soft == resource.RLIM_INFINITY
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_without_threads_of_its_own_needs_none(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _WITHOUT_THREADS, *COMMAND, "--version"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_would_block_is_no_limit() -> None:
+    assert not process_limits.is_reached(BlockingIOError(errno.EAGAIN, "write could not complete without blocking"))
+    assert not process_limits.is_reached(RuntimeError(f"recv: {os.strerror(errno.EAGAIN)}"))
+    assert process_limits.is_reached(BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)))
 
 
 def _thread() -> None:

@@ -24,6 +24,8 @@ from fastdiff.standard_streams import lossy_output
 
 _OF_NETWORKS = ("sample", "evaluate", "export")
 """Commands that read runs and, with ``--preset`` and flags of its fields, published files."""
+_OF_THREADS = ("bench", "demo", "encode", "evaluate", "export", "sample", "train", "verify", "watch")
+"""Commands that start threads, or import libraries that do."""
 _RANKS = ("encode", "sample")
 """Commands that a launcher may start many times; the variables of ranks mean nothing to the others."""
 
@@ -50,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> int:
     is_rank = bool(argv) and argv[0] in _RANKS
     try:
-        process_limits.try_threads()
+        if argv and argv[0] in _OF_THREADS:
+            process_limits.try_threads()
         raise_open_files()
         argv = [*argv[1:2], "--help"] if argv[:1] == ["help"] else argv
         if argv[:1] == [bench.NAME]:

@@ -6,13 +6,14 @@ import argparse
 import difflib
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from fastdiff import sanitize
-from fastdiff.config.flags.unknown import explained
+from fastdiff.config.flags.unknown import as_typed, explained
 from fastdiff.errors import ConfigError, require
 
 Subcommands: TypeAlias = "argparse._SubParsersAction[Any]"
@@ -109,7 +110,9 @@ class Command(Parser):
         """Parse all arguments; ConfigError if one is unknown."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            raise ConfigError(explained(unknown, self.flags, self.prog.removeprefix("fastdiff ")))
+            typed = sys.argv[1:] if args is None else args
+            words = as_typed(unknown, typed)
+            raise ConfigError(explained(words, self.flags, self.prog.removeprefix("fastdiff ")))
         return found, unknown
 
 

@@ -7,12 +7,13 @@ import inspect
 import io
 import json
 import os
+import re
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, fields
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import tyro
 
@@ -37,6 +38,14 @@ _SHORT_HELP = {"-h", "--help"}
 _HELP = _SHORT_HELP | {"--help-all"}
 _WIDE = 1 << 20
 """Columns; no argument is longer."""
+
+
+_OF_TYRO = (
+    (r"could not convert string to float: (.*)", r"expected a number, given \1"),
+    (r"invalid literal for int\(\) with base 10: (.*)", r"expected a whole number, given \1"),
+    (r"Missing value for argument '(\S+)'.*", r"\1: its value is missing"),
+)
+"""Reasons of Python and tyro, and ours."""
 
 
 def parse(argv: Sequence[str], beside: Collection[str] = ()) -> tuple[Launch, RunConfig]:
@@ -154,21 +163,16 @@ def _reason(box: str) -> str:
             parts.append("")
         elif line and line[0] not in "╭╰":
             parts[-1] += f"{line} "
-    return (parts if boxed else [*parts[1:], parts[0]])[0].strip().removeprefix("Error parsing ").removesuffix(".")
+    reason = (parts if boxed else [*parts[1:], parts[0]])[0].strip().removeprefix("Error parsing ").removesuffix(".")
+    for pattern, ours in _OF_TYRO:
+        reason = re.sub(pattern, ours, reason)
+    return reason
 
 
 def known_flags(default: RunConfig) -> list[str]:
     """Return all flags of a run with this network and process, with their hyphens."""
-    fields = [f"--{name.replace('_', '-')}" for name in _leaves(asdict(default))]
+    fields = [f"--{name.replace('_', '-')}" for name in config_file.leaves(asdict(default))]
     return [*fields, *_pre_parser()._option_string_actions]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
 
 
 def _print_short_help(name: str | None, default: RunConfig) -> NoReturn:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from fastdiff.config.argument_types import LARGEST
+from fastdiff.config.flags.of_others import answer
+from fastdiff.config.flags.unknown import nearest
 from fastdiff.config.networks.of_user import add_network
 from fastdiff.config.networks.registry import network_called
 from fastdiff.config.objective import PROCESSES, Process, in_process, without_defaults_of_others
@@ -235,13 +236,29 @@ def lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
         raise ConfigError(f"{source}: {name}: {first['msg']}, given {repr(first['input'])[:_SHOWN]}") from None
 
 
+def _meant(key: str, value: Any, base: Mapping[str, Any], prefix: str) -> str:
+    """Say what an unknown field may be, by the table and the names by which unknown flags are answered."""
+    beside = () if prefix else BESIDE
+    if not prefix and (said := answer(f"--{key}", str(value) if isinstance(value, str | int | float) else "", "train")):
+        return f"as a flag, {said}"
+    near = nearest(key, [*base, *beside, *leaves(base)])
+    return f"did you mean {prefix}{near[0]}?" if near else f"fields: {', '.join([*beside, *base])}"
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of the values in nested mappings."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
 def _merge(base: dict[str, Any], given: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
     merged = dict(base)
     for key, value in given.items():
         if key not in base:
-            near = difflib.get_close_matches(str(key), base, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"fields: {', '.join(base)}"
-            raise ConfigError(f"{source}: unknown field {prefix}{key}; {hint}")
+            raise ConfigError(f"{source}: unknown field {prefix}{key}; {_meant(key, value, base, prefix)}")
         nested = isinstance(base[key], dict) and isinstance(value, dict)
         merged[key] = _merge(base[key], value, source, f"{prefix}{key}.") if nested else value
     return merged

@@ -82,7 +82,7 @@ def test_a_missing_preset_lists_them() -> None:
         ("--optim_lr=3", "--optim_lr: unknown flag, did you mean --optim.lr"),
         ("--stps 3", "--stps: unknown flag, did you mean --steps?"),
         ("--zzzzz", "--zzzzz: unknown flag; `fastdiff train --help` lists the flags"),
-        ("stray", "stray: belongs to no flag"),
+        ("stray", "stray: unexpected, it belongs to no flag"),
         (
             "--learning_rate 1e-4 --hiddn 3",
             "diffusers' --learning_rate is --optim.lr 1e-4; --hiddn: unknown flag, did ",
@@ -316,8 +316,8 @@ def test_secrets_stay_out_of_run_json() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--samples many", "--samples: invalid literal for int() with base 10: 'many'"),
-        ("--optim.lr", "Missing value for argument '--optim.lr'. Expected 1 values"),
+        ("--samples many", "--samples: expected a whole number, given 'many'"),
+        ("--optim.lr", "--optim.lr: its value is missing"),
         ("--optim.name adamz", "invalid choice 'adamz' for argument '--optim.name'. Expected one of ('adamw', 'adam"),
     ],
 )

@@ -114,6 +114,8 @@ def test_a_flag_typed_from_memory_names_ours(words: str, message: str) -> None:
             "sample runs/x --num_inference_steps 5 --guidance_scale=3",
             "is --steps 5; diffusers' --guidance_scale is --cfg",
         ),
+        ("sample --num_inference_steps 50 runs/x --grid a.png", "diffusers' --num_inference_steps is --steps 50"),
+        ("encode --dataset_name a/b out", "--dataset_name is the first word: `fastdiff encode a/b OUT`"),
         ("encode pics data --train_batch_size 4", "diffusers' --train_batch_size is --batch 4"),
         ("encode pics data --output_dir x", "diffusers' --output_dir is the second word: `fastdiff encode SOURCE x`"),
         ("sample runs/x --classs 3", "--classs: unknown flag, did you mean --classes?"),
@@ -124,7 +126,7 @@ def test_a_flag_typed_from_memory_names_ours(words: str, message: str) -> None:
             "launch local --ranks 2 --no-preflite -- --preset digits",
             "--no-preflite: unknown flag, did you mean ",
         ),
-        ("ledger a b c d", "b: belongs to no flag"),
+        ("ledger a b c d", "b: unexpected, it belongs to no flag"),
     ],
 )
 def test_every_command_says_it_in_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

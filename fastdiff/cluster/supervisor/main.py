@@ -129,10 +129,10 @@ def _supervise(argv: Sequence[str], folder: Path, signals: Signals) -> Outcome:
             request_dumps=lambda: environment.request_nccl_dumps(folder, Path(config.output.folder)),
         )
         outcome = watch.until_end()
-        if job.nodes == 1 and outcome.who:  # the cause stands above
-            outcome = replace(outcome, line=outcome.who if job.ranks_per_node > 1 else "")
         if job.node_rank == 0:
             note_end(folder, outcome)
+        if job.nodes == 1 and outcome.who:  # the rank has printed the cause
+            outcome = replace(outcome, line=outcome.who if job.ranks_per_node > 1 else "")
         return outcome
     except Exception as error:
         error = explained(error)

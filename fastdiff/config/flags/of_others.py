@@ -6,6 +6,7 @@ typed. A test holds both together.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -28,7 +29,7 @@ class Ours:
     def of(self, value: str) -> str:
         """Return the words with a value; without one, if it is empty."""
         if not value:
-            return self.text.replace(" {}", "").replace("{}", "...")
+            return re.sub(r"(--[\w.-]+) \{\}", r"\1", self.text).replace("{}", "...")
         return self.text.replace("{}", self.values.get(value.lower(), value))
 
 
@@ -148,7 +149,7 @@ _KOHYA = {
 }
 _DIT = {
     "global_batch_size": _flag("batch.samples"),
-    "data_path": Ours(_SHARDS),
+    "data_path": Ours("is --data.path {} for encoded data; pictures are encoded first: `fastdiff encode {} OUT`"),
     "results_dir": _flag("output.folder"),
     "num_classes": _flag("model.classes"),
     "global_seed": _flag("seed"),
@@ -256,7 +257,7 @@ def answer(flag: str, value: str, command: str) -> str | None:
     Returns:
         None for a flag that no table has.
     """
-    name = flag.lstrip("-").replace("-", "_")
+    name = flag.lstrip("-").replace("-", "_").lower()
     for program, table in _OF_COMMAND.get(command, {}).items():
         if (ours := table.get(name)) is not None:
             whose = f"{program}'{'' if program.endswith('s') else 's'} " if program else ""

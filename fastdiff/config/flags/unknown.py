@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Sequence
 
 from fastdiff import sanitize
@@ -28,11 +29,27 @@ def explained(words: Sequence[str], known: Collection[str], command: str) -> str
     return "; ".join(said)
 
 
+def as_typed(unknown: Sequence[str], typed: Sequence[str]) -> list[str]:
+    """Return the words that argparse left over, each flag with the value behind it as it was typed.
+
+    argparse takes the value of an unknown flag for a positional argument and leaves over a later word in its place.
+    """
+    words: list[str] = []
+    for flag in filter(_is_flag, unknown):
+        behind = typed[typed.index(flag) + 1 :][:1] if flag in typed and "=" not in flag else []
+        words += [flag, *(word for word in behind if not _is_flag(word))]
+    return words or list(unknown)
+
+
+def _is_flag(word: str) -> bool:
+    return re.match(r"--?[A-Za-z]", word) is not None
+
+
 def _with_values(words: Sequence[str]) -> list[tuple[str, str]]:
     """Return each flag with the first value behind it; a value before any flag is one under an empty name."""
     flags: list[tuple[str, str]] = []
     for word in words:
-        if word.startswith("--"):
+        if _is_flag(word):
             name, _, value = word.partition("=")
             flags.append((name, value))
         elif not flags:
@@ -44,7 +61,7 @@ def _with_values(words: Sequence[str]) -> list[tuple[str, str]]:
 
 def _explained(flag: str, value: str, known: Collection[str], command: str) -> str:
     if not flag:
-        return f"{sanitize.argument(value)}: belongs to no flag"
+        return f"{sanitize.argument(value)}: unexpected, it belongs to no flag"
     if (said := answer(flag, sanitize.argument(value), command)) is not None:
         return said
     near = nearest(flag, known)

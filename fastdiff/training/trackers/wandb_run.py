@@ -48,7 +48,7 @@ class WandbRun:
             "settings": wandb.Settings(init_timeout=INIT_S, finish_timeout=FINISH_S),
         }
         project = state.config.output.project
-        if project != OutputConfig.__dataclass_fields__["project"].default or "WANDB_PROJECT" not in os.environ:
+        if project != OutputConfig.__dataclass_fields__["project"].default or not os.environ.get("WANDB_PROJECT"):
             options["project"] = project
         for name, value in (("name", state.folder.name), ("dir", str(state.folder))):
             if not os.environ.get(f"WANDB_{name.upper()}"):  # which wandb reads itself
