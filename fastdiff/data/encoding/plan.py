@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import IO, Any
@@ -358,7 +358,7 @@ class EncodeFolder:
                 f"{self.out} holds an unfinished encode with other options ({changed}); finish it with its options, "
                 "choose another folder, or delete this one to start over"
             )
-        moved = begun != self._plan
+        moved = begun.get(_LISTING) != self._plan.get(_LISTING)
         if not alone:
             if moved:
                 raise self._changed_meanwhile()
@@ -370,33 +370,36 @@ class EncodeFolder:
         with self.storage():
             for unit, facts in changes.fresh.items():
                 self._store(unit, _Stored(stored[unit].record, facts))
-        if moved or changes.stale:
-            self._drop_stale(begun, stored, changes, count_captions)
+        if moved:  # only what was compared is still known to be of the source
+            self._drop_others(changes.same, begun, stored, changes, count_captions)
+        elif changes.stale:
+            self._drop_others(set(stored) - changes.stale, begun, stored, changes, count_captions)
 
-    def _drop_stale(
+    def _drop_others(
         self,
+        same: Set[int],
         begun: Mapping[str, Any],
         stored: Mapping[int, _Stored],
         changes: Changes,
         count_captions: Callable[[], int],
     ) -> None:
-        """Make an unfinished encode of the source as it is now, from the units that are still those of the source."""
+        """Make an unfinished encode of the source as it is now, from the units that are still the same."""
         what = f"the source has changed since it was encoded ({changes.shown or 'its listing'})"
         if self.published:
             self._refuse_used(what)
         captions, before = count_captions(), self.captions
         with self.storage():
-            known = self._known_units()
+            known, every = self._known_units(), range(self._units)
+            begun_before = set(every) if self.published else known
             if self.published:
                 self.published = False
                 self._withdraw(begun, stored)
-            kept = set() if captions != before else set(stored) - changes.stale
-            for unit in known:
-                if unit not in kept or unit >= self._units:
-                    self._drop(unit)
+            kept = set() if captions != before else {unit for unit in same if unit in every}
+            for unit in known - kept:
+                self._drop(unit)
             self.captions = captions
             publish(self._plan_path, self._content())
-        anew = self._units - len([unit for unit in kept if unit < self._units])
+        anew = len(begun_before - kept)
         self._say(f"{what}: {anew} of {self._units} shards are encoded anew")
 
     def _refuse_used(self, what: str) -> None:

@@ -42,12 +42,14 @@ class Changes:
 
     stale: frozenset[int] = frozenset()
     """Units whose pictures, captions or classes are others now."""
+    same: frozenset[int] = frozenset()
+    """Units that were compared, and whose pictures, captions and classes are the same."""
     fresh: Mapping[int, UnitFacts] = field(default_factory=dict)
     """Facts of units whose files differ only in what the file system says of them."""
     names: tuple[str, ...] = ()
     """What was edited, added or removed."""
     unseen: bool = False
-    """Whether the source cannot tell."""
+    """Whether edits of some unit cannot be seen: the source cannot tell, or nothing was noted of it."""
 
     @property
     def shown(self) -> str:
@@ -94,17 +96,22 @@ def compare(source: ImageSource, known: Mapping[int, UnitFacts], whole: bool) ->
     with ThreadPoolExecutor(_THREADS) as threads, Bar("comparing the source", len(units), "shards") as bar:
         now = dict(zip(units, bar.over(threads.map(source.stamps, units)), strict=True))
     stale: set[int] = set()
+    same: set[int] = set()
     fresh: dict[int, UnitFacts] = {}
     names: list[str] = []
     for unit, facts in known.items():
         stamps = now.get(unit)
-        if stamps is None or facts.stamps is None or stamps == facts.stamps:
+        if stamps is None or facts.stamps is None:
+            continue
+        if stamps == facts.stamps:
+            same.add(unit)
             continue
         if stamps.keys() != facts.stamps.keys():
             stale.add(unit)
             continue
         found = UnitFacts(stamps, tuple(map(_digest, source.items(unit))))
         if found.items == facts.items:
+            same.add(unit)
             fresh[unit] = found
         else:
             stale.add(unit)
@@ -114,8 +121,8 @@ def compare(source: ImageSource, known: Mapping[int, UnitFacts], whole: bool) ->
     if whole:
         names += sorted(f"{name} (new)" for name in after - before)
         names += sorted(f"{name} (gone)" for name in before - after)
-    unseen = None in now.values() or any(facts.stamps is None for facts in known.values())
-    return Changes(frozenset(stale), fresh, tuple(names), unseen)
+    unseen = len(same) + len(stale) < len(now.keys() | known.keys())
+    return Changes(frozenset(stale), frozenset(same), fresh, tuple(names), unseen)
 
 
 def _edited(before: UnitFacts, after: UnitFacts) -> Iterator[str]:

@@ -8,16 +8,20 @@ import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fastdiff.config.run_record import claim
+from fastdiff.data.encoding.images import encode_images
+from fastdiff.data.encoding.options import EncodeOptions
 from fastdiff.data.encoding.plan import EncodeFolder
 from fastdiff.data.shards.usage import USERS, note_use
 from fastdiff.data.shards.verify import verify
 from fastdiff.errors import ConfigError
 from fastdiff.models.pretrained.tiny_pipeline import build
 from tests.support.inputs.encoding import encode, encode_part, files, picture
+from tests.support.servers.web_servers import s3_server
 
 IMAGES, PER_SHARD = 6, 2
 
@@ -190,6 +194,80 @@ def test_an_edited_tar_is_encoded_anew(tmp_path: Path, sd: Path) -> None:
     assert "1 of 2 shards are encoded anew" in said[0]
     encode(tars, tmp_path / "fresh", sd)
     assert files(tmp_path / "out") == files(tmp_path / "fresh")
+
+
+def in_pixels(source: str, out: Path, **options: Any) -> list[str]:
+    said: list[str] = []
+    given = {"resolution": 32, "decode": "pillow", "samples_per_shard": 4, "workers": 1} | options
+    encode_images(EncodeOptions(source=source, out=out, autoencoder="identity", **given), said.append)
+    return said
+
+
+OWN = """
+import numpy as np
+
+class Own:
+    classes = 2
+
+    def __len__(self):
+        return {items}
+
+    def __getitem__(self, index):
+        return {{"image": np.full((32, 32, 3), 9 * index + {shift}, np.uint8), "label": index % 2}}
+"""
+
+
+def test_nothing_is_kept_of_a_source_that_cannot_be_compared(tmp_path: Path) -> None:
+    """Code and tars at an address say nothing of their files, so another listing of them means another source."""
+    code = tmp_path / "own.py"
+    code.write_text(OWN.format(items=6, shift=0))
+    own = f"{code}:Own"
+    in_pixels(own, tmp_path / "out")
+    code.write_text(OWN.format(items=7, shift=1))
+    assert "2 of 2 shards are encoded anew" in in_pixels(own, tmp_path / "out")[0]
+    in_pixels(own, tmp_path / "fresh")
+    assert files(tmp_path / "out") == files(tmp_path / "fresh")
+
+
+def test_a_tar_between_others_at_an_address_is_neither_lost_nor_doubled(tmp_path: Path) -> None:
+    tars = {}
+    for number in range(3):
+        picture(number).save(tmp_path / "picture.png")
+        (tmp_path / "picture.txt").write_text(f"picture {number}")
+        with tarfile.open(tmp_path / "one.tar", "w") as archive:
+            for name in ("picture.png", "picture.txt"):
+                archive.add(tmp_path / name, name)
+        tars[f"tars/{number}.tar"] = (tmp_path / "one.tar").read_bytes()
+    with s3_server(dict(tars)) as bucket:
+        import boto3
+
+        client, source = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"]), f"{bucket}/tars/"
+        client.delete_object(Bucket="bucket", Key="tars/1.tar")
+        in_pixels(source, tmp_path / "out")
+        client.put_object(Bucket="bucket", Key="tars/1.tar", Body=tars["tars/1.tar"])
+        assert "3 of 3 shards are encoded anew" in in_pixels(source, tmp_path / "out")[0]
+        in_pixels(source, tmp_path / "fresh")
+    assert files(tmp_path / "out") == files(tmp_path / "fresh")
+
+
+def test_a_unit_of_which_nothing_was_noted_is_told(tmp_path: Path, sd: Path) -> None:
+    source, out = with_texts(tmp_path / "photos"), tmp_path / "out"
+    encode(source, out, sd)
+    (out / "train-000000.source.json").unlink()
+    (source / "0.txt").write_text("a new caption")
+    [said] = encode(source, out, sd)
+    assert said.endswith("was edited since cannot be seen")
+
+
+def test_an_option_without_effect_on_the_listing_changes_nothing(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        write(tmp_path / "classes" / name / "0.png", 0)
+    in_pixels(str(tmp_path / "classes"), tmp_path / "out")
+    before = files(tmp_path / "out")
+    [said] = in_pixels(str(tmp_path / "classes"), tmp_path / "out", classes_from="folder")
+    assert said.endswith("is already complete")
+    assert files(tmp_path / "out") == before
 
 
 def test_a_data_set_of_an_older_version_stays_usable(tmp_path: Path, sd: Path) -> None:
