@@ -17,6 +17,7 @@ from torch import Tensor
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log
+from fastdiff.data.shards.format import INFO_FILE
 from fastdiff.errors import ConfigError, require
 from fastdiff.export.card_text import Place, conventions, python
 from fastdiff.export.diffusers_model import Source, Sources, layer, projections, write_model
@@ -142,6 +143,11 @@ def _autoencoder(config: RunConfig) -> Pretrained | None:
     It takes class 1000 for the null class, decodes latents by a factor alone, and has timesteps.
     """
     name, model = autoencoder_of(config), config.model
+    if name is None and config.data.path and not (Path(config.data.path) / INFO_FILE).is_file():
+        log.warning(
+            f"the data set {config.data.path} is not here, so the autoencoder of the run is unknown: the export has "
+            "network and scheduler, and is no whole pipeline; export where the data set is"
+        )
     if name in (None, IDENTITY) or model.classes > _NULL_OF_PIPELINE or sampler_config(config) is None:
         return None
     found = pretrained(config) if name == config.pretrained.path else Pretrained(str(name))

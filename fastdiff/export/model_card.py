@@ -16,7 +16,9 @@ from fastdiff.files import read_bounded
 from fastdiff.models.family import family_of
 from fastdiff.run_files import names_inside, read_inside
 
-_SAMPLES = "samples.png"
+_CARD, _SAMPLES = "README.md", "samples.png"
+_LISTED = re.compile(r"^<!-- fastdiff export\n(.*?)\n-->$", re.MULTILINE | re.DOTALL)
+"""The files of an export, at the end of its card: ``export --overwrite`` deletes these and no others."""
 _PICTURE = re.compile(r"step-([0-9]{8,})\.png")
 _MOST = 2**27
 """Bytes of the largest picture that is copied."""
@@ -59,16 +61,25 @@ def write_card(folder: Path, run: Path, exported: Exported, format_: str, dtype:
         "## License\n\nNot stated yet: the owner of this model chooses it, within the licenses of the base model "
         "and of the data.\n"
     )
-    (folder / "README.md").write_text(text)
+    listed = "\n".join(files_in(folder))
+    (folder / _CARD).write_text(f"{text}\n<!-- fastdiff export\n{listed}\n-->\n")
 
 
-def is_export(folder: Path) -> bool:
-    """Whether a folder has a card that ``write_card`` wrote."""
+def files_of_export(folder: Path) -> frozenset[str] | None:
+    """Return the relative paths that an earlier ``write_card`` listed, the card included; None: it wrote none here."""
     try:
-        card = read_bounded(folder / "README.md", _LARGEST_CARD).decode()
+        card = read_bounded(folder / _CARD, _LARGEST_CARD).decode()
     except (OSError, ValueError):
-        return False
-    return card.startswith("---\n") and "\n- fastdiff\n" in card.partition("\n---\n")[0]
+        return None
+    if not card.startswith("---\n") or "\n- fastdiff\n" not in card.partition("\n---\n")[0]:
+        return None
+    listed = _LISTED.search(card)
+    return frozenset([_CARD, *(listed[1].split("\n") if listed else ())])
+
+
+def files_in(folder: Path) -> list[str]:
+    """Return the sorted relative paths of all files and links in a folder."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
 
 
 def _newest_picture(run: Path, step: int) -> bytes | None:

@@ -16,16 +16,16 @@ from typing import Literal
 from fastdiff.checkpoint.power_function import constant_name, in_words
 from fastdiff.checkpoint.weights import AS_TRAINED
 from fastdiff.config.run import RunConfig
-from fastdiff.errors import StorageError, remedy, require
-from fastdiff.export.caption import with_prompt
+from fastdiff.errors import ConfigError, StorageError, remedy, require
 from fastdiff.export.card_text import Place
 from fastdiff.export.formats import Exported, ExportFormat, format_of, formats_of
-from fastdiff.export.model_card import is_export, write_card
+from fastdiff.export.model_card import files_in, files_of_export, write_card
 from fastdiff.export.weights import exported_weights, published_weights
 from fastdiff.files import unfinished_folder
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.models.load import resolve
 from fastdiff.sampling.run import config_of, open_checkpoint, refuse_selection
+from fastdiff.sanitize import escape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,6 @@ def export(
         form.write(folder, exported)
         if form.training:
             exported = replace(exported, weights=replace(exported.weights, description=_all_of(form, exported)))
-        exported = replace(exported, config=with_prompt(exported.config))
         write_card(folder, run, exported, choice.format, choice.dtype, Place(out, repo_id))
 
 
@@ -89,9 +88,14 @@ def _check_place(out: Path, overwrite: bool) -> None:
     if not os.path.lexists(out):
         return
     require(overwrite, f"{out} exists; export to a new folder, delete it, or replace an earlier export by --overwrite")
+    known = None if out.is_symlink() else files_of_export(out)
+    if known is None:
+        raise ConfigError(f"--overwrite: {out} is no folder that fastdiff export wrote; choose another name")
+    others = [name for name in files_in(out) if name not in known]
     require(
-        not out.is_symlink() and is_export(out),
-        f"--overwrite: {out} is no export of fastdiff, whose README.md has the tag fastdiff; choose another name",
+        not others,
+        f"--overwrite: {out} has files that the export did not write ({', '.join(map(escape, others[:3]))}"
+        f"{', ...' if len(others) > 3 else ''}); move them elsewhere, or choose another name",
     )
 
 

@@ -9,7 +9,7 @@ class (also if ``classes`` is 0); a text-conditional network takes the embedding
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -99,8 +99,8 @@ class ModelFamily(Generic[C]):
     draws_on_meta: bool = False
     """Whether the constructor initialises by operations that also run on the device ``meta`` and never asks for a
     value (as ``trunc_normal_`` does): ZeRO-3 then draws the weights one by one, and no rank holds all of them."""
-    check_published: Callable[[Path, Mapping[str, Tensor]], None] = lambda path, weights: None
-    """Raise ConfigError if the buffers in a published file are not the network's."""
+    check_published: Callable[[Path, Collection[str], Mapping[str, Tensor]], None] = lambda path, names, buffers: None
+    """Raise ConfigError for a file of another network, by the names of its weights and the values of ``buffers``."""
 
 
 def family_of(config: C | type[C]) -> ModelFamily[C]:

@@ -24,7 +24,6 @@ from fastdiff.models.family import family_of
 from fastdiff.models.lora import add_lora
 from fastdiff.models.pretrained.pickles import load_published
 from fastdiff.models.pretrained.pipeline import TEXT_ENCODERS, Pretrained, readable, tensors_of
-from fastdiff.models.pretrained.repa import refuse_repa
 from fastdiff.models.pretrained.sit_transport import check_transport
 from fastdiff.models.pretrained.training_state import read_published_training
 
@@ -200,17 +199,15 @@ def null_label(config: RunConfig) -> Tensor:
 def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:
     if not config.pretrained.is_file:
         return pretrained(config).unet_weights()
-    path = _weight_file(config)
+    path, family = _weight_file(config), family_of(config.model)
     with readable(path):
         if config.pretrained.training:
             found = read_published_training(path).weights
         else:
             found = load_file(path) if path.suffix == ".safetensors" else load_published(path)
-        refuse_repa(path, found)
+        family.check_published(path, found.keys(), found)
         if path.suffix == ".pt":
             check_transport(path, config.objective)
-    family = family_of(config.model)
-    family.check_published(path, found)
     buffers = family.buffers(config.model)
     return {name: value.float() for name, value in found.items() if name not in buffers}
 
@@ -222,8 +219,7 @@ def _parts_of_file(config: RunConfig) -> tuple[dict[str, Tensor], Iterator[tuple
     with readable(path), safe_open(path, framework="pt") as file:
         names = set(file.keys())
         tables = {name: file.get_tensor(name) for name in buffers.keys() & names}
-    refuse_repa(path, names)
-    family.check_published(path, tables)
+    family.check_published(path, names, tables)
     found = {name: value for name, value in tensors_of(path, on_meta=True) if name not in buffers}
     return found, ((name, value) for name, value in tensors_of(path) if name not in buffers)
 

@@ -80,7 +80,10 @@ class ClassNames:
         words, end = [], len(parts)
         while end:
             word = ",".join(parts[starts[end][0] : end])
-            require(len(starts[end]) == 1, f"--classes {escape(word)}: one class has this name; give numbers instead")
+            require(
+                len(starts[end]) == 1,
+                f"--classes {escape(word)}: the name of one class, or those of several; give numbers",
+            )
             words.append(word)
             end = starts[end][0]
         return words[::-1]
@@ -144,6 +147,9 @@ class ClassNames:
 
     def _other(self, number: int) -> int | None:
         """Return the class whose name is the number of another one."""
+        if self._by_value is not None:
+            other = self._by_value.get(number)
+            return None if other == number else other
         named = self._numbers.get(str(number), [number])
         return None if number in named else named[0]
 

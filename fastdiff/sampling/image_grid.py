@@ -112,11 +112,13 @@ def _titled(grid: Image, titles: Sequence[str]) -> Image:
 
 
 def _fitting(title: str, font: FreeTypeFont | ImageFont, width: int) -> str:
-    """Return a title in the letters of a font, cut to a width in pixels."""
+    """Return a title cut to a width in pixels; ? is a letter that the font lacks, and a title of none else is empty."""
     plain = "".join(letter for letter in unicodedata.normalize("NFKD", title) if not unicodedata.combining(letter))
     missing = bytes(font.getmask("\uffff"))
-    if any(bytes(font.getmask(letter)) == missing for letter in set(plain)):
+    lacking = {letter for letter in plain if bytes(font.getmask(letter)) == missing}
+    if not any(letter.isalnum() and letter not in lacking for letter in plain):
         return ""
+    plain = "".join("?" if letter in lacking else letter for letter in plain)
     if font.getlength(plain) <= width:
         return plain
     kept = next((end for end in range(len(plain) - 1, 0, -1) if font.getlength(f"{plain[:end]}…") <= width), 0)

@@ -55,8 +55,8 @@ class SampleParts:
         StorageError: from every method: the folder cannot be written.
     """
 
-    flag = "--npz"
-    """Option of the command that names ``out``."""
+    flag, anew = "--npz", "delete it"
+    """Option of the command that names ``out``; what makes room for another plan there."""
 
     def __init__(
         self,
@@ -200,8 +200,8 @@ class SampleParts:
         ]
         if changed:
             raise ConfigError(
-                f"{what} ({'; '.join(changed)}); give the same options, choose another {self.flag}, or delete it "
-                "to begin anew"
+                f"{what} ({'; '.join(changed)}); give the same options, choose another {self.flag}, or "
+                f"{self.anew} to begin anew"
             )
 
     def _path(self, batch: int) -> Path:

@@ -46,7 +46,7 @@ class PngFiles(SampleParts):
         StorageError: from every method: the folder cannot be written.
     """
 
-    flag = "--pngs"
+    flag, anew = "--pngs", "delete those images"
 
     def __init__(
         self,
@@ -57,14 +57,15 @@ class PngFiles(SampleParts):
         kind: Callable[[int], str],
     ) -> None:
         require(shape[-1] in (1, 3), f"--pngs: the images have {shape[-1]} channels, expected 1 or 3; use --npz")
-        self._kind = kind
+        self._names_of = [_name(image, kind(image)) for image in range(shape[0])]
+        self._own = frozenset(self._names_of)
         self._checked: set[str] = set()
         super().__init__(out, plan, shape, batch, None)
 
     @property
     def leftovers(self) -> str:
         """What to delete in order to begin anew."""
-        return str(self.out)
+        return f"the images drawn so far in {self.out}, and {self._folder},"
 
     def has(self, batch: int) -> bool:
         """Whether all files of a batch exist."""
@@ -74,7 +75,7 @@ class PngFiles(SampleParts):
     def done(self) -> int:
         """Number of files, of all ranks."""
         with storage(self.out):
-            return sum(self._is_ours(name) for name in self._names())
+            return len(self._own.intersection(self._listed()))
 
     def write(self, batch: int, pixels: npt.NDArray[np.uint8]) -> None:
         """Write the files of a claimed batch ``[n, H, W, C]`` durably, and release it."""
@@ -90,10 +91,7 @@ class PngFiles(SampleParts):
     def join(self) -> int:
         """Return the number of missing images; if there are none, remove plan and locks."""
         with self._locked():
-            missing = 0 if self.complete else self.total - self.done()
-            if not missing:
-                self._is_complete()
-        return missing
+            return 0 if self.complete else self.total - self.done()
 
     def _place(self) -> Path:
         found = self.out.is_dir() or not os.path.lexists(self.out)
@@ -105,30 +103,25 @@ class PngFiles(SampleParts):
 
     def _is_complete(self) -> bool:
         """Whether all files exist; ConfigError if one is of someone else or has another plan."""
-        names = self._names()
-        for name in names:
+        names = self._listed()
+        for name in sorted(filter(_NAME.fullmatch, names)):
             self._check_file(self.out / name)
-        if sum(map(self._is_ours, names)) < self.total:
+        if not self._own.issubset(names):
             return False
-        for name in os.listdir(self.out):
-            if is_temporary(name, of := name.rsplit(".", 2)[0]) and self._is_ours(of):
+        for name in names:
+            if is_temporary(name, of := name.rsplit(".", 2)[0]) and of in self._own:
                 (self.out / name).unlink(missing_ok=True)  # of a killed process
         self._clear()
         return True
 
-    def _names(self) -> list[str]:
-        """Return the names in the folder that look like those of a sample set."""
+    def _listed(self) -> list[str]:
+        """Return the names in the folder."""
         with suppress(FileNotFoundError):
-            return sorted(filter(_NAME.fullmatch, os.listdir(self.out)))
+            return os.listdir(self.out)
         return []
 
     def _file(self, image: int) -> Path:
-        word = re.sub(r"\W+", "-", self._kind(image)).strip("-").encode()[:_MOST_WORD].decode(errors="ignore")
-        return self.out / f"{image:06d}{word and f'-{word}'}.png"
-
-    def _is_ours(self, name: str) -> bool:
-        found = _NAME.fullmatch(name)
-        return found is not None and (image := int(found[1])) < self.total and self._file(image).name == name
+        return self.out / self._names_of[image]
 
     def _check_file(self, path: Path) -> None:
         """Raise ConfigError if a file has another plan, or one of the names without a plan."""
@@ -136,8 +129,8 @@ class PngFiles(SampleParts):
             return
         found = _plan_of(path)
         if found is not None:
-            self._check(found, f"{path} exists, drawn with another plan")
-        elif self._is_ours(path.name):
+            self._check(found, f"{self.out} has images drawn with another plan, such as {path.name}")
+        elif path.name in self._own:
             raise ConfigError(f"{path} exists and was not written by fastdiff; choose another --pngs")
         self._checked.add(path.name)
 
@@ -149,6 +142,11 @@ class PngFiles(SampleParts):
         texts.add_text(_TEXT, canonical_json(self._plan).decode())
         Image.fromarray(levels.squeeze(2) if levels.shape[2] == 1 else levels).save(buffer, "PNG", pnginfo=texts)
         return buffer.getvalue()
+
+
+def _name(image: int, kind: str) -> str:
+    word = re.sub(r"\W+", "-", kind).strip("-").encode()[:_MOST_WORD].decode(errors="ignore")
+    return f"{image:06d}{word and f'-{word}'}.png"
 
 
 def _plan_of(path: Path) -> dict[str, Any] | None:

@@ -22,7 +22,6 @@ from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.export.adapters import WEIGHTS_FILE, kohya, kohya_metadata, scaled
-from fastdiff.export.caption import with_prompt
 from fastdiff.export.card_text import Place
 from fastdiff.export.formats import Exported, format_of
 from fastdiff.export.model_card import use_of
@@ -30,8 +29,6 @@ from fastdiff.export.weights import ExportedWeights
 from fastdiff.models.build import build_model, load_model
 from fastdiff.models.lora import add_lora
 from fastdiff.models.pretrained.tiny_pipeline import UNETS, Kind, build
-from tests.support.inputs.images import encode as encode_image
-from tests.support.inputs.images import natural
 from tests.support.inputs.text_runs import CAPTIONS, encode, text_run
 
 DIT = DiTConfig(depth=2, hidden=32, heads=2, patch=2, channels=4, size=8, classes=10)
@@ -248,21 +245,8 @@ def test_the_card_draws_a_prompt_of_the_run(tmp_path: Path) -> None:
         assert "cat" not in use_of(config, form, Place(tmp_path))
 
 
-def test_a_run_without_prompts_takes_a_caption_of_its_data(tmp_path: Path) -> None:
-    """From shards and from images; where the data are gone, or have none, the card says what to write there."""
-    (tmp_path / "images").mkdir()
-    (tmp_path / "images" / "1.png").write_bytes(encode_image(natural(8, 8), "PNG"))
-    (tmp_path / "images" / "1.txt").write_text("a lighthouse\n")
-    config = text_run(tmp_path / "gone", tmp_path, tmp_path)
-    online = replace(config, data=replace(config.data, path=str(tmp_path / "images"), online=True))
-    assert with_prompt(online).validation.prompts == ("a lighthouse",)
-    asked = replace(online, validation=replace(online.validation, prompts=("mine",)))
-    assert with_prompt(asked) is asked
-    assert with_prompt(config) is config
-    pipeline = build(tmp_path / "pipeline")
-    captioned = encode(tmp_path / "captioned", pipeline, captioned=True)
-    with_caption = with_prompt(replace(config, data=replace(config.data, path=str(captioned))))
-    assert with_caption.validation.prompts == (CAPTIONS[0],)
-    without = replace(config, data=replace(config.data, path=str(encode(tmp_path / "shards", pipeline))))
-    assert with_prompt(without) is without
-    assert "a caption like those of the training" in use_of(without, "diffusers", Place(tmp_path))
+def test_a_card_publishes_no_caption_of_the_data(tmp_path: Path) -> None:
+    config = text_run(encode(tmp_path / "data", build(tmp_path / "pipeline"), captioned=True), tmp_path, tmp_path)
+    card = use_of(config, "diffusers", Place(tmp_path))
+    assert "a caption like those of the training" in card
+    assert not any(caption in card for caption in CAPTIONS if caption)

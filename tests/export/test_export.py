@@ -434,5 +434,9 @@ def test_an_earlier_export_is_replaced_and_nothing_else_is(
     for other in ("mine", "run", "link"):
         capsys.readouterr()
         assert main(["export", "run", other, "--format", "safetensors", "--overwrite"]) == 2
-        assert f"--overwrite: {other} is no export of fastdiff" in capsys.readouterr().err
+        assert f"--overwrite: {other} is no folder that fastdiff export wrote" in capsys.readouterr().err
+    Path("out", "my-notes.txt").write_text("mine")
+    assert main([*command, "--overwrite"]) == 2
+    assert "out has files that the export did not write (my-notes.txt); move them elsewhere" in capsys.readouterr().err
+    assert Path("out", "my-notes.txt").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "mine", "out", "run"]

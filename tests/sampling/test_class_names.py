@@ -70,7 +70,7 @@ def test_a_word_is_a_name_first_and_a_number_otherwise(
         ((), "plum", "trained with classes 0-9, which have no names"),
         ((), "0-" + "9" * 5000, "give them as 0-9 or 1,5,7"),
         ((), "0-" + "9" * 17, "give them as 0-9 or 1,5,7"),
-        (IMAGENET, "goldfish, red", "one class has this name; give numbers instead"),
+        (IMAGENET, "goldfish, red", "the name of one class, or those of several; give numbers"),
         (("a", "b", "a"), "a", r"2 classes have this name; give their numbers: \[0, 2\]"),
         (LEXICAL, "4", "--classes 4: no such class"),
         (("1", "cat", "dog"), "0-1", "number 1 is the class cat, and the class named 1 has the number 0; give names"),

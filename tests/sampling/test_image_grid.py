@@ -94,3 +94,5 @@ def test_titles_stand_above_their_columns() -> None:
     assert not (titled[:header, [66, 67, 132, 133]] > 200).any(), "no title leaves its column"
     accented, bare = (np.asarray(image_grid(images, rows=2, titles=[name, "", ""])) for name in ("café", "cafe"))
     assert np.array_equal(accented, bare)
+    partly, marked = (np.asarray(image_grid(images, rows=2, titles=[name, "", ""])) for name in ("straße", "stra?e"))
+    assert np.array_equal(partly, marked), "one letter that the font lacks"

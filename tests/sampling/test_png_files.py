@@ -73,7 +73,9 @@ def test_every_image_of_a_set_is_a_file_of_its_number_and_class(trained: Path, t
     assert "is complete already" in capsys.readouterr().out
 
     assert main([*command(trained, "--pngs", out), "--seed", "1"]) == 2
-    assert "drawn with another plan (seed: 0 there, 1 now)" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{out} has images drawn with another plan, such as {names[0]} (seed: 0 there, 1 now)" in said
+    assert "delete those images to begin anew" in said
     Image.new("L", (8, 8)).save(out / names[7])
     (out / "mine.png").write_text("not of the set")
     foreign = contents(out)

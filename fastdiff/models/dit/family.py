@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.models.dit.network import AdaLNModulation, DiT
 from fastdiff.models.embeddings import position_table
 from fastdiff.models.family import ModelFamily, PublishedClass
+from fastdiff.models.pretrained.repa import refuse_repa
 from fastdiff_kernels.names import AttentionBackend
 
 _POSITIONS = "pos_embed"
@@ -55,6 +56,11 @@ def _buffers(config: DiTConfig) -> dict[str, Tensor]:
     return {_POSITIONS: position_table(config.hidden, config.size // config.patch)}
 
 
+def _check_published(path: Path, names: Collection[str], buffers: Mapping[str, Tensor]) -> None:
+    refuse_repa(path, names)
+    _check_positions(path, buffers)
+
+
 def _check_positions(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Refuse weights that were trained with another position table than that of ``DiT``, which files do not replace.
 
@@ -88,5 +94,5 @@ DIT = ModelFamily(
         "dit-training": "fastdiff.export.original_checkpoint:DIT_TRAINING",
     },
     buffers=_buffers,
-    check_published=_check_positions,
+    check_published=_check_published,
 )

@@ -66,7 +66,7 @@ def read_published(path: Path) -> dict[Any, Any]:
             # Without PyTorch's text, which advises to load the file with arbitrary code.
             raise ValueError(_MORE) from None
         except (RuntimeError, IndexError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{_DAMAGED} ({str(error).splitlines()[0][:200]})") from None
+            raise ValueError(f"{_DAMAGED} ({(str(error) or type(error).__name__).splitlines()[0][:200]})") from None
     if not isinstance(content, dict):
         raise ValueError(f"expected a dict, it holds {type(content).__name__}")
     return content

@@ -197,7 +197,7 @@ READERS = {
 ALLOWED = {
     # Functions of the rooms that read run folders which open something else, or what run_files has opened.
     "api/data_set.py": {"_decoded"}, "api/training.py": {"train"}, "dashboard/access.py": {"is_own"},
-    "export/model_card.py": {"is_export"}, "checkpoint/reader.py": {"_handle"},
+    "export/model_card.py": {"files_in", "files_of_export"}, "checkpoint/reader.py": {"_handle"},
     "checkpoint/safetensors_writer.py": {"write_tensors"},
     "dashboard/page_files.py": {"page_file", "_names"}, "dashboard/pictures.py": {"_size", "_smaller"},
     "dashboard/folders.py": {"runs_in"}, "dashboard/status.py": {"_has_open"},
