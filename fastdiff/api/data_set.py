@@ -59,7 +59,7 @@ class _Decoder:
         if missing := set(self.components) - sample.keys():
             raise DataError(
                 f"{where}: no {min(missing)}; shards of fastdiff 0.2 and older hold repeated embeddings as hard links, "
-                "which the webdataset package skips: encode the data set again"
+                "which the webdataset package skips: encode it again into another folder"
             )
         try:
             return {name: _decoded(name, content) for name, content in sample.items()}

@@ -31,9 +31,10 @@ function number(value, digits = 4) {
   return value.toLocaleString("en-US", { maximumSignificantDigits: digits }).replace("-", "−");
 }
 
-/** A number beside an axis: 20k, 1.5M, 0.001. */
+/** A number beside an axis: 20k, 1.5M, 1e20, 0.001. */
 function tick(value) {
   const size = Math.abs(value);
+  if (size >= 1e12) return value.toExponential(2).replace(/\.?0*e\+/, "e").replace("-", "−");
   if (size >= 1e9) return `${+(value / 1e9).toPrecision(4)}G`;
   if (size >= 1e6) return `${+(value / 1e6).toPrecision(4)}M`;
   if (size >= 1e4) return `${+(value / 1e3).toPrecision(4)}k`;

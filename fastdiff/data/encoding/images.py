@@ -416,6 +416,11 @@ class _ImageEncode:
         if by_pillow := self._decoder.by_pillow:
             text += f"; {by_pillow} of them decoded by pillow, as {self._decoder.name} would give other pixels or none"
         self._say(text)
+        if self._folder.has_written:  # one of all processes
+            self._describe()
+
+    def _describe(self) -> None:
+        """Say what the data set holds, and what it lacks of the source."""
         info = DatasetInfo.read(self._options.out)
         for line in info.selection.lines(info.samples) if info.selection else ():
             self._say(line)

@@ -111,6 +111,7 @@ class EncodeFolder:
         published: Whether the folder already holds the data set of this plan.
         unseen: Whether it does, and edits of its source cannot be seen.
         captions: Result of ``count_captions``.
+        has_written: Whether this process published the data set.
 
     Raises:
         ConfigError: The folder holds other files, or an encode with another plan.
@@ -135,6 +136,7 @@ class EncodeFolder:
         of_bytes = {name: value for name, value in plan.items() if name != LISTING_OPTIONS}
         self.plan_digest = hashlib.sha256(canonical_json(of_bytes)).hexdigest()
         self.published, self.unseen, self.captions = False, False, 1
+        self.has_written = False
         self._living: IO[bytes] | None = None
         with self.storage():
             self._refuse_foreign()
@@ -232,6 +234,7 @@ class EncodeFolder:
                 described, embedding = template(), null()
                 with self.storage():
                     self._write(records, described, embedding)
+                self.has_written = True
             return self._units - len(records)
 
     @contextlib.contextmanager

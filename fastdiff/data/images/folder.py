@@ -216,11 +216,11 @@ class ImageFolder:
 
     def _table(self, path: Path) -> Table:
         caption_column, image_column = self._columns
-        needed = self._substitute is None
+        needed = self._needs_captions and self._substitute is None
         return read_table(path, caption_column, image_column, self.root, self._names, needs_captions=needed)
 
     def _by_table(self, path: Path, table: Table, listing: Listing) -> list[_Entry]:
-        self.captioned = True
+        self.captioned = table.captioned or self._substitute is not None
         own = os.path.relpath(path, self.root)
         rows = {os.path.normpath(row) for row in table.captions}
         for image in listing.images:
@@ -321,6 +321,8 @@ class ImageFolder:
 
     def _note_splits(self, folder: Path) -> None:
         if self.root.parent == folder:
+            for image in Listing.beside(folder, [""]).images:
+                self._left_out.add("beside the folders of the splits", image)
             for entry in visible(folder):
                 if entry.name != self.root.name and is_folder(entry):
                     self._noted.add("splits beside the one of --split, not read", entry.name)

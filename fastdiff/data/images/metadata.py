@@ -66,7 +66,7 @@ def read_table(
     image_column = FILE_NAME if FILE_NAME in columns else image_column
     captioned = caption_column in columns
     if image_column not in columns:
-        raise _no_images(path, columns, rows[0])
+        raise _no_images(path, columns)
     if not captioned and needs_captions:
         raise ConfigError(
             f"{path} has no caption column {caption_column!r}; its columns: {', '.join(columns)}"
@@ -89,20 +89,32 @@ _LIKE_IMAGES = ("filename", "file", "image", "images", "img", "image_path", "ima
 _LIKE_CAPTIONS = ("text", "caption", "captions", "prompt", "description", "tags", "label", "title", "alt_text")
 
 
-def _no_images(path: Path, columns: Sequence[str], first: _Row) -> ConfigError | DataError:
+def _no_images(path: Path, columns: Sequence[str]) -> ConfigError | DataError:
     """Return the error for a table without a column of images: a wrong separator, no header, or another name."""
-    shown = ", ".join(map(repr, columns[:8]))
+    if wrong := _wrong_header(path, columns):
+        return wrong
+    return ConfigError(
+        f"{path} has no column {FILE_NAME!r} of images; its columns: {_shown(columns)}"
+        f"{_instead('--image-column', columns, _LIKE_IMAGES) or '; name that of the images with --image-column'}"
+    )
+
+
+def _shown(columns: Sequence[str]) -> str:
+    return ", ".join(map(repr, columns[:8]))
+
+
+def _wrong_header(path: Path, columns: Sequence[str]) -> DataError | None:
+    """Return the error for a first line with another separator, or with the values of a row; None: it has names."""
     if len(columns) == 1 and (found := [mark for mark in _SEPARATORS if mark in columns[0]]):
         return DataError(
             f"{path}, line 1: its columns are separated by {_SEPARATORS[found[0]]} ({columns[0][:80]!r}), expected "
             "commas; save it as CSV with commas, and with quotes around captions that hold commas"
         )
     if any(kind_of_name(name.strip()) for name in columns):
-        return DataError(f"{path}, line 1: {shown} is no header; expected a first line such as {FILE_NAME},text")
-    return ConfigError(
-        f"{path} has no column {FILE_NAME!r} of images; its columns: {shown}"
-        f"{_instead('--image-column', columns, _LIKE_IMAGES) or '; name that of the images with --image-column'}"
-    )
+        return DataError(
+            f"{path}, line 1: {_shown(columns)} is no header; expected a first line such as {FILE_NAME},text"
+        )
+    return None
 
 
 def _instead(flag: str, columns: Sequence[str], alike: Sequence[str]) -> str:
@@ -158,6 +170,8 @@ def _csv_rows(path: Path, text: str) -> Iterator[_Row]:
         header = _without_empty_end(next(reader, []))
         if twice := [name for name, count in Counter(header).items() if count > 1]:
             raise DataError(f"{path}, line 1: the column {twice[0]!r} is there twice; rename or remove one")
+        if wrong := _wrong_header(path, header):
+            raise wrong
         for values in reader:
             if values:
                 yield reader.line_num, dict(zip(header, _fitting(path, reader.line_num, header, values), strict=True))

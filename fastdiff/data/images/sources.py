@@ -11,7 +11,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,10 +21,12 @@ from fastdiff.data.images.folder import ImageFolder
 from fastdiff.data.images.hugging_face import HuggingFaceSource, holds_rows, is_saved_dataset
 from fastdiff.data.images.items import BadItem, CaptionFrom, ClassesFrom, ImageItem, ImageSource
 from fastdiff.data.images.kinds import USUAL, Kind, ending_of, head_of, kind_of_file
+from fastdiff.data.images.listing import Listing
 from fastdiff.data.images.metadata import LISTS, METADATA
 from fastdiff.data.images.user_source import UserSource
 from fastdiff.data.images.walk import walk_files
 from fastdiff.data.images.webdataset_tars import WebDatasetSource
+from fastdiff.data.selection import Selection, Tally
 from fastdiff.data.shards.remote import is_remote, list_folder, resource, shown
 from fastdiff.errors import ConfigError, DataError, require
 from fastdiff.plugins.user_code import installed, names_file
@@ -95,7 +97,7 @@ def open_source(
     _require_use("--dataset-config", dataset_config, _OF_HUGGING_FACE, tars is None)
     _require_no_folder_options(text, tars, classes_from, caption_from)
     if tars is not None:
-        return WebDatasetSource(tars, name=_named(text), **common)
+        return WebDatasetSource(tars, name=_named(text), beside=_beside(text, tars), **common)
     return HuggingFaceSource(text, split=split, config=dataset_config, **per_unit)
 
 
@@ -183,13 +185,25 @@ def _tars(text: str) -> list[str] | None:
         return [text] if Path(text).is_file() else [tar for each in _expanded(text) for tar in _matching(each)]
     if is_remote(text):
         return [file for folder in _expanded(text) for file in list_folder(folder) if file.lower().endswith(".tar")]
-    tars = sorted(map(str, Path(text).glob("*.tar")))
+    tars = sorted(str(path) for path in Path(text).glob("*") if path.suffix.lower() == ".tar")
     if tars and (image := next((file for file in walk_files(Path(text)) if _is_of_images(file, text)), None)):
         raise DataError(
             f"{escape(text)} holds tars ({escape(Path(tars[0]).name)}) and images ({escape(image)}): for the "
             f"tars, give {escape(text.rstrip('/'))}/*.tar (in quotes); for the images, move the tars elsewhere"
         )
     return tars or None
+
+
+def _beside(text: str, tars: Sequence[str]) -> Selection:
+    """Return what a folder of tars holds besides; it has no pictures that are read (``_tars``)."""
+    folder, left_out, noted = Path(text), Tally(), Tally()
+    if folder.is_dir():
+        listing = Listing.below(folder)
+        listing.count(left_out, noted)
+        for file in sorted({*listing.files} - {os.path.relpath(tar, folder) for tar in tars}):
+            is_tar = ".tar" in file.lower()
+            noted.add("tars in subfolders or compressed, not read" if is_tar else "other files beside the tars", file)
+    return Selection(left_out=left_out.counted(), noted=noted.counted())
 
 
 def _is_of_images(file: str, folder: str) -> bool:

@@ -23,7 +23,7 @@ from fastdiff.data.images.items import (
     digest_of,
     unit_count,
 )
-from fastdiff.data.selection import Selection
+from fastdiff.data.selection import Selection, Tally
 from fastdiff.errors import ConfigError, require
 from fastdiff.files import read_bounded
 from fastdiff.plugins.user_code import Plugin, load
@@ -51,7 +51,10 @@ class UserSource:
             self._items: Any = self._plugin.found() if callable(self._plugin.found) else self._plugin.found
             self._count = len(self._items)
         require(self._count > 0, f"{self.name}: it has no items")
-        self._count = min(self._count, max_samples or self._count)
+        left_out = Tally()
+        if max_samples is not None and (more := self._count - max_samples) > 0:
+            left_out.add(f"beyond --max-samples {max_samples}", count=more)
+            self._count = max_samples
         first = self._raw(0)
         self.captioned = "caption" in first
         self.classes: int | None = None
@@ -61,7 +64,7 @@ class UserSource:
         for index in {0, self._count - 1}:
             self._check(index)
         facts = [self._plugin.identity, self._count]
-        self.selection = Selection()
+        self.selection = Selection(left_out=left_out.counted())
         self.digest = digest_of(f"plug-in, {samples_per_unit} per unit", facts)
 
     @property

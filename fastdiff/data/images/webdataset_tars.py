@@ -27,7 +27,7 @@ from fastdiff.data.images.tar_members import (
     image_of,
     label_of,
 )
-from fastdiff.data.selection import Selection
+from fastdiff.data.selection import Selection, Tally
 from fastdiff.data.shards.remote import is_remote, open_url, resource, shown
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.sanitize import escape
@@ -52,6 +52,7 @@ class WebDatasetSource:
         max_samples: Use only the first samples, up to this number.
         caption: Caption of each sample without one; empty: none.
         needs_captions: Whether captions are read, and a sample without one is unusable.
+        beside: What lies beside the tars and is not read; None: nothing.
 
     Raises:
         ConfigError: The options require local tars.
@@ -70,6 +71,7 @@ class WebDatasetSource:
         max_samples: int | None = None,
         caption: str = "",
         needs_captions: bool = True,
+        beside: Selection | None = None,
     ) -> None:
         if not tars:
             raise DataError(f"{name}: there are no tars")
@@ -82,6 +84,7 @@ class WebDatasetSource:
         self._most = max_samples
         self._caption, self._needs_captions = caption, needs_captions
         self._found: dict[int, Selection] = {}
+        self._left_out, self._noted = Tally(), Tally()
         self._offsets: list[npt.NDArray[np.int64]] | None = None
         self._starts = [0]
         if max_samples is not None:
@@ -90,7 +93,8 @@ class WebDatasetSource:
         self.captioned = found == "captions"
         self.classes = self._count_classes() if found == "classes" else None
         names = [resource(tar) if is_remote(tar) else Path(tar).name for tar in self._tars]
-        self.selection = Selection()
+        of_tars = Selection(left_out=self._left_out.counted(), noted=self._noted.counted())
+        self.selection = of_tars.and_then([beside or Selection()])
         kind = f"webdataset, {caption_column}, {max_samples} samples, {self.classes} classes"
         self.digest = digest_of(f"{kind}, {caption}" if caption else kind, names)
 
@@ -178,16 +182,23 @@ class WebDatasetSource:
             self._require_local(purpose)
             found, missing = [], self._most
             for tar in self._tars:
-                offsets = [group.offset for group in itertools.islice(_read(tar, kinds=()), missing)]
-                found.append(np.array(offsets, np.int64))
+                offsets = [group.offset for group in _read(tar, kinds=())]
+                found.append(np.array(offsets[:missing], np.int64))
                 if missing is not None:
-                    missing -= len(offsets)
+                    self._leave_out(len(offsets) - missing)
+                    missing = max(missing - len(offsets), 0)
                     if not missing:
                         break
+            for tar in self._tars[len(found) :]:  # nobody waits for their headers
+                self._noted.add(f"tars, not read because of --max-samples {self._most}", Path(tar).name)
             self._tars = self._tars[: len(found)]
             self._starts = list(itertools.accumulate(map(len, found), initial=0))
             self._offsets = found
         return self._offsets
+
+    def _leave_out(self, samples: int) -> None:
+        if samples > 0:
+            self._left_out.add(f"beyond --max-samples {self._most}", count=samples)
 
     def _look(self) -> Literal["captions", "classes", "nothing"]:
         """Return what the first sample with a caption or a class has; nothing if the first samples are images alone."""

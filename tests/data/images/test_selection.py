@@ -185,6 +185,33 @@ def test_names_in_another_unicode_form_are_found(tmp_path: Path, there: Form, wr
     assert len(source(tmp_path / "splits", split=written("müll"))) == 1
 
 
+def test_what_lies_beside_tars_and_beyond_the_limit_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("0.tar", "1.TAR", "2.tar", "sub/3.tar"):
+        (tmp_path / name).write_bytes(tar([(f"{number}.jpg", picture(number)) for number in range(3)]))
+    (tmp_path / "4.tar.gz").write_bytes(b"")
+    (tmp_path / "notes.md").write_text("")
+    beside = {"tars in subfolders or compressed, not read": (2, ("4.tar.gz", "sub/3.tar")),
+              "other files beside the tars": (1, ("notes.md",))}  # fmt: skip
+    whole = source(tmp_path)
+    assert (whole.units, noted(whole)) == (3, beside)
+    some = source(tmp_path, max_samples=4)
+    assert left_out(some) == {"beyond --max-samples 4": (2, ())}
+    assert noted(some) == {"tars, not read because of --max-samples 4": (1, ("2.tar",))} | beside
+
+
+def test_pictures_beside_the_splits_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, {"train/a.jpg": picture(1), "b.jpg": picture(2)})
+    assert left_out(source(tmp_path)) == {"beside the folders of the splits": (1, ("b.jpg",))}
+
+
+def test_a_table_without_captions_serves_where_none_are_read(tmp_path: Path) -> None:
+    write(tmp_path, {"a.jpg": picture(1), "b.jpg": picture(2), "metadata.csv": "file_name,label\na.jpg,3\n"})
+    found = source(tmp_path, needs_captions=False)
+    assert (len(found), found.captioned) == (1, False)
+    assert left_out(found) == {"without a row in metadata.csv": (1, ("b.jpg",))}
+
+
 def test_rows_of_windows_are_found_and_another_case_is_named(tmp_path: Path) -> None:
     write(tmp_path, {"sub/A.JPG": picture(1), "metadata.csv": "file_name,text\nsub\\A.JPG,x\nsub/a.jpg,y\n"})
     assert reasons(source(tmp_path)) == {"a.jpg": "a.jpg is missing; its folder has A.JPG"}
@@ -197,6 +224,8 @@ def test_rows_of_windows_are_found_and_another_case_is_named(tmp_path: Path) -> 
         ('file_name,text\na.jpg, "x, y"\n', r"line 2: 3 fields .* without a blank before"),
         ("file_name,text\na.jpg\n", r"line 2: 1 field \(a.jpg\), its header has 2"),
         ("file_name;text\na.jpg;x\n", r"line 1: its columns are separated by semicolons \('file_name;text'\)"),
+        ("file_name;text\na.jpg;red, on a table\n", r"line 1: its columns are separated by semicolons"),
+        ("a/a.jpg,x\n", "line 1: 'a/a.jpg', 'x' is no header"),
         ("file_name\ttext\na.jpg\tx\n", "line 1: its columns are separated by tabs"),
         ("a.jpg,x\nb.jpg,y\n", "line 1: 'a.jpg', 'x' is no header; expected a first line such as file_name,text"),
         ("file_name,text,text\na.jpg,x,y\n", "line 1: the column 'text' is there twice"),
