@@ -27,7 +27,8 @@ from tests.support.servers.ports import reserved_port
 from tests.support.waiting import LIMIT_S, steps_logged, wait_for_steps, wait_until
 
 SERVER_DIED = re.compile(
-    "net::ERR_(CONNECTION_REFUSED|CONNECTION_RESET|INCOMPLETE_CHUNKED_ENCODING|EMPTY_RESPONSE|CONTENT_LENGTH_MISMATCH)"
+    "net::ERR_(CONNECTION_REFUSED|CONNECTION_RESET|SOCKET_NOT_CONNECTED|INCOMPLETE_CHUNKED_ENCODING|EMPTY_RESPONSE"
+    "|CONTENT_LENGTH_MISMATCH)"
 )
 RUN_DELETED = re.compile("404 |status of 404 ")
 FRAME = "new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
