@@ -11,14 +11,13 @@ from fastdiff.files import write_output
 from fastdiff.optional_packages import pip_install
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands
-from fastdiff_bench.page import bench_charts, plots
+from fastdiff_bench.page import bench_charts, overview, plots
 from fastdiff_bench.page.plots import Plot
 from fastdiff_bench.page.row_charts import RowChart
 from fastdiff_bench.page.tables import Table, tables
 from fastdiff_bench.page.todays_command import Command, translate
 from fastdiff_bench.records import doubts, races, readme, record
 from fastdiff_bench.records.fingerprint import CLONE
-from fastdiff_bench.records.races import Race
 from fastdiff_bench.records.record import Failure, Record
 
 _TITLES = {
@@ -59,7 +58,7 @@ class Section:
     anchor: str
     title: str
     folder: str
-    date: str
+    device: str
     is_smoke: bool
     doubts: tuple[str, ...]
     """Reservations about the commit and the machine, as sentences."""
@@ -68,15 +67,6 @@ class Section:
     files: tuple[tuple[str, str, Command], ...]
     """Name, date and command line of each file."""
     benches: tuple[Bench, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The races of one bench in a sentence."""
-
-    title: str
-    words: str
-    span: str
 
 
 def page(records: Sequence[Record]) -> str:
@@ -101,9 +91,9 @@ def page(records: Sequence[Record]) -> str:
     return environment.get_template("report.html.j2").render(
         sections=sorted(sections, key=lambda section: _place(section.benches)),
         verdict=races.words(found),
-        summaries=list(_summaries(found)),
-        races=list(bench_charts.of_races(found, _TITLES)),
-        machines=list(dict.fromkeys(_hardware(one) for one in records if races.races(one))),
+        devices=list(overview.devices(records, _TITLES)),
+        steps=overview.fastest_steps(records),
+        comparisons=list(overview.comparisons(found, _TITLES)),
         smoke=doubts.SMOKE,
     )
 
@@ -146,17 +136,6 @@ def _place(benches: Sequence[Bench]) -> tuple[int, str]:
     return min(places, default=len(order)), benches[0].title if benches else ""
 
 
-def _summaries(found: Sequence[Race]) -> Iterator[Summary]:
-    for bench in sorted({race.bench for race in found}, key=list(_TITLES).index):
-        own = [race for race in found if race.bench == bench]
-        yield Summary(_TITLES[bench], races.counts(own), races.span(own))
-
-
-def _hardware(one: Record) -> str:
-    f = one.fingerprint
-    return f"{f.cpu}, {f.cores} cores, no GPU" if f.device == "cpu" else f.device
-
-
 def _section(anchor: str, folder: Path, records: Sequence[Record]) -> Section:
     fields = [asdict(one.fingerprint) for one in records]
     benches = [bench for place, one in enumerate(records) for bench in _benches(one, f"{anchor}-{place}")]
@@ -167,7 +146,7 @@ def _section(anchor: str, folder: Path, records: Sequence[Record]) -> Section:
         anchor=anchor,
         title=_title(folder.name, records),
         folder=f"{folder.parent.name} / {folder.name}",
-        date=records[0].fingerprint.date[:10],
+        device="; ".join(dict.fromkeys(overview.device(one.fingerprint) for one in records)),
         is_smoke=any(map(doubts.is_smoke, records)),
         doubts=tuple(_doubts(records)),
         fingerprint=tuple(

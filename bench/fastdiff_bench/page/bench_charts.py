@@ -19,8 +19,8 @@ _LEGEND = (
 )
 
 
-def of_races(found: Sequence[Race], titles: Mapping[str, str]) -> Iterator[RowChart]:
-    """Yield a chart of the races of each bench, all on one scale.
+def of_races(found: Sequence[Race], titles: Mapping[str, str]) -> Iterator[tuple[str, RowChart]]:
+    """Yield each bench with a chart of its races, all on one scale.
 
     Args:
         found: the races.
@@ -36,7 +36,7 @@ def of_races(found: Sequence[Race], titles: Mapping[str, str]) -> Iterator[RowCh
         for race in sorted((race for race in found if race.bench == bench), key=lambda race: -race.times):
             groups.setdefault(f"{race.case}: {race.what}", []).append(_row(race, on))
         cases = tuple((case, tuple(groups[case])) for case in sorted(groups))
-        yield RowChart(titles[bench], "", on, cases, legend)
+        yield bench, RowChart(titles[bench], "", on, cases, legend)
 
 
 def _row(race: Race, on: Axis) -> ChartRow:

@@ -17,12 +17,12 @@ from fastdiff_bench import BenchError
 from fastdiff_bench.__main__ import main
 from fastdiff_bench.arguments import open_log
 from fastdiff_bench.commands import report
-from fastdiff_bench.page import bench_charts, charts, plots, row_charts, tables
+from fastdiff_bench.page import bench_charts, charts, overview, plots, row_charts, tables
 from fastdiff_bench.page.todays_command import translate
 from fastdiff_bench.records import doubts, races, readme, record
 from fastdiff_bench.records.fingerprint import ROOT, Fingerprint
 from fastdiff_bench.records.number_format import interval, number
-from fastdiff_bench.records.record import Failure, Log, Measurement
+from fastdiff_bench.records.record import Better, Failure, Log, Measurement
 from tests.support.benches import bench_records
 
 
@@ -375,6 +375,58 @@ def test_the_page_begins_with_the_verdict_and_ends_with_registers(tmp_path: Path
     assert headings[0] == "fastdiff against other programs: faster in 3, no clear difference in 1 of 4."
     assert headings[-1].startswith("Registers of the compiled kernels")
     assert "n" not in page.texts[page.texts.index("registers") :], "nothing was repeated: no column of repetitions"
+
+
+def test_the_page_names_every_device_with_a_measurement_also_without_comparisons(tmp_path: Path) -> None:
+    for bench in ("peer", "step"):
+        bench_records.write(tmp_path / bench, bench)
+    peer, step = record.read_all([tmp_path])
+    gpu = replace(step, fingerprint=replace(step.fingerprint, device="NVIDIA H200", date="2026-11-26T03:53:17"))
+    smoke = replace(step, fingerprint=replace(step.fingerprint, device="NVIDIA L4", smoke=True))
+    first, second = overview.devices([peer, gpu, smoke], {"step": "Training step"})
+    assert (first.name, first.benches, first.verdict) == ("NVIDIA H200", "Training step", "none yet")
+    assert (first.newest, second.name) == ("2026-11-26", overview.device(peer.fingerprint))
+    assert second.verdict.endswith(" of 4")
+    assert "NVIDIA H200" in Page(report.page([peer, gpu])).texts
+
+
+def test_the_page_shows_the_fastest_step_of_each_network_and_device() -> None:
+    def of(batch: int, rate: float, network: str = "dit") -> list[Measurement]:
+        case = f"{network}, 4x8x8, batch {batch}, fp32"
+        figures: dict[str, tuple[str, Better, float]] = {
+            "step time": ("ms", "lower", 1000 * batch / rate),
+            "throughput": ("samples/s", "higher", rate),
+        }
+        return [
+            Measurement(
+                bench="step", case=case, provider=provider, quantity=name, unit=unit, value=value, better=better
+            )
+            for provider in ("fastdiff ddp", "plain")
+            for name, (unit, better, value) in figures.items()
+        ]
+
+    records = [
+        record.Record(Path("a/b.jsonl"), fingerprint(device=device), tuple(measured), ())
+        for device, measured in (
+            ("cpu", [*of(8, 10.0), *of(16, 12.0), *of(32, 11.0), *of(8, 3.0, "unet")]),
+            ("NVIDIA H200", of(256, 600.0)),
+        )
+    ]
+    (table,) = overview.fastest_steps(records)
+    rows = [(row.provider, row.cells[0][0]) for _, group in table.groups for row in group]
+    assert rows == [
+        ("dit, 4x8x8, batch 256, fp32; fastdiff ddp", "600"),
+        ("dit, 4x8x8, batch 16, fp32; fastdiff ddp", "12"),
+        ("unet, 4x8x8, batch 8, fp32; fastdiff ddp", "3"),
+    ]
+    assert table.groups[0][0] == "NVIDIA H200"
+
+
+def test_one_comparison_is_open_and_the_rest_is_folded(written: tuple[Path, str]) -> None:
+    folds = [attributes for tag, attributes in Page(written[1]).elements if tag == "details"]
+    assert ["open" in attributes for attributes in folds[:2]] == [True, False]
+    assert sum("open" in attributes for attributes in folds) == 1
+    assert written[1].index("Measured on") < written[1].index("<details")
 
 
 def test_lines_of_the_machine_that_say_none_are_left_out(tmp_path: Path) -> None:
