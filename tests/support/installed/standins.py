@@ -25,8 +25,9 @@ NOT_RUN = {
 }
 """Reasons by the beginning of a command."""
 
+_SD15 = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 _PIPELINES: dict[str, tiny_pipeline.Kind] = {
-    "stable-diffusion-v1-5/stable-diffusion-v1-5": "sd15",
+    _SD15: "sd15",
     "stabilityai/stable-diffusion-2-base": "sd2",
     "stabilityai/stable-diffusion-xl-base-1.0": "sdxl",
 }
@@ -68,6 +69,8 @@ _NETWORKS = {
 _TRAIN = "--output.sample-every 0 --output.log-every 1 --performance.device cpu"
 _ADDED: tuple[tuple[str, Callable[[str], str]], ...] = (
     (r"^fastdiff train|^deepspeed .*fastdiff\.train\b", lambda text: _of_training(text)),
+    # Of the documented size: not in the folder of a small run, which goes on with its own configuration alone.
+    (r"^fastdiff launch (?!.*--output\.folder)", lambda _: " --output.folder runs/cluster"),
     (r"^fastdiff bench step", lambda _: " --smoke --steps 1"),
     (r"^fastdiff bench step .*--find-batch", lambda _: " --memory 1"),
     (r"^fastdiff bench step .*--peer", lambda _: " --batch 2"),
@@ -205,6 +208,9 @@ MADE: dict[str, tuple[str, ...]] = {
     ),
     "data/cifar10": (f"fastdiff encode cifar10/train data/cifar10 {_PIXELS}",),
     "runs/cifar10": ("fastdiff train --preset iddpm-cifar10 --data.path data/cifar10 --output.folder runs/cifar10",),
+    "data/photos": (f"fastdiff encode photos data/photos --pretrained {_SD15} --resolution 512 --flip",),
+    "runs/sd15-lora": ("fastdiff train --preset sd15-lora --data.path data/photos",),
+    "runs/sd15-finetune": ("fastdiff train --preset sd15-finetune --data.path data/photos",),
     "real.npz": ("fastdiff sample runs/digits --num 50000 --seed 1 --npz real.npz",),
     "imagenet256.npz": ("fastdiff sample runs/dit-xl-2-256 --num 50000 --seed 1 --npz imagenet256.npz",),
 }
