@@ -47,6 +47,16 @@ class LiveLine:
             self._shown = ""
 
     @contextmanager
+    def during(self, text: str) -> Iterator[None]:
+        """Show a text while something lasts that has no bar; bars within take its place."""
+        if not self.shares:
+            self.draw(text)
+        try:
+            yield
+        finally:
+            self.clear()
+
+    @contextmanager
     def hidden(self) -> Iterator[None]:
         """Take the line away while something else is printed on the terminal."""
         with self._lock:

@@ -12,6 +12,7 @@ import pytest
 
 from fastdiff import progress_bar
 from fastdiff.console import write_line
+from fastdiff.live_line import live_line
 from fastdiff.progress_bar import Bar, is_plain_line
 from fastdiff.standard_streams import lossy_output
 from tests.support.processes import run
@@ -139,6 +140,21 @@ def test_a_terminal_that_hung_up_does_not_end_the_work(clock: Clock) -> None:
         bar.close()
         write_line("the end")
     assert bar.done == 10
+
+
+def test_what_has_no_bar_is_told_while_it_lasts(clock: Clock) -> None:
+    with on_terminal() as terminal:
+        with live_line.during("loading run ..."):
+            write_line("a message")
+            bar = Bar("sampling", 10, "steps")
+            bar.close()
+        with pytest.raises(ValueError, match="bad"), live_line.during("counting ..."):
+            raise ValueError("bad")
+        written = terminal.read()
+    drawn = frames(written)
+    assert drawn.index("loading run ...") < drawn.index(next(line for line in drawn if line.startswith("sampling")))
+    assert "counting ..." in drawn
+    assert "".join(seen(written)).strip() == "a message"
 
 
 def test_a_training_at_80_columns(digits: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from fastdiff.config.argument_types import MOST_WORKERS, Subcommands, at_most, count, local_path, shape
 from fastdiff.console import show
 from fastdiff.errors import ConfigError
+from fastdiff.live_line import live_line
 
 _BUILTIN = {"digits": ("split",), "synthetic": ("shape", "samples", "classes")}
 """Built-in sources, with their options."""
@@ -134,8 +135,9 @@ def _encode(arguments: argparse.Namespace) -> None:
         _require_own(given, _BUILTIN[source])
         _encode_builtin(source, given)
         return
-    from fastdiff.data.encoding.images import encode_images
-    from fastdiff.data.encoding.options import EncodeOptions
+    with live_line.during("importing torch ..."):
+        from fastdiff.data.encoding.images import encode_images
+        from fastdiff.data.encoding.options import EncodeOptions
 
     names = EncodeOptions.__dataclass_fields__
     _require_own(given, names)

@@ -22,6 +22,7 @@ from fastdiff.config.argument_types import (
 from fastdiff.console import show
 from fastdiff.errors import ConfigError, require
 from fastdiff.files import require_output, write_output
+from fastdiff.live_line import live_line
 
 if TYPE_CHECKING:
     from fastdiff.config.run import RunConfig
@@ -128,15 +129,16 @@ def _require_run(subject: Path) -> None:
 
 
 def _evaluate_digits(arguments: argparse.Namespace, published: RunConfig | None) -> None:
-    from fastdiff.evaluation.digits import evaluate_run
-    from fastdiff.sampling.run import Run
-
     if published is not None:
         raise ConfigError(
             f"{arguments.subject}: give --nll for its likelihood; to measure its images, draw them with `fastdiff "
             "sample --npz` and give real ones with --reference"
         )
-    run = Run(arguments.subject, ema=arguments.ema, ema_std=arguments.ema_std)
+    with live_line.during(f"loading {arguments.subject} ..."):
+        from fastdiff.evaluation.digits import evaluate_run
+        from fastdiff.sampling.run import Run
+
+        run = Run(arguments.subject, ema=arguments.ema, ema_std=arguments.ema_std)
     print(json.dumps(evaluate_run(run)))
 
 
@@ -164,7 +166,8 @@ def _evaluate_nll(arguments: argparse.Namespace, published: RunConfig | None) ->
         require_matplotlib()
         require_output(arguments.png)
     options = NllOptions(**_given(arguments, "samples", "data", "batch", "seed"), clip=arguments.clip_denoised)
-    run = Run(arguments.subject, ema=arguments.ema, ema_std=arguments.ema_std, published=published)
+    with live_line.during(f"loading {arguments.subject} ..."):
+        run = Run(arguments.subject, ema=arguments.ema, ema_std=arguments.ema_std, published=published)
     result, found = evaluate_nll(run, options, progress=True)
     show(
         f"{run.result('nll.json')}: {result['total_bpd']:.4f} ± {result['total_bpd_se']:.4f} bits per "

@@ -21,9 +21,13 @@ from fastdiff.config.sampler import SamplerConfig, SchedulerName
 from fastdiff.console import show
 from fastdiff.errors import ConfigError
 from fastdiff.files import require_output
+from fastdiff.live_line import live_line
 
 if TYPE_CHECKING:
+    import torch
+
     from fastdiff.config.run import RunConfig
+    from fastdiff.sampling.run import Run
 
 _USUAL = SamplerConfig()
 _OF_SETS = "num", "low_res", "batch", "precision", "autoencoder"
@@ -145,8 +149,6 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def _sample(arguments: argparse.Namespace) -> None:
-    from fastdiff.sampling.run import Run
-
     _check(arguments)
     published = parse_published(arguments.folder, arguments.preset, arguments.fields)
     sampler = SamplerConfig(
@@ -161,7 +163,7 @@ def _sample(arguments: argparse.Namespace) -> None:
     if arguments.npz is not None or arguments.pngs is not None:
         _draw_set(arguments, sampler, published)
         return
-    run = Run(arguments.folder, ema=arguments.ema, ema_std=arguments.ema_std, step=arguments.step, published=published)
+    run = _load(arguments, published)
     grid = arguments.grid or Path("grid.png")
     require_output(grid)
     columns = ""
@@ -177,6 +179,20 @@ def _sample(arguments: argparse.Namespace) -> None:
         titles = run.draw_classes(grid, arguments.classes, per_class=arguments.per_class or 8, sampler=sampler)
         columns = f"; columns: {', '.join(titles)}" if titles else ""
     show(f"{grid}: {run.description}{columns}")
+
+
+def _load(arguments: argparse.Namespace, published: RunConfig | None, device: torch.device | None = None) -> Run:
+    with live_line.during(f"loading {arguments.folder} ..."):
+        from fastdiff.sampling.run import Run
+
+        return Run(
+            arguments.folder,
+            ema=arguments.ema,
+            ema_std=arguments.ema_std,
+            step=arguments.step,
+            device=device,
+            published=published,
+        )
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -200,18 +216,10 @@ def _check(arguments: argparse.Namespace) -> None:
 def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig, published: RunConfig | None) -> None:
     from fastdiff.data.encoding.options import Rank
     from fastdiff.sampling.conditions import SampleRequest
-    from fastdiff.sampling.run import Run
     from fastdiff.sampling.sample_set import SetOptions, draw_set
 
     rank = Rank.from_environment()
-    run = Run(
-        arguments.folder,
-        ema=arguments.ema,
-        ema_std=arguments.ema_std,
-        step=arguments.step,
-        device=rank.device(),
-        published=published,
-    )
+    run = _load(arguments, published, rank.device())
     request = SampleRequest(
         num=arguments.num,
         classes=arguments.classes,

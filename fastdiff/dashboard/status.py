@@ -57,6 +57,8 @@ def status_of(run: Path, sums: Sums | None, has_records: bool, first_record: int
         return Status("failed", f"killed; the same command {_goes_on(run)}")
     if os.path.exists(run / ".lock") and not _is_silent(run):
         return _running(has_records, first_record)
+    if not any(os.path.exists(run / name) for name in ("run.json", *_WRITTEN)):
+        return Status("waiting", "no run has begun in this folder")
     return Status("silent", "no sign of life: it was killed, hangs, or is a copy from another machine")
 
 

@@ -155,6 +155,7 @@ def test_every_state_has_its_words(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert glance(folder)["kind"] == "gone"
     folder.mkdir()
+    assert glance(folder)["text"] == "no run has begun in this folder"
     release = claim(folder)
     assert glance(folder)["kind"] == "waiting"
     release()

@@ -321,6 +321,7 @@ def test_a_failed_run_shows_its_message_first(page: Page, tmp_path: Path) -> Non
     page.goto((tmp_path / "out.html").as_uri())
     page.locator("#messages .message", has_text="shard 3 <b>is</b> damaged").wait_for()
     assert "the same command begins anew: there is no checkpoint yet" in page.locator("#messages").inner_text()
+    assert texts(page, "#runs td:nth-child(3)") == ["no record"]
     assert texts(page, ".card:visible h2") == [
         "Where the time went",
         "Restarts, spikes and skipped steps",
@@ -371,9 +372,11 @@ def test_columns_have_the_names_of_their_classes(page: Page, tmp_path: Path) -> 
 
 def test_an_empty_run_is_named_and_fills_up(page: Page, tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", steps=())
+    (run / "ledger.jsonl").write_text(lines(ledger()[:3]))
     release = claim(run)
     with served(page, "run", cwd=tmp_path):
         page.locator("#loss", has_text="no record yet: the first comes after step 10").wait_for()
+        assert texts(page, "#time .starts td:last-child")[-1] == "running"
         (run / "metrics.jsonl").write_text(lines([record(10)]))
         page.locator("#loss circle").wait_for()
     release()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from fastdiff.config.argument_types import Parser, Subcommands, local_path, picture
 from fastdiff.console import show
 from fastdiff.errors import ConfigError
+from fastdiff.live_line import live_line
 from fastdiff.terminal import columns
 
 if TYPE_CHECKING:
@@ -105,8 +106,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     launch, config = parse(arguments.flags, arguments.own)
     known = gpus.known() if arguments.gpu_file is None else gpus.read(arguments.gpu_file)
     sets = [gpus.parse(text, known) for text in dict.fromkeys(arguments.gpus)]
-    network = _network(config)
-    basis = _basis(arguments.source, known)
+    with live_line.during("counting the memory of the network ..."):
+        network = _network(config)
+        basis = _basis(arguments.source, known)
     best, refused = [], []
     for one in sets:
         fitting, falling_out = options.options(config, launch, network, one, basis)

@@ -113,7 +113,7 @@ function drawTime(host) {
   const parts = runs.map((run) => {
     const plot = el("div", {});
     const goodput = el("p", {}, el("b", {}, `${percent(run.time.goodput)} goodput`), ` in ${duration(run.time.wall_s)}, ${run.time.starts.length === 1 ? "1 start" : `${run.time.starts.length} starts`}`);
-    return { run, plot, part: el("div", { class: "of-run" }, runs.length > 1 ? runTitle(run) : null, plot, el("div", { class: "sums" }, el("div", {}, goodput, el("div", { class: "wide-table" }, timeTable(run.time))), el("div", { class: "wide-table" }, startTable(run.time)))) };
+    return { run, plot, part: el("div", { class: "of-run" }, runs.length > 1 ? runTitle(run) : null, plot, el("div", { class: "sums" }, el("div", {}, goodput, el("div", { class: "wide-table" }, timeTable(run.time))), el("div", { class: "wide-table" }, startTable(run.time, run.state)))) };
   });
   host.replaceChildren(...parts.map(({ part }) => part));
   for (const { run, plot } of parts) drawTimeline(plot, run);

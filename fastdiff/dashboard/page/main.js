@@ -66,7 +66,7 @@ function draw() {
 function drawNow() {
   drawRuns(document.getElementById("runs"));
   document.getElementById("unzoom").hidden = Store.zoom === null;
-  document.getElementById("smoothed").textContent = reach() > 0 ? `over ${count(reach())} ${Store.axis === "step" ? "steps" : "samples"}` : "none";
+  document.getElementById("smoothed").textContent = smoothedOver();
   drawReading(document.getElementById("reading"));
   drawMessages(document.getElementById("messages"));
   document.getElementById("cards").hidden = !shownRuns().length;
@@ -76,6 +76,12 @@ function drawNow() {
   const hosts = new Map(CARDS.map((card) => [card, document.getElementById(card.id)]));
   for (const [card, host] of hosts) host.parentElement.hidden = card.if ? !card.if() : false; // before a plot asks for its width
   for (const [card, host] of hosts) if (!host.parentElement.hidden) drawCard(card, host);
+}
+
+function smoothedOver() {
+  const reached = Math.round(reach());
+  const unit = Store.axis === "step" ? "step" : "sample";
+  return reached ? `over ${count(reached)} ${unit}${reached === 1 ? "" : "s"}` : "none";
 }
 
 /** Draw a card; one that fails says so, and the others go on. */

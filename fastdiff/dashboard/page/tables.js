@@ -26,7 +26,8 @@ function setRow(row, run) {
   name.querySelector("input").checked = run.shown;
   row.className = `state-${kind}`;
   state.replaceChildren(el("span", { class: `chip ${kind}`, title: text }, kind), kind === "running" || kind === "done" || run.state.message ? "" : el("span", { class: "why" }, text));
-  progress.replaceChildren(...progressOf(last.step ?? 0, steps));
+  const isOn = kind === "running" || kind === "waiting";
+  progress.replaceChildren(...(last.step === null && !isOn ? ["no record"] : progressOf(last.step ?? 0, steps)));
   loss.textContent = number(last.loss);
   rate.textContent = number(last.samples_per_s);
   left.textContent = kind === "running" && samples && last.samples_per_s ? duration((samples - last.samples) / last.samples_per_s) : "–";

@@ -10,10 +10,11 @@ const NOTES = {
   save: "the training waited for a save",
   validation: "validation losses",
   drawing: "sample pictures",
-  stop: "from the last step to the next start",
+  stop: "from the last step to the end, or to the next start",
   queue: "waiting for nodes",
   unknown: "no record tells",
 };
+const SHORTEST_S = 0.0005; // what is shorter is written as 0 ms
 const timeColour = (name) => `var(--time-${slug(name)})`;
 
 function drawTimeline(host, run) {
@@ -87,7 +88,7 @@ function timelineAt(span, run, classes) {
 
 /** The sums by class, as bars. */
 function timeTable({ seconds, wall_s: wall, classes, steps_kept: kept, steps_lost: lost }) {
-  const rows = classes.filter((name) => seconds[name] > 0).map((name) => {
+  const rows = classes.filter((name) => seconds[name] >= SHORTEST_S).map((name) => {
     const note = name === "step kept" ? `${count(kept)} steps` : name === "step lost" && lost ? `${count(lost)} steps taken again or undone` : NOTES[name];
     return el("tr", {},
       el("th", { scope: "row" }, el("i", { class: "swatch", style: { background: timeColour(name) } }), name),
@@ -99,11 +100,18 @@ function timeTable({ seconds, wall_s: wall, classes, steps_kept: kept, steps_los
 }
 
 /** One row per start. */
-function startTable({ starts }) {
+function startTable({ starts }, { kind }) {
   const head = ["start", "began", "lasted", "ranks", "from step", "steps kept", "lost", "end"];
   const rows = starts.map((start, n) => el("tr", {},
     [n + 1, clock(start.began), duration(start.wall_s), start.nodes.length, count(start.resumed), count(start.steps_kept), count(start.steps_lost)]
       .map((text, column) => el("td", { class: column === 1 ? "" : "n" }, String(text))),
-    el("td", {}, start.outcome || "runs, or was killed")));
+    el("td", {}, endOf(start, n === starts.length - 1, kind))));
   return el("table", { class: "starts" }, el("thead", {}, el("tr", {}, head.map((name, n) => el("th", { class: n === 1 || n === 7 ? "" : "n" }, name)))), el("tbody", {}, rows));
+}
+
+/** How a start ended; of the last one, the state of the run says whether it goes on. */
+function endOf(start, isLast, kind) {
+  if (start.outcome) return start.outcome;
+  if (isLast && (kind === "running" || kind === "waiting")) return "running";
+  return isLast && kind === "silent" ? "no sign of life" : "killed";
 }

@@ -96,6 +96,8 @@ class _ImageEncode:
         self._embeds_nothing = not self._in_pixels and lacks_captions(self._source, pretrained)
         if self._embeds_nothing:
             require_captions(options, self._source)
+        if not self._in_pixels and not rank.number:
+            log.info(f"loading the autoencoder of {options.pretrained}")
         self._encoder: LatentEncoder | PixelEncoder = (
             PixelEncoder()
             if self._in_pixels

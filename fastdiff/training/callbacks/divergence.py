@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from fastdiff.checkpoint.manifest import committed
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.console import log
 from fastdiff.errors import DivergedError, Preempted
@@ -19,6 +20,9 @@ from fastdiff.training.spikes import Spike
 from fastdiff.training.state import TrainState
 
 _KEYS = 16
+"""Samples that are recorded."""
+_NAMED = 4
+"""Samples that a message names."""
 _SPIKES = "spikes.jsonl"
 
 
@@ -40,20 +44,39 @@ class NonFiniteGuard(Callback):
             return
         bad = [position for share in state.world.gather(_non_finite(state)) for position in share]
         keys = _keys(state, bad)
-        which = "all losses are finite, the gradient is not"
-        if bad:
-            more = f" and {len(bad) - len(keys)} more" if len(bad) > len(keys) else ""
-            which = f"non-finite samples: {', '.join(keys)}{more}"
+        which, remedy = _told(keys, len(bad), state.config.batch.samples)
         record = {"step": state.progress.steps, "samples": len(bad), "keys": keys, **state.engine.loss_scale}
         state.world.on_first(lambda: _note(f"step {state.progress.steps} skipped, {which}", self._lines, record))
         is_scale_search = not bad and state.config.performance.precision == "fp16"
         if state.progress.skipped_in_a_row >= self.limit and not is_scale_search:
             raise DivergedError(
                 f"{state.progress.skipped_in_a_row} steps in a row had to be skipped, up to step "
-                f"{state.progress.steps}; {which}; check those samples, lower --optim.lr, or use "
-                "--performance.precision bf16. The checkpoints before are intact: the same command resumes from the "
-                "newest"
+                f"{state.progress.steps}; {which}; {remedy}. {_goes_on(state)}"
             )
+
+
+def _told(keys: Sequence[str], bad: int, batch: int) -> tuple[str, str]:
+    """Return which of the losses of a step are not finite, and what to do if it goes on.
+
+    Args:
+        keys: names of the first samples with such losses.
+        bad: number of all.
+        batch: samples of the step.
+    """
+    remedy = "lower --optim.lr, or use --performance.precision bf16"
+    if bad == 0:
+        return "all losses are finite, the gradient is not", remedy
+    if bad == batch:
+        return f"none of its {batch:,} losses is finite", remedy
+    more = f" and {bad - _NAMED:,} more" if bad > _NAMED else ""
+    return f"non-finite samples: {', '.join(keys[:_NAMED])}{more}", f"check those samples, {remedy}"
+
+
+def _goes_on(state: TrainState) -> str:
+    """Return how the same command goes on; called by all ranks."""
+    if state.world.on_first(lambda: bool(committed(state.folder / "checkpoints"))):
+        return "The checkpoints before are intact: the same command resumes from the newest"
+    return "There is no checkpoint yet: the same command begins anew"
 
 
 def _non_finite(state: TrainState) -> list[int]:
@@ -148,7 +171,7 @@ class SpikeGuard(Callback):
         keys = _largest_keys(state)
         what = (
             f"step {state.progress.steps} is a spike: loss {spike.loss:.4g}, threshold {spike.threshold:.4g}; its "
-            f"largest losses: {', '.join(keys)}"
+            f"largest losses: {', '.join(keys[:_NAMED])}"
         )
         record = {"step": state.progress.steps, "policy": state.config.divergence.policy, **asdict(spike), "keys": keys}
         state.world.on_first(lambda: _note(what, self._lines, record))
@@ -169,8 +192,7 @@ def _act(state: TrainState, spike: Spike, what: str) -> None:
         raise DivergedError(
             f"{what}. Before it {how} (--divergence.limit): check those samples, or lower --optim.lr with "
             "--allow-change optim.lr; if such losses are right, raise --divergence.limit, or --divergence.sigmas with "
-            "--allow-change divergence.sigmas. The checkpoints before are intact: the same command resumes from the "
-            "newest"
+            f"--allow-change divergence.sigmas. {_goes_on(state)}"
         )
     if policy == "rewind":
         if state.guard.flags.stop:

@@ -217,7 +217,7 @@ class DeepSpeedEngine(Engine):
                 raise
             raise DivergedError(
                 "the gradient overflows fp16 at the smallest loss scale; lower --optim.lr or use "
-                "--performance.precision bf16. The checkpoints before are intact"
+                "--performance.precision bf16. The same command resumes from the newest checkpoint, if there is one"
             ) from error
         self._set_loss_scale(scale)
 

@@ -216,7 +216,9 @@ def test_images_alone_are_an_unconditional_data_set_or_have_one_caption(
     command = ["encode", str(tmp_path / "images"), str(tmp_path / "out"), "--resolution", "32"]
     assert main([*command[:2], str(tmp_path / "one"), *command[3:], "--autoencoder", "identity"]) == 0
     assert main([*command[:2], str(tmp_path / "two"), *command[3:], "--pretrained", str(pipeline / "vae")]) == 0
-    assert capsys.readouterr().out.count("no captions and no classes, so this is an unconditional data set") == 2
+    said = capsys.readouterr()
+    assert said.out.count("no captions and no classes, so this is an unconditional data set") == 2
+    assert said.err.count(f"loading the autoencoder of {pipeline / 'vae'}") == 1, "pixels need none"
     assert main([*command, "--pretrained", str(pipeline), "--caption", "a photo of sks dog"]) == 0
     assert {"context"} <= DatasetInfo.read(tmp_path / "out").columns.keys()
     assert "pictures with the caption of --caption or --caption-from: 1 (first: a.png)" in capsys.readouterr().out

@@ -746,7 +746,7 @@ def test_the_keys_of_a_batch_that_is_not_finite_are_bounded(
     (line,) = lines(tmp_path / "run", "skipped.jsonl")
     assert (line["step"], line["samples"]) == (2, 20)
     assert line["keys"] == [key_at(data, position) for position in range(64, 64 + 16)]
-    assert f"{line['keys'][-1]} and 4 more" in capsys.readouterr().err
+    assert f"{line['keys'][3]} and 16 more\n" in capsys.readouterr().err
 
 
 @pytest.mark.fault(20)
@@ -759,8 +759,15 @@ def test_nan_in_every_batch_ends_the_run_of_two_ranks(tmp_path: Path) -> None:
         assert end.trace is not None
         assert "DivergedError: 3 steps in a row had to be skipped, up to step 7" in end.trace
         assert key_at(data, in_step(7)) in end.trace
+        assert "The checkpoints before are intact" in end.trace
     assert [line["step"] for line in lines(tmp_path / "run", "skipped.jsonl")] == [5, 6, 7]
     assert intact(tmp_path / "run") == [4]
     assert all(
         torch.isfinite(value).all() for rank in range(2) for value in weights(tmp_path / "run", 4, rank).values()
     )
+
+
+def test_a_run_that_diverges_before_its_first_checkpoint_promises_none(world: World, tmp_path: Path) -> None:
+    config = tiny(marred(tmp_path / "data", dict.fromkeys(range(64), np.nan)), tmp_path / "run")
+    with pytest.raises(DivergedError, match=r"none of its 16 losses is finite; lower .* There is no checkpoint yet"):
+        train(config, launch(0), world)
