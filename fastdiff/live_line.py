@@ -11,9 +11,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from fastdiff.terminal import columns, fitted, redraws
+from fastdiff.terminal import columns, fitted, redraws, width
 
 _ERASE = "\r\x1b[K"
+_REST = "..."
+"""Stands for what a line has no room for."""
 
 
 class LiveLine:
@@ -26,12 +28,15 @@ class LiveLine:
         os.register_at_fork(after_in_child=self._forget)
 
     def draw(self, text: str) -> bool:
-        """Show a text, less than a line, in place of what stands there; return whether there is a terminal for it."""
+        """Show a text in place of what stands there; return whether there is a terminal for it.
+
+        A text without escape sequences is cut at the width of the terminal.
+        """
         with self._lock:
             if not redraws(sys.stderr):
                 return False
-            self._shown = text
-            self._write(_ERASE + text)
+            self._shown = _cut(text)
+            self._write(_ERASE + self._shown)
             return True
 
     def clear(self) -> None:
@@ -81,6 +86,16 @@ class LiveLine:
             ):  # a stream that is full, hung up or closed costs output, and nothing else
                 sys.stderr.write(text)
                 sys.stderr.flush()
+
+
+def _cut(text: str) -> str:
+    room = (columns(sys.stderr) or 0) - 1  # with the last column some terminals go to the next line
+    if "\x1b" in text or width(text) <= room:
+        return text
+    kept = text
+    while kept and width(kept) + len(_REST) > room:
+        kept = kept[:-1]
+    return kept + _REST
 
 
 live_line = LiveLine()

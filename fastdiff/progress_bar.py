@@ -193,7 +193,8 @@ def _drawn(share: float, room: int) -> str:
     console = _console()
     with console.capture() as found:
         console.print(ProgressBar(1.0, share, room), end="")
-    return found.get()
+    drawn = found.get()
+    return drawn if console.color_system and not console.no_color else drawn.ljust(room)  # which draws no empty part
 
 
 def _console() -> Console:

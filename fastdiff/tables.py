@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
 
-from fastdiff.terminal import filled, width
+from fastdiff.terminal import filled, fitted, width
 
 _GAP = 2
 _PIECE = re.compile(r"[^\s/-]*[/-]*\s*")
@@ -19,13 +19,16 @@ def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), room: int
     Args:
         rows: all of the same length.
         left: columns that align on the left; the others align on the right.
-        room: columns of the terminal; where it does not suffice, cells take several lines. None: one line per row.
+        room: columns of the terminal; where it does not suffice, cells take several lines, or each row becomes a
+            sentence. None: one line per row.
     """
     widths = [max(map(width, column)) for column in zip(*rows, strict=True)]
     gap = _GAP
     if room is not None and sum(widths) + gap * (len(widths) - 1) > room:
         gap = 1
         widths = _narrowed(rows, widths, room - gap * (len(widths) - 1))
+        if sum(widths) + gap * (len(widths) - 1) > room:
+            return "\n".join(fitted(line, room) for line in _in_words(rows))
     return _drawn(rows, left, widths, gap)
 
 
@@ -42,6 +45,13 @@ def _narrowed(rows: Sequence[Sequence[str]], widths: Sequence[int], room: int) -
             break
         found[max(wide, key=found.__getitem__)] -= 1
     return found
+
+
+def _in_words(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield each row but the head in words: ``start 1, began 12:30, end done``."""
+    head, *rest = rows
+    for row in rest:
+        yield ", ".join(f"{name} {cell}".strip() for name, cell in zip(head, row, strict=True) if cell)
 
 
 def _drawn(rows: Sequence[Sequence[str]], left: Collection[int], widths: Sequence[int], gap: int) -> str:

@@ -142,6 +142,25 @@ def test_a_terminal_that_hung_up_does_not_end_the_work(clock: Clock) -> None:
     assert bar.done == 10
 
 
+def test_without_colours_the_figures_stay_in_their_place(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    with on_terminal(80) as terminal:
+        bar = Bar("sampling", 100, "images")
+        for _ in range(4):
+            clock.now += 1
+            bar.update(20)
+        lines = [line for line in frames(terminal.read()) if line.startswith("sampling")]
+        bar.close()
+    assert len({line.index("/100 images") for line in lines[1:]}) == 1
+
+
+def test_a_text_that_is_wider_than_the_terminal_is_cut(clock: Clock) -> None:
+    with on_terminal(30) as terminal:
+        with live_line.during("loading runs/a-very-long-name/of-a-run ..."):
+            pass
+        assert "loading runs/a-very-long-n..." in frames(terminal.read())
+
+
 def test_what_has_no_bar_is_told_while_it_lasts(clock: Clock) -> None:
     with on_terminal() as terminal:
         with live_line.during("loading run ..."):

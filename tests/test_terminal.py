@@ -61,6 +61,14 @@ def test_a_table_fits_its_terminal_without_a_cut_number(room: int) -> None:
         assert first + second in words or {first, second} <= set(words)
 
 
+def test_a_table_that_does_not_fit_is_told_row_by_row() -> None:
+    said = table(ROWS, (0, 5), 30)
+    assert max(map(len, said.split("\n"))) <= 30
+    whole = " ".join(said.split())
+    for row in ROWS[1:]:
+        assert ", ".join(f"{name} {cell}" for name, cell in zip(ROWS[0], row, strict=True)) in whole
+
+
 def test_a_result_is_wrapped_and_coloured_on_a_terminal_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
