@@ -340,10 +340,12 @@ class Run:
         """Return what a glance should tell; nothing of a plug-in is executed for it."""
         found = glance(self.path)
         last, steps = found["last"], found["steps"]
-        facts: dict[str, object] = {
+        reached = "none recorded" if last["step"] is None else f"{last['step']:,.0f}"
+        facts: dict[str, object] = {"error": found["message"]} if found["message"] else {}
+        facts |= {
             "network": found["network"] or "unknown",
             "objective": found["objective"] or "unknown",
-            "steps": f"{last['step'] or 0:,.0f} of {steps:,}" if steps else f"{last['step'] or 0:,.0f}",
+            "steps": f"{reached} of {steps:,}" if steps else reached,
             "state": found["text"],
         }
         if isinstance(last["loss"], float):

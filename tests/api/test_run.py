@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import fastdiff
+from tests.dashboard.folders import ledger, lines, run_folder
 
 EVIL = """
 from pathlib import Path
@@ -41,3 +42,12 @@ def test_code_that_a_run_names_is_not_executed(tmp_path: Path, section: str) -> 
     assert not evil.with_suffix(".ran").exists()
     expected = fastdiff.Run(folder, plugins=[text]).config.to_dict()
     assert fastdiff.Config.from_file(folder / "run.json", plugins=[text]).to_dict() == expected
+
+
+def test_a_failed_run_shows_its_error_first(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", steps=())
+    told = {"event": "end", "at": 1031.0, "step": 0, "outcome": "DataError", "message": "shard 3 <b>is</b> damaged"}
+    (folder / "ledger.jsonl").write_text(lines([*ledger()[:2], told]))
+    shown = fastdiff.Run(folder)._repr_html_()
+    assert "shard 3 &lt;b&gt;is&lt;/b&gt; damaged" in shown
+    assert shown.index("damaged") < shown.index(">network<") < shown.index("none recorded of 200")

@@ -84,7 +84,8 @@ class Log(Callback):
         """Log once how long the rest takes, if it takes long."""
         left = state.config.samples - state.progress.samples
         if not self._told_time and left > _LONG_S * samples_per_s:
-            log.info(f"{samples_per_s:,.1f} samples/s: {time_left(left, samples_per_s, datetime.now())}, and pictures")
+            rest = time_left(left, samples_per_s, datetime.now())
+            log.info(f"{samples_per_s:,.1f} samples/s: {rest}, if nothing pauses the steps")
         self._told_time = True
 
     def _compare(self, record: Record) -> None:

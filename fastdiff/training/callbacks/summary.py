@@ -37,7 +37,7 @@ def record(state: TrainState, launch: Launch) -> None:
 def summary(state: TrainState, batches: Batches, chosen: str) -> str:
     """Summarize the run, above all the automatic choices."""
     config, world, engine = state.config, state.world, state.engine
-    parameters = sum(math.prod(shape) for shape in engine.shapes.values())
+    network = _counted_network(config, sum(math.prod(shape) for shape in engine.shapes.values()))
     micro, accumulation = config.batch.per_rank(world.size), config.batch.accumulation(world.size)
     images = state.reader.info.samples
     begin = ""
@@ -46,8 +46,8 @@ def summary(state: TrainState, batches: Batches, chosen: str) -> str:
     elif (state.folder / "run.json").exists():
         begin = "starting anew, the run that is here has no checkpoint; "
     lines = [
-        f"{state.folder}: {begin}{config.model.title} of {parameters / 1e6:.2f} M parameters, {config.steps:,} steps "
-        f"of {config.batch.samples:,} samples = {config.samples / images:.1f} epochs of {images:,} images",
+        f"{state.folder}: {begin}{network}, {config.steps:,} steps "
+        f"of {config.batch.samples:,} samples = {config.samples / images:,.1f} epochs of {images:,} images",
         f"on {world.device.type}: {_counted(world.size, 'rank')} x {_counted(micro, 'sample')} x "
         f"{_counted(accumulation, 'micro-batch', 'es')}, "
         f"ZeRO-{engine.stage}, {_precision(config)}{_tf32(world.device)}, {config.optim.name}",
@@ -55,6 +55,14 @@ def summary(state: TrainState, batches: Batches, chosen: str) -> str:
         f"blocks {'compiled' if kernel_choice.compiles(config, world.device) else 'eager'}; {chosen}",
     ]
     return "\n  ".join(lines)
+
+
+def _counted_network(config: RunConfig, trained: int) -> str:
+    """Name what is trained, with the number of its parameters."""
+    parameters = f"{trained / 1e6:.2f} M parameters"
+    if config.lora.rank:
+        return f"a LoRA of rank {config.lora.rank}, {parameters}, of {config.model.title}"
+    return f"{config.model.title} of {parameters}"
 
 
 def _counted(count: int, what: str, plural: str = "s") -> str:

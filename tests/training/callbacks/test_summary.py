@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from fastdiff.cli.main import _parser
+from fastdiff.config.presets import preset
 from fastdiff.data import dali_trial
 from fastdiff.data.loading import build
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.callbacks.log import _shown
-from fastdiff.training.callbacks.summary import _tf32, time_left
+from fastdiff.training.callbacks.summary import _counted_network, _tf32, time_left
 from tests.support.runs import launch, records, tiny
 
 
@@ -75,6 +76,12 @@ def test_tf32_is_told_where_there_is_tf32() -> None:
             assert _tf32(torch.device("cuda", 0)) == told
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_the_parameters_of_a_lora_are_not_told_as_those_of_its_network() -> None:
+    said = _counted_network(preset("sd15-lora"), 3_188_736)
+    assert said == "a LoRA of rank 16, 3.19 M parameters, of a UNet of Stable Diffusion"
+    assert _counted_network(preset("digits"), 1_300_000) == "a DiT of 1.30 M parameters"
 
 
 def test_the_bar_shows_what_a_record_has() -> None:
