@@ -327,6 +327,8 @@ def test_a_failed_run_shows_its_message_first(page: Page, tmp_path: Path) -> Non
         "Restarts, spikes and skipped steps",
         "Configuration",
     ]
+    page.locator("#runs input").uncheck()
+    page.locator("#runs .why", has_text="ended: DataError").wait_for()
 
 
 def test_what_cannot_be_read_is_named_above_the_cards(page: Page, tmp_path: Path) -> None:

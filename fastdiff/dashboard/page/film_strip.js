@@ -50,7 +50,7 @@ function whyNoPictures() {
   if (!config) return "No picture yet.";
   const isText = isOfText(run);
   const every = isText ? config.validation?.every : config.output?.sample_every;
-  if (isText && !promptsOf(run).length) return "This run draws no pictures: it has no --validation.prompts.";
+  if (isText && !promptsOf(run).length) return "This run draws no pictures: it has no --validation.prompts or --validation.captions.";
   if (config.model?.low_res_size) return "This run draws no pictures: super-resolution starts from small images, which fastdiff sample takes with --low-res.";
   if (!every) return `This run draws no pictures (${isText ? "--validation.every" : "--output.sample_every"} 0).`;
   return `No picture${whenFirst(run, (isText && config.validation.first) || every)}`;

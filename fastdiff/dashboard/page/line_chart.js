@@ -17,7 +17,7 @@ function drawLines(host, { curves, marks = [], label, unit, log = false, zero = 
   const left = (domain.log ? logarithmic : linear)(domain.ends, [box.bottom, box.top]);
   drawBottomAxis(frame, bottom, x?.label ?? (Store.axis === "step" ? "optimizer steps" : "samples"));
   drawLeftAxis(frame, left, unit);
-  for (const curve of drawn) drawCurve(frame, curve, bottom, left, far, box);
+  for (const curve of drawn) drawCurve(frame, curve, bottom, left, far);
   for (const mark of marks) drawMark(frame, mark, bottom, left);
   follow(frame, { at: (at) => valuesAt(drawn, marks, at, range, x), scale: bottom, isShared: !x });
 }

@@ -25,8 +25,9 @@ function setRow(row, run) {
   const { kind, text } = run.unreadable ? { kind: "unreadable", text: run.unreadable } : run.state;
   name.querySelector("input").checked = run.shown;
   row.className = `state-${kind}`;
-  state.replaceChildren(el("span", { class: `chip ${kind}`, title: text }, kind), kind === "running" || kind === "done" || run.state.message ? "" : el("span", { class: "why" }, text));
   const isOn = kind === "running" || kind === "waiting";
+  const isTold = kind === "running" || kind === "done" || (run.shown && run.state.message); // the message stands above the cards
+  state.replaceChildren(el("span", { class: `chip ${kind}`, title: text }, kind), isTold ? "" : el("span", { class: "why" }, text));
   progress.replaceChildren(...(last.step === null && !isOn ? ["no record"] : progressOf(last.step ?? 0, steps)));
   loss.textContent = number(last.loss);
   rate.textContent = number(last.samples_per_s);
