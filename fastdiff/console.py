@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 
-from fastdiff import sanitize
+from fastdiff import sanitize, verbosity
 from fastdiff.live_line import live_line
 from fastdiff.terminal import columns, fitted, redraws
 
@@ -26,6 +26,12 @@ _NAME = "fastdiff"
 def write_line(text: str) -> None:
     """Write a line, without credentials, to standard error, above the bar of this process if it shows one."""
     live_line.write_above(sanitize.message(text))
+
+
+def note(text: str) -> None:
+    """Write a line that is no warning: not with ``--quiet``."""
+    if not verbosity.is_quiet():
+        write_line(text)
 
 
 class Colour(enum.IntEnum):
@@ -82,6 +88,12 @@ class _Once(logging.Filter):
         return new
 
 
+def _is_wanted(record: logging.LogRecord) -> bool:
+    """Return whether a message is as important as the user asked for."""
+    least = logging.DEBUG if verbosity.is_verbose() else logging.WARNING if verbosity.is_quiet() else logging.INFO
+    return record.levelno >= least
+
+
 def _is_news(record: logging.LogRecord) -> bool:
     """Return False for what DeepSpeed says on every start: its accelerator, and that it has not tried the optimizer.
 
@@ -95,34 +107,45 @@ once = _Once()
 """The filter that remembers given warnings; public for tests, which have several runs in one process."""
 _handler = _Handler()
 _handler.setFormatter(_Formatter("%(asctime)s%(rank)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+_handler.addFilter(_is_wanted)
 _handler.addFilter(once)
 log = logging.getLogger(_NAME)
 """Logger for all messages during a run."""
-log.setLevel(logging.INFO)
+log.setLevel(logging.DEBUG)  # the handler leaves out what is not wanted
 log.propagate = False
 log.addHandler(_handler)
 logging.getLogger("DeepSpeed").addFilter(_is_news)  # before DeepSpeed is imported
 
 
-def quieten() -> None:
-    """Silence third-party warnings that users cannot act on, and log the rest.
+_LEVELS = {
+    "DeepSpeed": logging.WARNING,  # dozens of lines about its settings; run.json holds those that matter
+    "bitsandbytes": logging.ERROR,  # 4-bit inference kernels for CPUs, which are not used here
+    # Kernels and formats that are not used here.
+    "torchao": logging.ERROR,
+    "torch.utils._pytree": logging.ERROR,
+    "diffusers.quantizers": logging.ERROR,
+}
+"""Least level of what libraries may say, by their loggers."""
 
-    Call once per process, after all imports: on import DeepSpeed gives its logger a handler and a level.
+
+def quieten() -> None:
+    """Silence third-party warnings that users cannot act on, unless ``--verbose`` asks for them, and log the rest.
+
+    Call it after all imports, because DeepSpeed gives its logger a handler and a level on import; and again after the
+    flags are parsed.
     """
-    # DeepSpeed logs dozens of lines about its settings; run.json holds the relevant ones.
     deepspeed = logging.getLogger("DeepSpeed")
-    deepspeed.setLevel(logging.WARNING)
     deepspeed.handlers.clear()
     deepspeed.propagate = True
-    # bitsandbytes warns about 4-bit inference kernels for CPUs, which are not used here.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    # torchao, and diffusers of it, warn about kernels and formats that are not used here.
-    for name in ("torchao", "torch.utils._pytree", "diffusers.quantizers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # torch.distributed warns about names that DeepSpeed still calls, once per step.
-    warnings.filterwarnings("ignore", message=".*is deprecated.*", category=FutureWarning)
-    # In diffusers the multistep solver passes a tensor to numpy.
-    warnings.filterwarnings("ignore", message=".*__array__ implementation.*", category=DeprecationWarning)
+    for name, level in _LEVELS.items():
+        logging.getLogger(name).setLevel(logging.NOTSET if verbosity.is_verbose() else level)
+    if verbosity.is_verbose():
+        logging.getLogger().setLevel(logging.INFO)
+    else:
+        # torch.distributed warns about names that DeepSpeed still calls, once per step.
+        warnings.filterwarnings("ignore", message=".*is deprecated.*", category=FutureWarning)
+        # In diffusers the multistep solver passes a tensor to numpy.
+        warnings.filterwarnings("ignore", message=".*__array__ implementation.*", category=DeprecationWarning)
     if _handler not in logging.getLogger().handlers:
         logging.getLogger().addHandler(_handler)
     warnings.formatwarning = _one_line

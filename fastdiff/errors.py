@@ -13,7 +13,7 @@ import re
 import traceback
 
 from fastdiff import process_limits
-from fastdiff.console import write_line
+from fastdiff.console import log, write_line
 from fastdiff.exit_message import note_message, on_first_node, say_once
 from fastdiff.sanitize import escape, message
 
@@ -123,6 +123,7 @@ def report(error: FastdiffError) -> int:
     """
     if error.everywhere and not on_first_node():
         return error.exit_code
+    log.debug("the error in full", exc_info=error)
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     where = f" (rank {os.environ.get('RANK', '0')})" if several and not error.everywhere else ""
     # It may contain names from untrusted files. Before it is cut off: a part of an address is not recognised as one.

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from fastdiff import verbosity
 from fastdiff.terminal import columns, fitted, redraws, width
 
 _ERASE = "\r\x1b[K"
@@ -19,7 +20,7 @@ _REST = "..."
 
 
 class LiveLine:
-    """The line of this process on standard error; nothing is drawn unless that is a terminal."""
+    """The line of this process on standard error; nothing is drawn unless that is a terminal, or with ``--quiet``."""
 
     def __init__(self) -> None:
         self.shares = os.environ.get("RANK", "0") != "0"
@@ -33,7 +34,7 @@ class LiveLine:
         A text without escape sequences is cut at the width of the terminal.
         """
         with self._lock:
-            if not redraws(sys.stderr):
+            if verbosity.is_quiet() or not redraws(sys.stderr):
                 return False
             self._shown = _cut(text)
             self._write(_ERASE + self._shown)

@@ -55,7 +55,7 @@ def parser_of(names: Sequence[str]) -> Parser:
 def main(argv: Sequence[str]) -> int:
     """Run one benchmark and return the exit code: 2 if it cannot run with these flags, 74 without its files."""
     try:
-        arguments = parser_of(argv[:1]).parse_args(argv)
+        arguments = parser_of([word for word in argv if not word.startswith("-")][:1]).parse_args(argv)
         run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)
     except BenchError as error:

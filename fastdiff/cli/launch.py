@@ -210,14 +210,14 @@ def _train(arguments: argparse.Namespace) -> None:
     """Train under a supervisor, as ``fastdiff launch local`` does; ``arguments.flags`` are those of the run and two."""
     from fastdiff.cluster.launchers.job import local_job
 
-    parser = _train_parser()
+    parser = train_parser()
     own, flags = parser.parse_known_args(arguments.flags)
     job = local_job(flags, own.ranks, preflight=own.preflight, beside=parser.flags)
     if job is not None:
         _supervise(job)
 
 
-def _train_parser() -> Parser:
+def train_parser() -> Parser:
     """Return the parser of the flags of ``fastdiff train`` that are not those of the run."""
     parser = Parser(prog="fastdiff train", add_help=False, allow_abbrev=False)
     parser.add_argument("--ranks", type=count)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import errno
+import platform
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 import fastdiff
-from fastdiff import process_limits
-from fastdiff.cli import bench, check, encode, evaluate, export, launch, runs, sample, schema
+from fastdiff import process_limits, verbosity
+from fastdiff.cli import bench, check, completion, encode, evaluate, export, launch, runs, sample, schema
 from fastdiff.cli.compat import command
 from fastdiff.cli.demo import command as demo
 from fastdiff.cli.machines import plan
@@ -32,7 +34,7 @@ _RANKS = ("encode", "sample")
 
 def entry() -> None:
     """Run the ``fastdiff`` command, in a process of its own."""
-    argv = sys.argv[1:]
+    argv = _with_command_first(sys.argv[1:])
     if argv[:1] and argv[0] not in _RANKS:
         _leave_job(argv)
     sys.exit(main(argv))
@@ -42,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the ``fastdiff`` command with ``argv`` and return its exit code."""
     quieten()
     with lossy_output() as stdout:
-        code = _run(argv)
+        code = _run(_with_command_first(argv))
         sys.stdout.flush()
         if code == 0 and stdout is not None and stdout.error is not None and stdout.error.errno != errno.EPIPE:
             return report(StorageError(f"standard output: {stdout.error.strerror}; the printed result is incomplete"))
@@ -67,6 +69,7 @@ def _run(argv: Sequence[str]) -> int:
         elif argv[:1] == [launch.TRAIN]:
             argv, arguments.flags = argv[:1], argv[1:]
         _parser().parse_args(argv, arguments)
+        log.debug(f"fastdiff {fastdiff.__version__}, Python {platform.python_version()}, {platform.platform()}")
         run: Callable[[argparse.Namespace], None] = arguments.run
         run(arguments)
     except KeyboardInterrupt:
@@ -77,6 +80,13 @@ def _run(argv: Sequence[str]) -> int:
             error.everywhere = False  # the variables may be wrong, and the process that would tell it not there
         return report_any(error)
     return 0
+
+
+def _with_command_first(argv: Sequence[str]) -> list[str]:
+    """Return the arguments with what says how much to tell behind the command, which knows it as well."""
+    leading = list(takewhile({f"--{verbosity.QUIET}", f"--{verbosity.VERBOSE}"}.__contains__, argv))
+    rest = list(argv[len(leading) :])
+    return [*rest[:1], *leading, *rest[1:]] if rest else leading
 
 
 def _leave_job(argv: Sequence[str]) -> None:
@@ -92,4 +102,5 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in (demo, encode, plan, launch, schema, command, check, sample, evaluate, runs, export, bench):
         module.add(commands)
+    completion.add(commands, parser)
     return parser

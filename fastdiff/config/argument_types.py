@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from fastdiff import sanitize
+from fastdiff import sanitize, verbosity
 from fastdiff.config.flags.unknown import as_typed, explained
+from fastdiff.console import quieten
 from fastdiff.errors import ConfigError, require
 
 Subcommands: TypeAlias = "argparse._SubParsersAction[Any]"
@@ -41,6 +42,12 @@ class Parser(argparse.ArgumentParser):
 
     example = ""
     """A complete command, shown if required arguments are missing."""
+
+    def __init__(self, **options: Any) -> None:
+        """Create the parser, with ``--quiet`` and ``--verbose`` if it has a help."""
+        super().__init__(**options)
+        if self.add_help:
+            add_verbosity(self)
 
     def add_subparsers(self, **options: Any) -> Any:
         """Add subcommands, each of which knows all of its flags."""
@@ -137,6 +144,12 @@ def _picture(text: str, suffixes: Sequence[str]) -> Path:
     return path
 
 
+def may_be_file(action: argparse.Action) -> bool:
+    """Return whether the value of an argument is a path, or a text that may be one."""
+    is_text = action.type in (None, str, local_path) or getattr(action.type, "func", None) is _picture
+    return is_text and action.nargs != 0 and not action.choices
+
+
 def require_local(flag: str, text: str) -> None:
     """Raise ConfigError if the value of ``flag`` is an address."""
     require(not _is_no_path(text), f"{flag} {_address_refused(text)}")
@@ -214,6 +227,24 @@ def shape(text: str) -> tuple[int, int, int]:
         )
     channels, height, width = sides
     return channels, height, width
+
+
+def add_verbosity(parser: argparse.ArgumentParser) -> None:
+    """Register the mutually exclusive ``--quiet`` and ``--verbose``, which act as they are read."""
+    which = parser.add_mutually_exclusive_group()
+    for how, text in (
+        (verbosity.QUIET, "tell only warnings, errors and results"),
+        (verbosity.VERBOSE, "tell details, what libraries say, and the traceback of an error"),
+    ):
+        which.add_argument(f"--{how}", action=_Verbosity, nargs=0, const=how, default=argparse.SUPPRESS, help=text)
+
+
+class _Verbosity(argparse.Action):
+    """Sets how much this process, and those that it starts, tell."""
+
+    def __call__(self, parser: argparse.ArgumentParser, arguments: Any, values: Any, option: str | None = None) -> None:
+        os.environ[verbosity.VARIABLE] = str(self.const)
+        quieten()
 
 
 def add_averages(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:

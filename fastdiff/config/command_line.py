@@ -20,7 +20,7 @@ import tyro
 from fastdiff import sanitize
 from fastdiff.config import config_file
 from fastdiff.config import deepspeed as deepspeed_config
-from fastdiff.config.argument_types import Parser, require_local
+from fastdiff.config.argument_types import Parser, add_verbosity, require_local
 from fastdiff.config.flags.data_set import network_flags
 from fastdiff.config.flags.run_length import add_run_length, samples_flag, sets_samples, with_whole_steps
 from fastdiff.config.flags.short_help import short_help
@@ -63,7 +63,7 @@ def parse(argv: Sequence[str], beside: Collection[str] = ()) -> tuple[Launch, Ru
         ConfigError: unknown preset or flag, unreadable file, wrong or inconsistent values.
         SystemExit: 0 after ``--help`` or ``--help-all``.
     """
-    own, rest = _pre_parser().parse_known_args(list(argv))
+    own, rest = pre_parser().parse_known_args(list(argv))
     if own.preset is None and own.config is None and not _HELP & set(rest):
         raise ConfigError(f"--preset NAME (or --config FILE) is missing; presets: {shown_presets()}")
     require_local("--config", own.config or "")
@@ -172,7 +172,7 @@ def _reason(box: str) -> str:
 def known_flags(default: RunConfig) -> list[str]:
     """Return all flags of a run with this network and process, with their hyphens."""
     fields = [f"--{name.replace('_', '-')}" for name in config_file.leaves(asdict(default))]
-    return [*fields, *_pre_parser()._option_string_actions]
+    return [*fields, *pre_parser()._option_string_actions]
 
 
 def _print_short_help(name: str | None, default: RunConfig) -> NoReturn:
@@ -185,7 +185,7 @@ def _print_short_help(name: str | None, default: RunConfig) -> NoReturn:
 def _description(name: str | None) -> str:
     """Text above the fields in ``--help-all``: the description of the preset, if one is given, and the other flags."""
     about = inspect.getdoc(PRESETS[name]) if name else None
-    flags = _pre_parser().format_help()
+    flags = pre_parser().format_help()
     # tyro joins lines that are not indented.
     return f"{textwrap.indent(about, '  ')}\n\n{flags}" if about else flags
 
@@ -199,7 +199,8 @@ def print_dry_run(config: RunConfig, ds_config: deepspeed_config.DsConfig) -> No
         print(json.dumps(sanitize.tree(resolved, sanitize.argument), indent=2))
 
 
-def _pre_parser() -> argparse.ArgumentParser:
+def pre_parser() -> argparse.ArgumentParser:
+    """Return the parser of the flags that are no fields of the run, or decide the types of its fields."""
     parser = Parser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON with fields of the run, or a run.json")
@@ -224,6 +225,7 @@ def _pre_parser() -> argparse.ArgumentParser:
     add_run_length(parser)
     parser.add_argument("--objective.process", dest="process", choices=tuple(PROCESSES), help=argparse.SUPPRESS)
     parser.add_argument("--model.kind", dest="kind", help=argparse.SUPPRESS)
+    add_verbosity(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument(
         "--hang-timeout",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdiff.cli.launch import _train_parser
+from fastdiff.cli.launch import train_parser
 from fastdiff.cli.machines import plan
 from fastdiff.cli.main import _parser
 from fastdiff.config.command_line import parse
@@ -138,7 +138,7 @@ def with_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_training_commands_parse(command: str) -> None:
     words = shlex.split(command)
     if words[:2] == ["fastdiff", "train"]:
-        _, flags = _train_parser().parse_known_args(words[2:])
+        _, flags = train_parser().parse_known_args(words[2:])
     elif words[0] == "fastdiff":
         flags = words[words.index("--") + 1 :]
         assert _parser().parse_args(words[1:]).run

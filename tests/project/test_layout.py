@@ -53,7 +53,7 @@ ROOMS: dict[str, set[str]] = {
 GROUND = {
     "batch", "console", "errors", "exit_message", "files", "json_lines", "live_line", "optional_packages",
     "patient_files", "process_limits", "progress", "progress_bar", "rng", "run_files", "sanitize", "standard_streams",
-    "starting", "tables", "terminal",
+    "starting", "tables", "terminal", "verbosity",
 }  # fmt: skip
 FREE_OF_TORCH = (
     "ledger",
@@ -172,12 +172,14 @@ def test_only_the_kernel_package_imports_triton() -> None:
 
 
 def test_nobody_imports_the_entry_point_bench_or_tests() -> None:
-    assert importers("fastdiff.train") == importers("fastdiff_bench") == importers("tests") == set()
+    assert importers("fastdiff.train") == importers("tests") == set()
+    assert importers("fastdiff_bench") == {"fastdiff.cli.bench"}, "for the completion of its flags"
     assert importers("fastdiff.config.command_line") == {
         "fastdiff.train",
         "fastdiff.cluster.launchers.job",
         "fastdiff.cluster.supervisor.main",
         "fastdiff.cli.compat.run",
+        "fastdiff.cli.completion",
         "fastdiff.cli.machines.plan",
         "fastdiff.cli.published_weights",
     }

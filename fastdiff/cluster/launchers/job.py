@@ -14,7 +14,7 @@ from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import plugins
 from fastdiff.config.trackers import require_installed
-from fastdiff.console import write_line
+from fastdiff.console import note, write_line
 from fastdiff.data.loading.fit import check_data_set
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.files import write_output
@@ -109,7 +109,7 @@ def local_job(flags: Sequence[str], ranks: int | None, *, preflight: bool, besid
         command_line.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, ranks))
         return None
     where = f"{ranks} rank{'s' if ranks > 1 else ''} on {f'GPUs, {gpus} visible' if gpus else 'the CPU'}"
-    write_line(f"fastdiff: {config.output.folder}: {config.steps:,} steps; starting {where}")
+    note(f"fastdiff: {config.output.folder}: {config.steps:,} steps; starting {where}")
     return job
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -31,7 +32,7 @@ from fastdiff.cluster.supervisor.watch import Limits, Watch
 from fastdiff.config import command_line
 from fastdiff.config.argument_types import Parser
 from fastdiff.config.run import RunConfig
-from fastdiff.console import write_line
+from fastdiff.console import log, write_line
 from fastdiff.errors import FastdiffError, Preempted, explained, report_any, require
 from fastdiff.files import raise_open_files
 from fastdiff.live_line import live_line
@@ -198,7 +199,9 @@ def _start_ranks(job: argparse.Namespace, config: RunConfig, folder: Path, meeti
         for local_rank in range(job.ranks_per_node)
     ]
     train = Path(fastdiff.__file__).with_name("train.py")
-    ranks = Ranks([sys.executable, str(train), *job.flags], environments, folder)
+    command = [sys.executable, str(train), *job.flags]
+    log.debug(f"each rank: {shlex.join(command)}")
+    ranks = Ranks(command, environments, folder)
     if meeting.listener is not None:
         meeting.listener.close()  # rank 0 has inherited it
     return ranks

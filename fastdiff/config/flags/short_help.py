@@ -17,6 +17,8 @@ SHOWN: dict[str, dict[str, str]] = {
         "--resume auto|must|never": "continue the run in the folder, if there is one",
         "--allow-change FIELD": "accept a change of this field in a resumed run",
         "--dry-run": "print the configuration and stop",
+        "--quiet": "tell only warnings, errors and results",
+        "--verbose": "tell details, and the traceback of an error",
     },
     "Length (give one)": {
         "--steps N": "optimizer steps",

@@ -136,7 +136,7 @@ def _train_flags() -> list[str]:
     from fastdiff.config.presets import preset
     from fastdiff.config.run_record import as_json
 
-    own = [action.option_strings[0] for action in command_line._pre_parser()._actions]
+    own = [action.option_strings[0] for action in command_line.pre_parser()._actions]
     return sorted({*own, *(f"--{name}" for name in flatten(as_json(preset("digits"))))} - {"--preset", "--local_rank"})
 
 
