@@ -18,8 +18,8 @@ from urllib.parse import unquote, urlsplit
 _SCHEME = re.compile(r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+):([/\\]+)")
 _RELATIVE = re.compile(r"(?<![^='\"<(\[{,`])([/\\]{2,})(?=[^/\\]{0,400}@|[^/\\]{0,400}:.{0,400}@)")
 """Begin of an address without scheme, ``//user:password@host``; without an @ it is a path of this machine."""
-_USER = re.compile(r"[^\s/\\:]+:[^\s@]*@")
-"""Begin of ``user:password@host``, of which any path of this machine has a slash before the colon."""
+_USER = re.compile(r"[^\s/\\:]+:(?!\d{1,3}@[^@]*$)[^\s@]*@")
+"""Begin of ``user:password@host``; a number of up to three digits belongs to the name of a folder, ``exp:1@node3``."""
 _PASSWORD_OF_WORDS = re.compile(
     r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+:[/\\]{2,}|(?:https?|s3):[/\\])[^\s@/\\?#:]{0,200}:"
     r"(?!\d+(?:[/?#'\",;:)\]\s]|$))[^\n@]{0,200}[ \t\r][^\n@]{0,200}@"
@@ -35,10 +35,12 @@ _NAME = re.compile(r"key|token(?!iz)|secret|passw|credential|authorization|signa
 _ASSIGNMENT = re.compile(
     r"(?<![\w.%-])(?!key=)((?:[\w.%-]{0,64}?(?:[_.%-]|(?<=[a-z])(?=[A-Z])))?(?i:(?:api|auth|access|private)?"
     r"(?:key|token|secret|passw(?:or)?d|credential|authorization|signature)(?:_?id)?s?))="
-    r"(?!(?<=s=)\d+(?!\w))[^\s&;'\"<>]+"
+    r"(?!(?<=s=)\d+(?!\w))(?!\d{1,3}(?:[\s&;'\"<>]|$))[^\s&;'\"<>]+"
 )
-"""The secret's name ends in one of these words; a number under a plural name is a count."""
-_IN_QUERY = re.compile(r"([?&;](?:sig|se|sp|sv|sr|st|key|auth|pass|pwd))=[^\s&;'\"<>]+", re.IGNORECASE)
+"""The secret's name ends in one of these words; a number under a plural name is a count, a short one a setting."""
+_IN_QUERY = re.compile(
+    r"([?&;](?:sig|se|sp|sv|sr|st|key|auth|pass|pwd))=(?!\d{1,3}(?:[\s&;'\"<>]|$))[^\s&;'\"<>]+", re.IGNORECASE
+)
 """Matches parameters that are ordinary words elsewhere; some are those of Azure's signatures."""
 _CLOSING = "'\"<>()[]{},.;:!`"
 _OPENING = "'\"<([{ `"
@@ -90,11 +92,18 @@ def _without_secrets(text: str) -> str:
         return found[0] + _of_address(text[found.end() :], "", known=True)
     if re.search(r"\s", text):
         return message(text) if _SCHEME.search(text) else text
-    if _USER.match(text) and not os.path.lexists(text):
+    is_path = _begins_here(text)
+    if _USER.match(text) and not is_path:
         return f"{_HIDDEN}@{_without_parameters(text.rpartition('@')[2])}"
     if found := _SCHEME.search(text):
         return text[: found.start()] + _without_secrets(text[found.start() :])
-    return _without_parameters(text) if re.search("[?&;]", text) else text
+    return _without_parameters(text) if re.search("[?&;]", text) and not is_path else text
+
+
+def _begins_here(text: str) -> bool:
+    """Return whether the first folder of a relative path exists, as that of ``./new`` does."""
+    first = text.partition("/")[0]
+    return bool(first) and os.path.lexists(first)
 
 
 def _of_address(text: str, scheme: str, *, known: bool) -> str:
@@ -156,11 +165,20 @@ def _of_word(core: str) -> str:
     found = _SCHEME.search(core)
     if found is not None or (found := _RELATIVE.search(core)) is not None:
         begin, rest = core[: found.start()], address(core[found.start() :])
-    elif ":" in core.rpartition("@")[0] and not re.match("/[^/]", core.lstrip(_CLOSING)):  # user:password@host
+    elif _has_user(core):
         begin, rest = core[: core.find("=") + 1], f"{_HIDDEN}@{core.rpartition('@')[2]}"
     else:
         begin, rest = core, ""
     return _without_parameters(begin + rest)
+
+
+def _has_user(word: str) -> bool:
+    """Return whether it may be ``user:password@host``, as a path from the root or of a folder that is here is not."""
+    user, _, _ = word.rpartition("@")
+    name = word.lstrip(_OPENING)
+    if ":" not in user or re.match("/[^/]", word.lstrip(_CLOSING)) or _begins_here(name):
+        return False
+    return re.fullmatch(r"[^\s/\\:@]+:\d{1,3}", name.rpartition("@")[0]) is None
 
 
 def _without_parameters(text: str) -> str:

@@ -165,8 +165,8 @@ def _address_refused(text: str) -> str:
     if sanitize.is_address(text):
         return f"{shown}: an address, expected a path of this machine; copy the files here first"
     return (
-        f"{shown}: an address with credentials, without its scheme; expected a path of this machine, from the root if "
-        "it has such a name"
+        f"{shown}: an address with credentials, without its scheme; expected a path of this machine; begin that of a "
+        "new folder with ./"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from fastdiff import sanitize
 from fastdiff.cli import main as commands
-from fastdiff.config import command_line, run_record
+from fastdiff.config import argument_types, command_line, run_record
 from fastdiff.data.shards import remote
 from fastdiff.errors import DataError
 from fastdiff.train import main as train
@@ -285,6 +286,31 @@ def test_a_local_folder_is_not_an_address(tmp_path: Path) -> None:
         assert sanitize.address("u:p@h") == "***@h"
         Path("u:p@h").mkdir()
         assert sanitize.address("u:p@h") == "u:p@h", "a folder that is there"
+
+
+NEW = ("runs/a;key=3", "exp:1@node3", "exp:12@node3/x", "./exp:a@node3", "./runs/a;key=abc", "../lr:x@b;token=y")
+"""Folders that nobody takes for an address, before they exist."""
+ODD = ("exp:a@node3", "here/a;key=abc", "here/x:y@z", "here/x?sig=abc")
+"""Folders that are here, or whose first folder is."""
+
+
+def test_a_relative_folder_with_an_odd_name_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in ("exp:a@node3", "here/a;key=abc", "here/x?sig=abc", f"exp:{SECRET}@node3", "exp:12@3@node3"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"with credentials.*begin that of a new folder with \./"):
+            argument_types.local_path(text)
+    Path("here").mkdir()
+    Path("exp:a@node3").mkdir()
+    for text in (*NEW, *ODD):
+        assert argument_types.local_path(text) == Path(text)
+        assert command_line.parse(["--preset", "digits", "--output.folder", text])[1].output.folder == text
+        assert sanitize.address(text) == text
+    for text in ("runs/a;key=3: done", "cannot open exp:1@node3", "in 'exp:1@node3', or exp:a@node3/x"):
+        assert sanitize.message(text) == text
+    for text in (f"here/http://u:{SECRET}@h", f"http:/u:{SECRET}@h/here", f"u:{SECRET}@here/x", f"here;u:{SECRET}@h"):
+        with pytest.raises(argparse.ArgumentTypeError) as refused:
+            argument_types.local_path(text)
+        assert SECRET not in str(refused.value)
 
 
 @pytest.mark.parametrize("flag", ["--data.path", "--validation.data"])
