@@ -83,7 +83,7 @@ def parse(argv: Sequence[str], beside: Collection[str] = ()) -> tuple[Launch, Ru
     if _SHORT_HELP & set(rest):
         _print_short_help(name, default)
     rest = _without_other_processes(rest, default.objective.process)
-    rest += samples_flag(steps, epochs, rest, default, name)
+    rest += samples_flag(steps, epochs, rest, default, name, "" if by_flag else f"--config {own.config}")
     rest += network_flags(rest, file.fields, default, name, resumes=own.resume != "never")
     config = _parse_fields(default, rest, _description(name), beside)
     if not config.output.folder:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -234,12 +234,22 @@ def lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
         named = place[:2] in (["model", base.model.kind], ["objective", base.objective.process])
         name = ".".join([*place[:1], *place[2:]] if named else place)
         raise ConfigError(f"{source}: {name}: {first['msg']}, given {repr(first['input'])[:_SHOWN]}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {_as_fields(str(error), leaves(given))}") from None
+
+
+def _as_fields(text: str, given: Iterable[str]) -> str:
+    """Return a message about flags with the names of fields, where a file gives these."""
+    names = {name.replace("-", "_") for name in given}
+    flag = re.compile(r"--([A-Za-z][\w-]*(?:\.[\w-]+)*)")
+    return flag.sub(lambda found: found[found[1].replace("-", "_") in names], text)
 
 
 def _meant(key: str, value: Any, base: Mapping[str, Any], prefix: str) -> str:
     """Say what an unknown field may be, by the table and the names by which unknown flags are answered."""
     beside = () if prefix else BESIDE
-    if not prefix and (said := answer(f"--{key}", str(value) if isinstance(value, str | int | float) else "", "train")):
+    words = [str(each) for each in (value if isinstance(value, list) else [value]) if not isinstance(each, dict)]
+    if not prefix and (said := answer(f"--{key}", [word for word in words if word != "None"], "train")):
         return f"as a flag, {said}"
     near = nearest(key, [*base, *beside, *leaves(base)])
     return f"did you mean {prefix}{near[0]}?" if near else f"fields: {', '.join([*beside, *base])}"

@@ -51,7 +51,7 @@ def test_a_run_json_is_a_configuration(tmp_path: Path) -> None:
         ("seed: seven", "seed: .*given 'seven'"),
         ("[1, 2]", "expected a mapping"),
         ("a: [", "not a readable YAML"),
-        ("model: {hidden: 30, heads: 4}", "not divisible by --model.heads"),
+        ("model: {hidden: 30, heads: 4}", r"model\.hidden 30 is not divisible by model\.heads 4"),
         ("model: {kind: adm, qkv_order: legacy}", r"model\.qkv_order: .*'head_major' or 'qkv_major', given 'legacy'"),
         ("model: {kind: unet, channels: x}", r"model\.channels: .*given 'x'"),
         ("model: {kind: vit}", r"model\.kind: .*given 'vit'"),
@@ -398,7 +398,7 @@ def test_a_file_names_preset_and_length_as_the_flags_do(
         ("seed: 0x10", "seed: Input should be a valid integer, given '0x10'"),
         ("seed: " + "9" * 400, "seed: expected a finite number of at most 300 digits"),
         ("seed: " + "9" * 5000, "not a readable YAML or JSON file"),
-        ("seed: " + "9" * 30, "--seed 999999999999999999999999999999: from 0 to 2**64 - 1"),
+        ("seed: " + "9" * 30, "seed 999999999999999999999999999999: from 0 to 2**64 - 1"),
         ("seed: 2024-01-01", "seed: a date, expected a text or a number; put it in quotes"),
         ("optim: {lr: .inf}", "optim.lr: expected a finite number"),
         ("optim: {lr: .nan}", "optim.lr: expected a finite number"),
@@ -428,6 +428,33 @@ def test_whatever_a_file_holds_is_one_line(
     assert message in line
     assert len(line) < 800
     assert "SECRET" not in line
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epochs: 3", "epochs 3: the size of nowhere is unknown, it has no dataset.json; make the data set with"),
+        ("optim: {lr: -1}", "optim.lr -1.0: above 0"),
+        ("optim: {warmup_steps: 5, schedule: constant}", "optim.warmup_steps has no effect with optim.schedule const"),
+        ("batch: {samples: 7}", "--samples 64000 is not divisible by batch.samples 7"),
+    ],
+)
+def test_a_message_names_the_field_where_a_file_gives_it(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"preset: digits\ndata: {{path: nowhere}}\n{text}\n")
+    with pytest.raises(ConfigError) as refused:
+        command_line.parse(["--config", str(file)])
+    assert str(refused.value).startswith(f"--config {file}: {message}")
+    assert "or use --steps" not in str(refused.value)
+
+
+def test_a_message_names_the_flag_where_a_flag_gives_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: digits\ndata: {path: nowhere}\nepochs: 3\n")
+    with pytest.raises(ConfigError, match=r"^--epochs 2: the size of nowhere .* or use --steps$"):
+        command_line.parse(["--config", str(file), "--epochs", "2"])
+    with pytest.raises(ConfigError, match=r"^--optim\.lr -1\.0: above 0"):
+        command_line.parse(["--config", str(file), "--steps", "2", "--optim.lr", "-1"])
 
 
 def test_a_file_that_is_no_text_is_one_line(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastdiff.config.argument_types import LARGEST, Parser, count, finite
 from fastdiff.config.flags.data_set import INFO_FILE, read_description
@@ -27,7 +27,12 @@ def add_run_length(parser: argparse.ArgumentParser) -> None:
 
 
 def samples_flag(
-    steps: int | None, epochs: float | None, flags: Sequence[str], default: RunConfig, preset: str | None
+    steps: int | None,
+    epochs: float | None,
+    flags: Sequence[str],
+    default: RunConfig,
+    preset: str | None,
+    source: str = "",
 ) -> list[str]:
     """Return the ``--samples`` flag that equals ``--steps`` or ``--epochs``; nothing without either of them.
 
@@ -37,6 +42,7 @@ def samples_flag(
         flags: the flags of the fields, which may change the batch and the data set.
         default: the run before them.
         preset: name of the preset, for the command that makes its data set.
+        source: origin of the length for messages, ``--config FILE``; empty: a flag.
 
     Raises:
         ConfigError: the length is given twice, or the size of the data set is unknown.
@@ -51,8 +57,9 @@ def samples_flag(
     if epochs is not None:
         path = default.data.path if fields.path is None else fields.path
         online = fields.online or default.data.online
-        images = _listed(path, epochs, fields) if online else _images(path, epochs, preset)
-        require(epochs * images / batch <= LARGEST, f"--epochs {epochs:g}: more than {LARGEST} steps; give fewer")
+        said = _Said(f"{source}: epochs {epochs:g}", "steps") if source else _Said(f"--epochs {epochs:g}", "--steps")
+        images = _listed(path, said, fields) if online else _images(path, said, preset)
+        require(epochs * images / batch <= LARGEST, f"{said.epochs}: more than {LARGEST} steps; give fewer")
         steps = max(1, round(epochs * images / batch))
     return ["--samples", str((steps or 1) * batch)]
 
@@ -71,11 +78,19 @@ def with_whole_steps(fields: dict[str, Any], base: RunConfig) -> dict[str, Any]:
     return fields | {"samples": base.steps * size}
 
 
-def _images(path: str, epochs: float, preset: str | None) -> int:
+class _Said(NamedTuple):
+    """Names of a length in messages, as it was given."""
+
+    epochs: str
+    """With the number."""
+    steps: str
+
+
+def _images(path: str, said: _Said, preset: str | None) -> int:
     """Return the size of a data set; only its own file is read."""
     require(
         bool(path) and not is_address(path),
-        f"--epochs {epochs:g}: the size of {address(path) or 'no --data.path'} is not known here; use --steps",
+        f"{said.epochs}: the size of {address(path) or 'no --data.path'} is not known here; use {said.steps}",
     )
     try:
         samples = read_description(path)["samples"]
@@ -86,10 +101,10 @@ def _images(path: str, epochs: float, preset: str | None) -> int:
         problem = f"it has no {INFO_FILE}; make the data set with `{encode_command(preset, path)}`"
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         problem = f"its {INFO_FILE} cannot be read ({error})"
-    raise ConfigError(f"--epochs {epochs:g}: the size of {path} is unknown, {problem}, or use --steps")
+    raise ConfigError(f"{said.epochs}: the size of {path} is unknown, {problem}, or use {said.steps}")
 
 
-def _listed(path: str, epochs: float, fields: argparse.Namespace) -> int:
+def _listed(path: str, said: _Said, fields: argparse.Namespace) -> int:
     """Return the number of images for online encoding, which are listed for it."""
     count_images = resolve_name(_COUNT)
     columns = {name: value for name, value in vars(fields).items() if name in _COLUMNS and value is not None}
@@ -97,7 +112,7 @@ def _listed(path: str, epochs: float, fields: argparse.Namespace) -> int:
         return min(int(count_images(path, **columns)), fields.max_samples or LARGEST)
     except FastdiffError as error:
         raise ConfigError(
-            f"--epochs {epochs:g}: the images of {address(path)} cannot be counted ({error}); use --steps"
+            f"{said.epochs}: the images of {address(path)} cannot be counted ({error}); use {said.steps}"
         ) from None
 
 
