@@ -24,7 +24,7 @@ _SAME = [
         ("lr_scheduler", "cosine"), ("seed", "7"), ("revision", "main"), ("variant", "fp16"), ("snr_gamma", "5.0"),
         ("noise_offset", "0.1"), ("input_perturbation", "0.1"), ("prediction_type", "v_prediction"),
         ("mixed_precision", "no"), ("mixed_precision", "bf16"), ("checkpointing_steps", "50"),
-        ("checkpoints_total_limit", "3"), ("dataloader_num_workers", "3"), ("tracker_project_name", "mine"),
+        ("checkpoints_total_limit", "3"), ("tracker_project_name", "mine"),
         ("output_dir", "/runs/x"), ("report_to", "wandb"), ("pretrained_model_name_or_path", "org/other"),
     )),
     ("t2i", [*_T2I, "--lr_scheduler", "linear"], "--lr_warmup_steps", "20"),
@@ -47,7 +47,7 @@ def test_the_answer_is_what_compat_prints(script: str, base: list[str], flag: st
     if flag == "--seed":  # of the same name
         assert "--seed 7" in printed
         return
-    said = answer(flag, value, "train")
+    said = answer(flag, [value], "train")
     assert said is not None
     found = re.search(rf"{flag} is (--.*)", said)
     assert found is not None, said
@@ -66,13 +66,66 @@ def _number(text: str) -> float | str:
         return text
 
 
+@pytest.mark.parametrize(
+    ("flag", "values", "said"),
+    [
+        *((name, [value], f"is --output.report-to {ours}") for name, value, ours in (
+            ("report_to", "all", "tensorboard wandb"), ("report_to", "tensorboard,wandb", "tensorboard wandb"),
+            ("log_with", "all", "tensorboard wandb"), ("report_to", "none", "without a value"),
+            ("report_to", "comet_ml", "tensorboard|wandb|trackio; comet_ml has no counterpart"),
+        )),
+        ("report_to", ["tensorboard", "wandb"], "is --output.report-to tensorboard wandb"),
+        ("ema_rate", ["0.9999,0.99"], "is --ema.rates 0.9999 0.99"),
+        ("validation_prompts", ["a red shoe", "it's"], """is --validation.prompts 'a red shoe' 'it'"'"'s'"""),
+        ("mixed_precision", ["fp8"], "is --performance.precision bf16 --performance.fp8"),
+        ("dataloader_num_workers", ["0"], "belongs to `fastdiff encode`, or to --data.online: --data.workers 1"),
+        ("num_workers", ["0"], "--data.online: --data.workers 1"),
+        ("checkpoints_total_limit", ["0"], "is --output.keep 1"), ("save_total_limit", ["0"], "is --output.keep 1"),
+        ("num_validation_images", ["0"], "is the same as no --validation.prompts"),
+        ("max_steps", ["-1"], "is no length: give --steps N or --epochs N"),
+        ("lr_anneal_steps", ["0"], "is a run without end, at a constant rate"),
+        ("microbatch", ["-1"], "is off: leave --batch.micro out"),
+        ("use_fp16", ["False"], "is --performance.precision fp32"), ("bf16", ["False"], "--performance.precision fp32"),
+        ("use_checkpoint", ["False"], "is --performance.no-recompute"),
+        ("torch_compile", [], "is --performance.compile T"),
+        ("use_8bit_adam", ["False"], "needs no flag to be off: leave it out"),
+        ("warmup_steps", ["0.1"], "counts a share of the run; --optim.warmup-steps counts steps"),
+        ("save_steps", [".25"], "counts a share of the run; --output.checkpoint-every counts steps"),
+        ("lr_scheduler_type", ["inverse_sqrt"], "polynomial; inverse_sqrt has no counterpart"),
+        ("optimizer_type", ["Lion"], "is --optim.name adamw|adamw8bit|adamw8bit-bnb; Lion has no counterpart"),
+        ("optim", ["adamw_torch_fused"], "is --optim.name adamw"),
+        ("resolution", ["512,512"], "is 512 pixels, the side of a square: `fastdiff encode --resolution 512`"),
+        ("resolution", ["512,768"], "has no counterpart: pictures are square, or keep their shape with"),
+        ("dtype", ["bfloat16"], "is --performance.precision bf16"),
+        ("device", ["cuda:1"], "is --performance.device cuda, with CUDA_VISIBLE_DEVICES=1"),
+        ("model", ["DiT-XL/2"], "is --preset dit-xl-2-256"), ("model", ["DiT-B/4"], "is --preset dit-b-4-256"),
+        ("vae", ["mse"], "belongs to `fastdiff encode --pretrained stabilityai/sd-vae-ft-mse`"),
+    ],
+)  # fmt: skip
+def test_values_of_others_are_in_our_spelling(flag: str, values: list[str], said: str) -> None:
+    answered = answer(f"--{flag}", values, "train")
+    assert answered is not None
+    assert said in answered
+    printed = re.search(r" is (--[^,;]*)", answered)
+    if printed is not None and "|" not in printed[1] and "without" not in printed[1]:
+        pipeline = ["--pretrained.path", "org/model"] if "prompts" in said else []
+        parse(["--preset", "sd15-lora", "--lora.rank", "0", *pipeline, *shlex.split(printed[1])])
+
+
+def test_the_choices_in_the_answers_are_those_of_the_fields() -> None:
+    for name, choices in of_others.CHOICES.items():
+        with pytest.raises(ConfigError) as refused:
+            parse(["--preset", "digits", f"--{name}", "nothing"])
+        assert re.findall(r"'([^']*)'", str(refused.value).partition("one of")[2]) == [*choices]
+
+
 def test_our_names_in_the_answers_are_flags() -> None:
     known = {flag.replace("_", "-") for name in ("digits", "sd15-lora") for flag in known_flags(preset(name))}
     known |= {"--ranks", "--model.kind", "--objective.zero-terminal-snr", "--push-to-hub", "--format", "--flip"}
-    known |= {"--buckets", "--resolution", "--data."}
+    known |= {"--buckets", "--resolution", "--data.", "--pretrained", "--performance.no-recompute"}
     for tables in of_others._OF_RUN.values():
         for theirs, ours in tables.items():
-            for name in re.findall(r"--[a-z][\w.-]*", ours.text):
+            for name in re.findall(r"--[a-z][\w.-]*", " ".join([ours.text, *ours.cases.values()])):
                 assert name.rstrip(".") in known or name in known, (theirs, name)
 
 

@@ -7,14 +7,28 @@ typed. A test holds both together.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 """Values of accelerate's ``--mixed_precision``."""
 PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v", "sample": "x0"}
 """Values of diffusers' ``--prediction_type``."""
-_OPTIMIZERS = {"adamw": "adamw", "adamw8bit": "adamw8bit", "adamw_torch": "adamw", "adamw_bnb_8bit": "adamw8bit"}
+_OPTIMIZERS = {
+    "adamw": "adamw", "adamw8bit": "adamw8bit", "adamw_torch": "adamw", "adamw_torch_fused": "adamw",
+    "adamw_bnb_8bit": "adamw8bit", "adamw_8bit": "adamw8bit",
+}  # fmt: skip
+_DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+CHOICES = {
+    "optim.name": ("adamw", "adamw8bit", "adamw8bit-bnb"),
+    "optim.schedule": ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"),
+    "output.report-to": ("tensorboard", "wandb", "trackio"),
+    "performance.device": ("auto", "cuda", "cpu"),
+    "performance.precision": ("fp32", "bf16", "fp16"),
+}
+"""Values of our flags; another one has no counterpart."""
+_OFF = "false|no|f|n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,28 +36,68 @@ class Ours:
     """What a flag of another trainer is here."""
 
     text: str
-    """Words after the flag; ``{}`` is its value."""
+    """Words after the flag; ``{}`` is its values."""
     values: Mapping[str, str] = field(default_factory=dict)
     """Our values by theirs, in lower case; others stay as they are."""
+    cases: Mapping[str, str] = field(default_factory=dict)
+    """Words in place of ``text`` for a value that a pattern matches whole, in lower case; with its groups."""
+    separator: str = ""
+    """Character between several values in one word."""
+    choices: tuple[str, ...] = ()
+    """All of our values, if they are few."""
 
-    def of(self, value: str) -> str:
-        """Return the words with a value; without one, if it is empty."""
-        if not value:
+    def of(self, *given: str) -> str:
+        """Return the words with the values; without any, those of the flag alone."""
+        given = tuple(part for value in given for part in self._split(value) if part)
+        if not given:
             return re.sub(r"(--[\w.-]+) \{\}", r"\1", self.text).replace("{}", "...")
-        return self.text.replace("{}", self.values.get(value.lower(), value))
+        for pattern, text in self.cases.items():
+            if found := re.fullmatch(pattern, given[0].lower()):
+                return found.expand(text)
+        if "{}" not in self.text and re.fullmatch(_OFF, given[0].lower()):
+            return "needs no flag to be off: leave it out"
+        ours = [word for value in given for word in self.values.get(value.lower(), shlex.quote(value)).split("\0")]
+        if self.choices and (other := [word for word in ours if word not in self.choices]):
+            return f"{self.text.replace('{}', '|'.join(self.choices))}; {' and '.join(other)} has no counterpart"
+        return self.text.replace("{}", " ".join(ours))
+
+    def _split(self, value: str) -> list[str]:
+        return value.split(self.separator) if self.separator else [value]
 
 
-def _flag(name: str, values: Mapping[str, str] | None = None) -> Ours:
-    return Ours(f"is --{name} {{}}", values or {})
+def _flag(name: str, values: Mapping[str, str] | None = None, cases: Mapping[str, str] | None = None) -> Ours:
+    return Ours(f"is --{name} {{}}", values or {}, cases or {}, choices=CHOICES.get(name, ()))
+
+
+def _steps(name: str) -> Ours:
+    """Return a number of steps, for which some programs take a share of the run, too."""
+    return _flag(name, cases={r"0?\.\d+": f"counts a share of the run; --{name} counts steps"})
 
 
 _SHARDS = "names pictures, which are encoded first: `fastdiff encode {} OUT`, then trained with --data.path OUT"
 _BATCH = Ours("is --batch.micro {}, per GPU; --batch.samples is the batch of a step over all GPUs and accumulations")
 _ENCODED = "belongs to `fastdiff encode`, or to --data.online: --data."
+_AVERAGE = Ours("has no counterpart: averages are always fused, and ZeRO shards them over the GPUs")
+_WORKERS = Ours(f"{_ENCODED}workers {{}}", {"0": "1"})
 _UPLOAD = Ours("belongs to the end of a run: `fastdiff export RUN OUT --push-to-hub USER/NAME`")
 _RESUME = Ours(
     "needs no flag: the same command continues the run in --output.folder; --resume must refuses to start a new one"
 )
+_PRECISE = {_OFF: "is --performance.precision fp32"}
+_KEPT = _flag("output.keep", {"0": "1"})
+_TRACKERS = Ours(
+    "is --output.report-to {}",
+    {"all": "tensorboard\0wandb"},
+    {"none": "is --output.report-to without a value"},
+    ",",
+    CHOICES["output.report-to"],
+)
+_RECOMPUTED = Ours("is --performance.recompute", cases={_OFF: "is --performance.no-recompute"})
+_LENGTH = _flag("steps", cases={r"0|-\d+": "is no length: give --steps N or --epochs N"})
+_SIDE = {r"(\d+), ?\1": r"is \1 pixels, the side of a square: `fastdiff encode --resolution \1`"}
+_RECTANGLE = {
+    r"(\d+), ?(\d+)": "has no counterpart: pictures are square, or keep their shape with `fastdiff encode --buckets`"
+}
 _EPOCHS_TO_STEPS = "counts epochs; here "
 
 _DIFFUSERS = {
@@ -52,13 +106,15 @@ _DIFFUSERS = {
     "gradient_accumulation_steps": Ours(
         "follows here from --batch.samples, the batch of a step: GPUs x --batch.micro x accumulations"
     ),
-    "max_train_steps": _flag("steps"),
+    "max_train_steps": _LENGTH,
     "num_train_epochs": _flag("epochs"),
     "resume_from_checkpoint": _RESUME,
-    "mixed_precision": _flag("performance.precision", PRECISIONS),
+    "mixed_precision": _flag(
+        "performance.precision", PRECISIONS, {"fp8": "is --performance.precision bf16 --performance.fp8"}
+    ),
     "output_dir": _flag("output.folder"),
     "lr_scheduler": _flag("optim.schedule"),
-    "lr_warmup_steps": _flag("optim.warmup-steps"),
+    "lr_warmup_steps": _steps("optim.warmup-steps"),
     "adam_beta1": Ours("is the first value of --optim.betas {} 0.999"),
     "adam_beta2": Ours("is the second value of --optim.betas 0.9 {}"),
     "adam_weight_decay": _flag("optim.weight-decay"),
@@ -74,12 +130,13 @@ _DIFFUSERS = {
     "dataset_config_name": Ours(f"{_ENCODED}dataset-config {{}}"),
     "image_column": Ours(f"{_ENCODED}image-column {{}}"),
     "caption_column": Ours(f"{_ENCODED}caption-column {{}}"),
-    "resolution": Ours(f"{_ENCODED}resolution {{}}"),
+    "resolution": Ours(f"{_ENCODED}resolution {{}}", cases=_SIDE | _RECTANGLE),
+    "image_interpolation_mode": Ours(f"{_ENCODED}image-interpolation-mode {{}}"),
     "center_crop": Ours(f"{_ENCODED}center-crop"),
     "random_flip": Ours("is --data.random-flip, with `fastdiff encode --flip`"),
     "max_train_samples": Ours(f"{_ENCODED}max-samples {{}}"),
-    "dataloader_num_workers": _flag("data.workers"),
-    "gradient_checkpointing": Ours("is --performance.recompute"),
+    "dataloader_num_workers": _WORKERS,
+    "gradient_checkpointing": _RECOMPUTED,
     "allow_tf32": Ours("is --performance.allow-tf32"),
     "enable_xformers_memory_efficient_attention": Ours("is --performance.attention xformers"),
     "snr_gamma": _flag("objective.min-snr-gamma"),
@@ -89,14 +146,19 @@ _DIFFUSERS = {
     "dream_training": Ours("is --objective.dream"),
     "dream_detail_preservation": _flag("objective.dream-detail-preservation"),
     "use_ema": Ours("is --ema.rates 0.9999 --ema.warmup"),
+    "offload_ema": _AVERAGE,
+    "foreach_ema": _AVERAGE,
+    "non_ema_revision": Ours("has no counterpart: the UNet is taken from --pretrained.revision, too"),
     "rank": _flag("lora.rank"),
     "validation_prompt": _flag("validation.prompts"),
     "validation_prompts": _flag("validation.prompts"),
-    "num_validation_images": _flag("validation.images-per-prompt"),
+    "num_validation_images": _flag(
+        "validation.images-per-prompt", cases={"0": "is the same as no --validation.prompts"}
+    ),
     "validation_epochs": Ours(f"{_EPOCHS_TO_STEPS}--validation.every counts steps"),
     "checkpointing_steps": _flag("output.checkpoint-every"),
-    "checkpoints_total_limit": _flag("output.keep"),
-    "report_to": _flag("output.report-to"),
+    "checkpoints_total_limit": _KEPT,
+    "report_to": _TRACKERS,
     "tracker_project_name": _flag("output.project"),
     "logging_dir": Ours("has no counterpart: TensorBoard's files lie in tensorboard/ of --output.folder"),
     "cache_dir": Ours("is the environment variable HF_HOME={}"),
@@ -107,18 +169,19 @@ _DIFFUSERS = {
 _HF_TRAINER = {
     "per_device_train_batch_size": _BATCH,
     "per_device_eval_batch_size": Ours("has no counterpart: validation takes the batch of the training"),
-    "max_steps": _flag("steps"),
+    "max_steps": _LENGTH,
     "lr_scheduler_type": _flag("optim.schedule"),
-    "warmup_steps": _flag("optim.warmup-steps"),
+    "warmup_steps": _steps("optim.warmup-steps"),
     "warmup_ratio": Ours("counts a share; --optim.warmup-steps counts steps"),
     "weight_decay": _flag("optim.weight-decay"),
-    "bf16": Ours("is --performance.precision bf16"),
-    "fp16": Ours("is --performance.precision fp16"),
-    "torch_compile": Ours("is --performance.compile"),
-    "save_steps": _flag("output.checkpoint-every"),
-    "logging_steps": _flag("output.log-every"),
-    "eval_steps": _flag("validation.every"),
-    "save_total_limit": _flag("output.keep"),
+    "bf16": Ours("is --performance.precision bf16", cases=_PRECISE),
+    "fp16": Ours("is --performance.precision fp16", cases=_PRECISE),
+    "torch_compile": Ours("is --performance.compile True", cases={_OFF: "is --performance.compile False"}),
+    "optim": _flag("optim.name", _OPTIMIZERS),
+    "save_steps": _steps("output.checkpoint-every"),
+    "logging_steps": _steps("output.log-every"),
+    "eval_steps": _steps("validation.every"),
+    "save_total_limit": _KEPT,
     "run_name": Ours("is the name of --output.folder runs/{}"),
     "overwrite_output_dir": Ours("has no counterpart: name another --output.folder, or delete the run"),
 }
@@ -140,12 +203,13 @@ _KOHYA = {
     "full_bf16": Ours("is --performance.precision bf16"),
     "xformers": Ours("is --performance.attention xformers"),
     "sdpa": Ours("is what --performance.attention auto may choose"),
+    "log_with": _TRACKERS,
     "v_parameterization": Ours("is --objective.prediction v"),
     "zero_terminal_snr": Ours("is --objective.zero-terminal-snr"),
     "enable_bucket": Ours("belongs to `fastdiff encode --buckets`"),
     "cache_latents": Ours("is what `fastdiff encode` does"),
     "caption_extension": Ours("has no counterpart: text files beside the pictures are found"),
-    "max_data_loader_n_workers": _flag("data.workers"),
+    "max_data_loader_n_workers": _WORKERS,
 }
 _DIT = {
     "global_batch_size": _flag("batch.samples"),
@@ -153,20 +217,24 @@ _DIT = {
     "results_dir": _flag("output.folder"),
     "num_classes": _flag("model.classes"),
     "global_seed": _flag("seed"),
-    "num_workers": _flag("data.workers"),
+    "num_workers": _WORKERS,
     "log_every": _flag("output.log-every"),
     "ckpt_every": _flag("output.checkpoint-every"),
+    "vae": Ours("belongs to `fastdiff encode --pretrained stabilityai/sd-vae-ft-{}`"),
     "image_size": Ours("is `fastdiff encode --resolution {}`; the network takes its size from the data set"),
 }
 _IDDPM = {
-    "microbatch": _flag("batch.micro"),
+    "microbatch": _flag("batch.micro", cases={r"0|-\d+": "is off: leave --batch.micro out"}),
     "data_dir": Ours(_SHARDS),
-    "lr_anneal_steps": Ours("is --steps {} --optim.schedule linear"),
-    "ema_rate": _flag("ema.rates"),
+    "lr_anneal_steps": Ours(
+        "is --steps {} --optim.schedule linear",
+        cases={"0": "is a run without end, at a constant rate: give --steps N --optim.schedule constant"},
+    ),
+    "ema_rate": Ours("is --ema.rates {}", separator=","),
     "log_interval": _flag("output.log-every"),
     "save_interval": _flag("output.checkpoint-every"),
-    "use_fp16": Ours("is --performance.precision fp16"),
-    "use_checkpoint": Ours("is --performance.recompute"),
+    "use_fp16": Ours("is --performance.precision fp16", cases=_PRECISE),
+    "use_checkpoint": _RECOMPUTED,
     "noise_schedule": _flag("objective.schedule"),
     "diffusion_steps": _flag("objective.timesteps"),
     "resume_checkpoint": Ours("is --pretrained.path {} --pretrained.weights"),
@@ -183,11 +251,17 @@ _ANY = {
     "out": _flag("output.folder"),
     "output": _flag("output.folder"),
     "run_dir": _flag("output.folder"),
-    "device": _flag("performance.device"),
-    "dtype": _flag("performance.precision"),
+    "device": _flag(
+        "performance.device",
+        cases={r"(?:cuda:)?(\d+)": r"is --performance.device cuda, with CUDA_VISIBLE_DEVICES=\1 before the command"},
+    ),
+    "dtype": _flag("performance.precision", _DTYPES),
     "amp": Ours("is --performance.precision bf16"),
     "wandb": Ours("is --output.report-to wandb"),
-    "model": Ours("is --preset NAME, or --model.kind KIND"),
+    "model": Ours(
+        "is --preset NAME, or --model.kind KIND",
+        cases={r"dit-(s|b|l|xl)/([248])": r"is --preset dit-\1-\2-256", "sit-xl/2": "is --preset sit-xl-2-256"},
+    ),
     "iterations": _flag("steps"),
     "flip": Ours("is --data.random-flip, with `fastdiff encode --flip`"),
 }
@@ -231,14 +305,14 @@ _OF_ENCODE = {
         "center_crop": Ours("is --crop center"),
         "random_flip": Ours("is --flip"),
         "max_train_samples": _flag("max-samples"),
-        "dataloader_num_workers": _flag("workers"),
+        "dataloader_num_workers": _flag("workers", {"0": "1"}),
         "image_interpolation_mode": _flag("interpolation"),
     },
     "kohya": {"enable_bucket": Ours("is --buckets"), "bucket_reso_steps": _flag("bucket-step")},
     "DiT": {
         "image_size": _flag("resolution"),
         "vae": Ours("is --pretrained stabilityai/sd-vae-ft-{}"),
-        "num_workers": _flag("workers"),
+        "num_workers": _flag("workers", {"0": "1"}),
     },
     "iDDPM": {"batch_size": _flag("batch")},
     "": {"size": _flag("resolution"), "out": Ours("is the second word: `fastdiff encode SOURCE {}`")},
@@ -246,12 +320,12 @@ _OF_ENCODE = {
 _OF_COMMAND = {"train": _OF_RUN, "sample": _OF_SAMPLE, "encode": _OF_ENCODE}
 
 
-def answer(flag: str, value: str, command: str) -> str | None:
+def answer(flag: str, values: Sequence[str], command: str) -> str | None:
     """Return what a flag of another trainer is here, ``diffusers' --learning_rate is --optim.lr 1e-4``.
 
     Args:
         flag: as typed, with its hyphens.
-        value: as typed; empty: none.
+        values: as typed.
         command: ``train``, ``sample`` or ``encode``; others have no such table.
 
     Returns:
@@ -261,5 +335,5 @@ def answer(flag: str, value: str, command: str) -> str | None:
     for program, table in _OF_COMMAND.get(command, {}).items():
         if (ours := table.get(name)) is not None:
             whose = f"{program}'{'' if program.endswith('s') else 's'} " if program else ""
-            return f"{whose}{flag} {ours.of(value)}"
+            return f"{whose}{flag} {ours.of(*values)}"
     return None

@@ -23,7 +23,7 @@ def explained(words: Sequence[str], known: Collection[str], command: str) -> str
         command: its name behind ``fastdiff``, such as ``train``.
     """
     flags = _with_values(words)
-    said = [_explained(flag, value, known, command) for flag, value in flags[:_MOST]]
+    said = [_explained(flag, values, known, command) for flag, values in flags[:_MOST]]
     said += [f"{len(flags) - _MOST} more unknown flags"] if len(flags) > _MOST else []
     said += [f"`fastdiff {command} --help` lists the flags"] if any(line.endswith(_UNKNOWN) for line in said) else []
     return "; ".join(said)
@@ -45,24 +45,25 @@ def _is_flag(word: str) -> bool:
     return re.match(r"--?[A-Za-z]", word) is not None
 
 
-def _with_values(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Return each flag with the first value behind it; a value before any flag is one under an empty name."""
-    flags: list[tuple[str, str]] = []
+def _with_values(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return each flag with the values behind it; those before any flag are under an empty name."""
+    flags: list[tuple[str, list[str]]] = []
     for word in words:
         if _is_flag(word):
-            name, _, value = word.partition("=")
-            flags.append((name, value))
-        elif not flags:
-            flags.append(("", word))
-        elif not flags[-1][1]:
-            flags[-1] = (flags[-1][0], word)
+            name, equals, value = word.partition("=")
+            flags.append((name, [value] if equals else []))
+        elif flags:
+            flags[-1][1].append(word)
+        else:
+            flags.append(("", [word]))
     return flags
 
 
-def _explained(flag: str, value: str, known: Collection[str], command: str) -> str:
+def _explained(flag: str, values: Sequence[str], known: Collection[str], command: str) -> str:
+    shown = [sanitize.argument(value) for value in values]
     if not flag:
-        return f"{sanitize.argument(value)}: unexpected, it belongs to no flag"
-    if (said := answer(flag, sanitize.argument(value), command)) is not None:
+        return f"{shown[0]}: unexpected, it belongs to no flag"
+    if (said := answer(flag, shown, command)) is not None:
         return said
     near = nearest(flag, known)
     return f"{flag}: {_UNKNOWN}" + (f", did you mean {' or '.join(near)}?" if near else "")
