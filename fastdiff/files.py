@@ -189,60 +189,6 @@ def publish(path: Path, content: bytes, mode: int = 0o666, *, masked: bool = Tru
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def write_output(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Write a file that the user named, and its folder if missing.
-
-    An earlier file stays until the new one is complete. A link is followed; a pipe or a device is written to.
-
-    Args:
-        path: of the file.
-        content: of the file.
-        mode: permissions of a new file, less those of the umask. An earlier file keeps its own as far as ``mode`` has
-            them: content that is private stays so.
-
-    Raises:
-        OSError: with the path.
-    """
-    earlier = _mode_of_output(path)
-    if earlier is None:
-        publish(path.resolve(), content, mode)
-    elif stat.S_ISREG(earlier):
-        publish(path.resolve(), content, mode & earlier, masked=False)
-    else:
-        try:
-            path.write_bytes(content)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def require_output(path: Path) -> None:
-    """Fail before the work if its result could not be written to ``path``; make the missing folders above it.
-
-    Raises:
-        OSError: with the path.
-    """
-    earlier = _mode_of_output(path)
-    if earlier is None or stat.S_ISREG(earlier):
-        trial = temporary(path.resolve())
-        try:
-            os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            trial.unlink()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def _mode_of_output(path: Path) -> int | None:
-    """Return the mode of the file at ``path``; if there is none, make the missing folders above it."""
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        make_parents(path)
-        return None
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    return mode
-
-
 def make_parents(path: Path) -> None:
     """Make the missing folders above ``path``.
 
@@ -258,6 +204,22 @@ def make_parents(path: Path) -> None:
 def is_temporary(name: str, of: str) -> bool:
     """Return whether ``name`` is a temporary name of the file ``of``, in any process."""
     return re.fullmatch(re.escape(of) + r"\.[0-9]+-[0-9a-f]{8}\.tmp", name) is not None
+
+
+_OF_OTHERS = frozenset(
+    {
+        "@eadir", "@__thumb", "#recycle", "#snapshot", "@recycle", "@recently-snapshot",  # network storage
+        "__macosx", "icon\r",  # macOS
+        "$recycle.bin", "recycler", "system volume information", "thumbs.db", "ehthumbs.db", "desktop.ini",  # Windows
+        "picasa.ini", "lost+found", "__pycache__",
+    }
+)  # fmt: skip
+"""Names of files and folders that other programs leave among a user's, in lower case."""
+
+
+def of_other_program(name: str) -> bool:
+    """Return whether a file or folder of this name is hidden, or left by another program."""
+    return name.startswith(".") or name.lower() in _OF_OTHERS
 
 
 def rename(source: Path, target: Path) -> None:
@@ -317,6 +279,14 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Of Linux's renameat2: paths count from the working directory; exchange both."""
 
 
+def is_free(out: Path) -> bool:
+    """Whether a new folder can take this name: nothing has it, or an empty folder."""
+    if not os.path.lexists(out):
+        return True
+    named = out.name not in ("", "..")
+    return named and out.is_dir() and not out.is_symlink() and not any(out.iterdir())
+
+
 @contextmanager
 def unfinished_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a new folder in ``out.unfinished``, which becomes ``out`` at the end, when it is on the disk.
@@ -324,14 +294,14 @@ def unfinished_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
     A leftover of a killed process is removed first; a folder of that name that is no leftover stays.
 
     Args:
-        out: name of the folder at the end.
+        out: name of the folder at the end; there may be an empty one.
         replace: take the place of a folder ``out``, which is then removed.
 
     Raises:
-        ConfigError: ``out`` exists, another process writes it, or a folder of someone else has the temporary name.
+        ConfigError: ``out`` is taken, another process writes it, or a folder of someone else has the temporary name.
         OSError: a file cannot be written.
     """
-    if not replace and os.path.lexists(out):
+    if not replace and not is_free(out):
         raise ConfigError(f"{out} exists; choose another name, or delete it")
     place = out.with_name(f"{out.name}.unfinished")
     make_parents(place)
@@ -342,12 +312,12 @@ def unfinished_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
         yield folder
         for path in (*folder.rglob("*"), folder):
             fsync(path)
-        if replace and out.is_dir() and not out.is_symlink():
+        if is_free(out):
+            folder.rename(out)  # also over an empty folder
+        elif replace and out.is_dir() and not out.is_symlink():
             _exchange(folder, out)
-        elif os.path.lexists(out):
-            raise ConfigError(f"{out} appeared meanwhile; choose another name")
         else:
-            folder.rename(out)
+            raise ConfigError(f"{out} appeared meanwhile; choose another name")
         fsync(out.parent)
     finally:
         _remove_unfinished(place)

@@ -17,7 +17,8 @@ import pytest
 
 from fastdiff.config.run_record import claim
 from fastdiff.errors import ConfigError, StorageError
-from fastdiff.files import lock, open_lock_in, publish, require_output, temporary, unfinished_folder, write_output
+from fastdiff.files import lock, open_lock_in, publish, temporary, unfinished_folder
+from fastdiff.outputs import require_output, write_output
 from tests.support.forked import fork_server
 from tests.support.injected.crash_points import CrashPoints, operations
 
@@ -82,12 +83,6 @@ def test_two_writers_of_a_folder_are_kept_apart(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_folder_that_appears_meanwhile_stays(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="appeared meanwhile"), unfinished_folder(tmp_path / "out"):
-        (tmp_path / "out").mkdir()
-    assert (tmp_path / "out").is_dir()
-
-
 @pytest.mark.parametrize(
     "place", ["/proc/x", "/proc/x/y", "/dev/null/x", "{}/file/x", "{}/circle/x", "{}/" + "x" * 255]
 )
@@ -127,10 +122,27 @@ def test_a_link_to_nothing_is_refused_before_the_work(tmp_path: Path) -> None:
         pytest.fail("the work has begun")
 
 
-def test_a_required_output_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_new_folder_takes_the_place_of_an_empty_one_and_of_no_other(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with unfinished_folder(out) as folder:
+        (folder / "file").touch()
+    assert [path.name for path in out.iterdir()] == ["file"]
+    (tmp_path / "later").mkdir()
+    with pytest.raises(ConfigError, match="appeared meanwhile"), unfinished_folder(tmp_path / "later"):
+        (tmp_path / "later" / "mine").touch()
+    assert [path.name for path in (tmp_path / "later").iterdir()] == ["mine"]
+
+
+def test_a_required_output_leaves_no_trace_and_tells_what_it_replaces(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("earlier")
+    caplog.set_level("INFO", "fastdiff")
     require_output(tmp_path / "file")
+    assert caplog.messages == [f"{tmp_path / 'file'} exists and will be replaced"]
     require_output(tmp_path / "new" / "file")
+    assert len(caplog.messages) == 1
     with pytest.raises(IsADirectoryError):
         require_output(tmp_path)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "new"]

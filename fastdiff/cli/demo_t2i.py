@@ -21,8 +21,9 @@ from torch import Tensor
 from fastdiff.config.argument_types import Parser, local_path, picture
 from fastdiff.errors import report_any, require
 from fastdiff.evaluation.digits import evaluate_digits, evaluation_labels, real_digits
-from fastdiff.files import unfinished_folder, write_output
+from fastdiff.files import unfinished_folder
 from fastdiff.models.pretrained import tiny_pipeline
+from fastdiff.outputs import write_output
 from fastdiff.progress_bar import Bar
 from fastdiff.sampling.image_grid import image_grid, save_picture
 

@@ -21,8 +21,8 @@ from fastdiff.config.argument_types import (
 )
 from fastdiff.console import show
 from fastdiff.errors import ConfigError, require
-from fastdiff.files import require_output, write_output
 from fastdiff.live_line import live_line
+from fastdiff.outputs import require_output, write_output
 
 if TYPE_CHECKING:
     from fastdiff.config.run import RunConfig
@@ -147,6 +147,8 @@ def _evaluate_images(arguments: argparse.Namespace) -> None:
 
     out = arguments.out
     if out:
+        is_other = out.is_file() and out.suffix != ".json"
+        require(not is_other, f"--out {out}: it exists and is no JSON by its name; name a new file, or one with .json")
         require_output(out)
     options = ImageComparisonOptions(
         **_given(arguments, "features", "batch", "seed"), metrics=tuple(arguments.metric or ())

@@ -23,7 +23,7 @@ def add(commands: Subcommands) -> None:
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace an earlier export in OUT, when the new one is complete; without it OUT must not exist",
+        help="replace an earlier export in OUT, when the new one is complete; without it OUT must be new or empty",
     )
     parser.add_argument(
         "--format",

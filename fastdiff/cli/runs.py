@@ -7,8 +7,9 @@ import json
 import sys
 
 from fastdiff.config.argument_types import VECTORS, Subcommands, at_most, count, local_path, picture, positive
-from fastdiff.console import show
+from fastdiff.console import log, show
 from fastdiff.errors import ConfigError
+from fastdiff.outputs import require_output
 from fastdiff.terminal import columns
 
 
@@ -127,8 +128,11 @@ def _compare(arguments: argparse.Namespace) -> None:
     from fastdiff.evaluation.comparison import compare, draw, in_words, read_both
 
     found = compare(*read_both(arguments.a, arguments.b, arguments.step))
-    show(in_words(found, columns(sys.stdout)))
     path = arguments.png or arguments.b / f"compare-{arguments.a.resolve().name}.png"
+    if arguments.png is None:
+        log.info(f"the picture goes into RUN_B, {path}; --png names another place")
+    require_output(path)
+    show(in_words(found, columns(sys.stdout)))
     draw(found, path)
     show(f"drawn: {path}")
 

@@ -20,8 +20,8 @@ from fastdiff.config.argument_types import (
 from fastdiff.config.sampler import SamplerConfig, SchedulerName
 from fastdiff.console import show
 from fastdiff.errors import ConfigError
-from fastdiff.files import require_output
 from fastdiff.live_line import live_line
+from fastdiff.outputs import require_output
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fastdiff.sampling.run import Run
 
 _USUAL = SamplerConfig()
-_OF_SETS = "num", "low_res", "batch", "precision", "autoencoder"
+_OF_SETS = "num", "low_res", "batch", "precision", "autoencoder", "overwrite"
 
 
 def add(commands: Subcommands) -> None:
@@ -71,6 +71,12 @@ def add(commands: Subcommands) -> None:
         default=None,
         metavar="FOLDER",
         help="folder to write one PNG per image to, named by number and class or prompt: 000012-flower.png",
+    )
+    sample.add_argument(
+        "--overwrite",
+        action="store_true",
+        default=None,
+        help="replace a finished set of --npz or --pngs that was drawn with other options; without it that is refused",
     )
     _add_set(sample)
     sample.set_defaults(run=_sample)
@@ -229,7 +235,7 @@ def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig, published: 
         per_prompt=arguments.per_prompt or 4,
         low_res=arguments.low_res,
     )
-    names = "batch", "precision", "autoencoder"
+    names = "batch", "precision", "autoencoder", "overwrite"
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     out = arguments.npz or arguments.pngs
     draw_set(run, request, sampler, SetOptions(out=out, pngs=arguments.npz is None, **given), rank)

@@ -22,7 +22,8 @@ from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.of_user import plugin_of
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError, StorageError
-from fastdiff.files import lock
+from fastdiff.files import lock, of_other_program
+from fastdiff.outputs import require_own_folder
 from fastdiff.plugins.user_code import identity_of, names_file
 from fastdiff.run_files import read_inside
 
@@ -30,6 +31,10 @@ _LEFTOVER = re.compile(r"(run\.json|wandb-id|trackio-id|[a-z]+\.jsonl|step-[0-9]
 """Temporary names of ``files.publish`` that a killed training leaves; those of other commands may be in use."""
 _LARGEST = 1 << 24
 """Bytes of the largest ``run.json`` that is read."""
+_OF_RUN = (".lock", "run.json", "checkpoints")
+"""Entries of which every run folder has one."""
+_BESIDE = (".err", ".json", ".log", ".out", ".prom", ".sbatch", ".sh", ".toml", ".yaml", ".yml")
+"""Endings of the configurations, scripts and logs that users and launchers place in a run folder before the run."""
 _PACKAGES = ("torch", "triton", "deepspeed", "diffusers", "transformers", "peft", "bitsandbytes", "torchao")
 
 
@@ -82,10 +87,10 @@ def claim(folder: Path) -> Callable[[], None]:
 
     Raises:
         ConfigError: another job holds the lock, which ends with its process, so it is never removed by hand; or the
-            folder has logs of someone else, which a run would cut back.
+            folder is of someone else.
     """
+    require_run_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _refuse_foreign(folder)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         lock(descriptor, folder)
@@ -105,12 +110,18 @@ def claim(folder: Path) -> Callable[[], None]:
     return partial(os.close, descriptor)
 
 
-def _refuse_foreign(folder: Path) -> None:
-    logs = [path.name for path in folder.glob("*.jsonl")]
-    if logs and not any((folder / name).exists() for name in (".lock", "run.json", "checkpoints")):
-        raise ConfigError(
-            f"{folder} holds {min(logs)} and is no run folder; choose another --output.folder, or move the file away"
-        )
+def require_run_folder(folder: Path) -> None:
+    """Refuse a folder for a new run that is of someone else, by its entries; configurations and logs may lie there.
+
+    Raises:
+        ConfigError: it holds others and no run.
+        OSError: it cannot be listed.
+    """
+    require_own_folder("--output.folder", folder, _OF_RUN.__contains__, _is_beside)
+
+
+def _is_beside(name: str) -> bool:
+    return of_other_program(name) or name.endswith(_BESIDE)
 
 
 def run_json(

@@ -18,7 +18,7 @@ from fastdiff.dashboard.facts import RunFacts, glance, unreadable
 from fastdiff.dashboard.folders import key_of, names_of
 from fastdiff.dashboard.page_files import inlined
 from fastdiff.dashboard.pictures import embedded
-from fastdiff.files import write_output
+from fastdiff.outputs import require_output, write_output
 
 _PARTS = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 
@@ -32,6 +32,7 @@ def write_report(runs: Sequence[Path], out: Path) -> int:
     """
     for run in runs:
         require_run(run)
+    require_output(out)
     page = _with_policy(inlined())
     content = page.replace("<!-- facts -->", _embedded_facts(runs)).encode()
     write_output(out, content)

@@ -18,8 +18,9 @@ from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.diffusion.noise_shaping import small_images
 from fastdiff.errors import ConfigError
 from fastdiff.evaluation.image_metrics import frechet_distance
-from fastdiff.files import publish, require_output
+from fastdiff.files import publish
 from fastdiff.models.load import null_label
+from fastdiff.outputs import require_output
 from fastdiff.sampling.image_grid import image_grid, save_picture
 from fastdiff.sampling.run import Run
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdiff.errors import ConfigError
-from fastdiff.files import write_output
 from fastdiff.optional_packages import pip_install
+from fastdiff.outputs import write_output
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,7 +36,7 @@ def require_matplotlib() -> None:
 
 @contextmanager
 def figure_for(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
-    """Yield an empty figure, which is written at the end (``files.write_output``).
+    """Yield an empty figure, which is written at the end (``outputs.write_output``).
 
     Args:
         path: picture to write; its suffix chooses the format.

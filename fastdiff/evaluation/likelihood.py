@@ -38,6 +38,7 @@ from fastdiff.errors import ConfigError, require
 from fastdiff.evaluation.figures import figure_for
 from fastdiff.evaluation.validation_set import batches_of, read_batch, spread
 from fastdiff.files import publish
+from fastdiff.outputs import require_output
 from fastdiff.progress_bar import Bar
 from fastdiff.rng import Stream, normal
 from fastdiff.sampling.pixels import may_be_pixels
@@ -192,6 +193,7 @@ def evaluate_nll(run: Run, options: NllOptions, *, progress: bool = False) -> tu
     require(0 <= options.seed < 2**64, f"--seed {options.seed}: from 0 to 2**64 - 1")
     folder = run.result("nll.json").parent
     require(os.access(folder, os.W_OK), f"{folder} cannot be written, and nll.json goes there; copy the file elsewhere")
+    require_output(run.result("nll.json"))
     with _open(run, options.data) as reader:
         if options.clip is None:
             made_by = reader.info.provenance.autoencoder

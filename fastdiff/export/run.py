@@ -6,7 +6,6 @@ complete and on the disk.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from fastdiff.export.card_text import Place
 from fastdiff.export.formats import Exported, ExportFormat, format_of, formats_of
 from fastdiff.export.model_card import files_in, files_of_export, write_card
 from fastdiff.export.weights import exported_weights, published_weights
-from fastdiff.files import unfinished_folder
+from fastdiff.files import is_free, unfinished_folder
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.models.load import resolve
 from fastdiff.sampling.run import config_of, open_checkpoint, refuse_selection
@@ -64,14 +63,14 @@ def export(
 
     Args:
         run: run folder, or the file.
-        out: must not exist, but see ``overwrite``.
+        out: must not exist or be empty, but see ``overwrite``.
         choice: weights and format.
         published: configuration of the network in the file (``cli.published_weights``); None: a run.
         repo_id: Hugging Face hub id in the examples of the card; None: ``out``.
         overwrite: replace an earlier export in ``out``, when the new one is complete.
 
     Raises:
-        ConfigError: ``out`` exists, or the run cannot be exported in this format.
+        ConfigError: ``out`` holds files, or the run cannot be exported in this format.
         StorageError: a file could not be read or written; ``out`` does not exist.
     """
     _check_place(out, overwrite)
@@ -84,8 +83,8 @@ def export(
 
 
 def _check_place(out: Path, overwrite: bool) -> None:
-    """Refuse a place that is taken, unless it is by an earlier export that is to be replaced."""
-    if not os.path.lexists(out):
+    """Refuse a place that is taken, unless by an empty folder or an earlier export that is to be replaced."""
+    if is_free(out):
         return
     require(overwrite, f"{out} exists; export to a new folder, delete it, or replace an earlier export by --overwrite")
     known = None if out.is_symlink() else files_of_export(out)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastdiff.errors import ConfigError
-from fastdiff.files import write_output
 from fastdiff.optional_packages import pip_install
+from fastdiff.outputs import write_output
 from fastdiff.planning.durations import in_words
 from fastdiff.planning.options import Planned
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastdiff.errors import ConfigError
-from fastdiff.files import write_output
+from fastdiff.outputs import write_output
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -83,7 +83,7 @@ def encoded(picture: Image, suffix: str) -> bytes:
 
 
 def save_picture(path: Path, picture: Image) -> None:
-    """Write a picture to a file that the user named (``files.write_output``).
+    """Write a picture to a file that the user named (``outputs.write_output``).
 
     Raises:
         ConfigError: Pillow writes no format with the suffix of ``path``.

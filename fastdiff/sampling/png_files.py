@@ -11,7 +11,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,33 +20,38 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdiff.data.shards.format import canonical_json
-from fastdiff.errors import ConfigError, require
+from fastdiff.errors import require
 from fastdiff.files import is_temporary, publish
-from fastdiff.sampling.parts import SampleParts, storage
+from fastdiff.outputs import require_own_folder
+from fastdiff.sampling.shared_set import SharedSet, storage
 
 _TEXT = "fastdiff"
 """Keyword of the plan among the texts of a PNG."""
 _NAME = re.compile(r"([0-9]{6,})(-.+)?\.png")
 _MOST_WORD = 100
 """Bytes of the class in a name."""
+_UNFINISHED = ".parts"
+_FOREIGN = "exists and was not written by fastdiff"
 
 
-class PngFiles(SampleParts):
+class PngFiles(SharedSet):
     """The files ``000012-flower.png`` of a folder; its subfolder ``.parts`` has the plan and the locks until all exist.
 
     Args:
-        out: the folder.
+        out: the folder: a new one, an empty one, or one with such files.
         plan: JSON values by name that determine the images.
         shape: ``(N, H, W, C)``, C being 1 or 3.
         batch: images that a process draws at once.
         kind: returns the class or prompt of the image with a number, for its name; "": none.
+        overwrite: delete the images of a finished set with another plan first.
 
     Raises:
-        ConfigError: the folder has files of another plan, or one of the names is that of someone else's file.
+        ConfigError: the folder has images of another plan or nothing but files of someone else, or one of these has
+            the name of an image.
         StorageError: from every method: the folder cannot be written.
     """
 
-    flag, anew = "--pngs", "delete those images"
+    flag = "--pngs"
 
     def __init__(
         self,
@@ -55,12 +60,15 @@ class PngFiles(SampleParts):
         shape: tuple[int, int, int, int],
         batch: int,
         kind: Callable[[int], str],
+        *,
+        overwrite: bool = False,
     ) -> None:
         require(shape[-1] in (1, 3), f"--pngs: the images have {shape[-1]} channels, expected 1 or 3; use --npz")
         self._names_of = [_name(image, kind(image)) for image in range(shape[0])]
         self._own = frozenset(self._names_of)
         self._checked: set[str] = set()
-        super().__init__(out, plan, shape, batch, None)
+        """Names of files that have the plan."""
+        super().__init__(out, plan, shape, batch, overwrite=overwrite)
 
     @property
     def leftovers(self) -> str:
@@ -70,43 +78,33 @@ class PngFiles(SampleParts):
     def has(self, batch: int) -> bool:
         """Whether all files of a batch exist."""
         with storage(self.out):
-            return all(os.path.lexists(self._file(image)) for image in self.images(batch))
+            return all(os.path.lexists(self.out / self._names_of[image]) for image in self.images(batch))
 
     def done(self) -> int:
         """Number of files, of all ranks."""
         with storage(self.out):
             return len(self._own.intersection(self._listed()))
 
-    def write(self, batch: int, pixels: npt.NDArray[np.uint8]) -> None:
-        """Write the files of a claimed batch ``[n, H, W, C]`` durably, and release it."""
-        with storage(self.out):
-            for image, levels in zip(self.images(batch), pixels, strict=True):
-                path = self._file(image)
-                self._check_file(path)
-                if not os.path.lexists(path):  # once all exist, another rank removes the temporary names of killed ones
-                    publish(path, self._encoded(levels))
+    def _write(self, batch: int, pixels: npt.NDArray[np.uint8]) -> None:
+        for image, levels in zip(self.images(batch), pixels, strict=True):
+            path = self.out / self._names_of[image]
+            # Once all exist, another rank removes the temporary names of killed ones, so none is written again.
+            if not os.path.lexists(path):
+                publish(path, self._encoded(levels))
                 self._checked.add(path.name)
-        self._claims.release(batch)
 
-    def join(self) -> int:
-        """Return the number of missing images; if there are none, remove plan and locks."""
-        with self._locked():
-            return 0 if self.complete else self.total - self.done()
+    def _finish(self) -> None:
+        self.complete = self._is_complete()
 
     def _place(self) -> Path:
         found = self.out.is_dir() or not os.path.lexists(self.out)
         require(found, f"--pngs {self.out}: a file, expected the name of a folder to write to")
-        return self.out / ".parts"
-
-    def _is_drawn(self, batch: int) -> bool:
-        return self.has(batch)
+        require_own_folder("--pngs", self.out, self._is_of_a_set)
+        return self.out / _UNFINISHED
 
     def _is_complete(self) -> bool:
-        """Whether all files exist; ConfigError if one is of someone else or has another plan."""
         names = self._listed()
-        for name in sorted(filter(_NAME.fullmatch, names)):
-            self._check_file(self.out / name)
-        if not self._own.issubset(names):
+        if self._of_another_plan(names) or not self._own.issubset(names):
             return False
         for name in names:
             if is_temporary(name, of := name.rsplit(".", 2)[0]) and of in self._own:
@@ -114,25 +112,33 @@ class PngFiles(SampleParts):
         self._clear()
         return True
 
+    def _make_room(self) -> None:
+        for name in self._of_another_plan(self._listed()):
+            (self.out / name).unlink(missing_ok=True)
+
+    def _of_another_plan(self, names: Iterable[str]) -> list[str]:
+        """Return the images to replace; ConfigError if they are not to be, or one of the names is of someone else."""
+        found = []
+        for name in sorted(filter(_NAME.fullmatch, names)):
+            if name in self._checked:
+                continue
+            plan = _plan_of(self.out / name)
+            if plan is None:
+                require(name not in self._own, f"{self.out / name} {_FOREIGN}; choose another --pngs")
+            elif self._is_replaceable(plan, f"{self.out} has images drawn with another plan, such as {name}"):
+                found.append(name)
+            else:
+                self._checked.add(name)
+        return found
+
+    def _is_of_a_set(self, name: str) -> bool:
+        return name == _UNFINISHED or (_NAME.fullmatch(name) is not None and _plan_of(self.out / name) is not None)
+
     def _listed(self) -> list[str]:
         """Return the names in the folder."""
         with suppress(FileNotFoundError):
             return os.listdir(self.out)
         return []
-
-    def _file(self, image: int) -> Path:
-        return self.out / self._names_of[image]
-
-    def _check_file(self, path: Path) -> None:
-        """Raise ConfigError if a file has another plan, or one of the names without a plan."""
-        if path.name in self._checked or not os.path.lexists(path):
-            return
-        found = _plan_of(path)
-        if found is not None:
-            self._check(found, f"{self.out} has images drawn with another plan, such as {path.name}")
-        elif path.name in self._own:
-            raise ConfigError(f"{path} exists and was not written by fastdiff; choose another --pngs")
-        self._checked.add(path.name)
 
     def _encoded(self, levels: npt.NDArray[np.uint8]) -> bytes:
         from PIL import Image

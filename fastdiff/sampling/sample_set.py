@@ -3,8 +3,8 @@
 The images are drawn in batches of one size, whose borders are a function of the number of images alone; rank r of W
 draws the batches r, r + W, ..., then those of other ranks on which no living process works. Every rank computes an
 image by the same operations on the same numbers. The files are therefore the same, byte by byte, for every W and after
-every kill, on machines with the same hardware and libraries. The ranks communicate only through ``parts.SampleParts``.
-Each of them ends with the complete file: it waits for the batches that others have begun.
+every kill, on machines with the same hardware and libraries. The ranks communicate only through files
+(``shared_set.SharedSet``). Each of them ends with the complete set: it waits for the batches that others have begun.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from fastdiff.parallel.claims import in_turn
 from fastdiff.parallel.devices import require_precision
 from fastdiff.progress_bar import Bar
 from fastdiff.sampling.conditions import Conditions, SampleRequest, conditions
-from fastdiff.sampling.parts import SampleParts
+from fastdiff.sampling.npz_parts import NpzParts
 from fastdiff.sampling.pixels import IDENTITY, PixelDecoder
 from fastdiff.sampling.png_files import PngFiles
 from fastdiff.sampling.run import Run
+from fastdiff.sampling.shared_set import SharedSet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +45,8 @@ class SetOptions:
     """The npz, or the folder."""
     pngs: bool = False
     """Write separate PNG files to the folder ``out``."""
+    overwrite: bool = False
+    """Replace a finished set in ``out`` that was drawn with other options."""
     batch: int = 64
     """Images per forward pass; part of the plan, because it affects the rounding of matrix products."""
     precision: Precision = "fp32"
@@ -81,10 +84,11 @@ def draw_set(
     conditioned, sampler, decoder = _prepared(run, request, sampler, options.precision, options.autoencoder)
     plan = _plan(run, conditioned, sampler, options, decoder)
     shape = (conditioned.count, *decoder.shape)
-    parts = (
-        PngFiles(options.out, plan, shape, options.batch, conditioned.kind)
+    common = options.out, plan, shape, options.batch
+    parts: SharedSet = (
+        PngFiles(*common, conditioned.kind, overwrite=options.overwrite)
         if options.pngs
-        else SampleParts(options.out, plan, shape, options.batch, conditioned.labels)
+        else NpzParts(*common, conditioned.labels, overwrite=options.overwrite)
     )
     if parts.complete:
         say(f"{options.out} is complete already")
@@ -182,7 +186,7 @@ def _plan(
     }
 
 
-def _missing(parts: SampleParts, rank: Rank) -> Iterator[int]:
+def _missing(parts: SharedSet, rank: Rank) -> Iterator[int]:
     """Yield the missing batches, claimed; rank 0 shows a progress bar over the images of all ranks."""
     is_shown = rank.number == 0
     with Bar("sampling", parts.total, "images", done=parts.done(), shown=is_shown) as bar:

@@ -221,7 +221,8 @@ def test_the_command_compares_real_runs(
         train(tiny(digits, tmp_path / name, 10, optim__lr=lr, validation=checked), launch(0), world)
     capsys.readouterr()
     assert main(["compare", str(tmp_path / "slow"), str(tmp_path / "fast")]) == 0
-    printed = capsys.readouterr().out
+    printed, told = capsys.readouterr()
+    assert f"the picture goes into RUN_B, {tmp_path / 'fast' / 'compare-slow.png'}; --png names another" in told
     total = next(line.split() for line in printed.splitlines() if "all samples" in line)
     a, b = (read(tmp_path / name, 10).loss for name in ("slow", "fast"))
     assert [float(cell) for cell in total[2:6]] == [
@@ -232,6 +233,10 @@ def test_the_command_compares_real_runs(
     picture = tmp_path / "fast" / "compare-slow.png"
     assert printed.splitlines()[-1] == f"drawn: {picture}"
     assert picture.stat().st_size > 10_000
+    assert main(["compare", str(tmp_path / "slow"), str(tmp_path / "fast"), "--png", str(picture)]) == 0
+    told = capsys.readouterr().err
+    assert f"{picture} exists and will be replaced" in told
+    assert "RUN_B" not in told
     assert main(["compare", str(tmp_path / "slow"), str(tmp_path / "fast"), "--step", "7"]) == 2
     assert "there are steps 5, 10" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -211,6 +211,10 @@ def test_the_result_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixt
     options = ["--reference", str(samples), "--features", "pixels", "--out", str(tmp_path / "taken")]
     assert main(["evaluate", str(samples), *options]) == 74
     assert "taken" in capsys.readouterr().err
+    before = samples.read_bytes()
+    assert main(["evaluate", str(samples), *options[:-1], str(samples)]) == 2
+    assert "a.npz: it exists and is no JSON by its name" in capsys.readouterr().err
+    assert samples.read_bytes() == before
 
 
 # --- extractors ----------------------------------------------------------------------------------------------------

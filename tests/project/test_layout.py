@@ -52,8 +52,8 @@ ROOMS: dict[str, set[str]] = {
 }  # fmt: skip
 GROUND = {
     "batch", "console", "errors", "exit_message", "files", "json_lines", "live_line", "optional_packages",
-    "patient_files", "process_limits", "progress", "progress_bar", "rng", "run_files", "sanitize", "standard_streams",
-    "starting", "tables", "terminal", "verbosity",
+    "outputs", "patient_files", "process_limits", "progress", "progress_bar", "rng", "run_files", "sanitize",
+    "standard_streams", "starting", "tables", "terminal", "verbosity",
 }  # fmt: skip
 FREE_OF_TORCH = (
     "ledger",
@@ -73,6 +73,7 @@ FREE_OF_TORCH = (
     "terminal",
     "json_lines",
     "run_files",
+    "outputs",
     "patient_files",
     "plugins.user_code",
     "api.config",

@@ -75,13 +75,36 @@ def test_every_image_of_a_set_is_a_file_of_its_number_and_class(trained: Path, t
     assert main([*command(trained, "--pngs", out), "--seed", "1"]) == 2
     said = capsys.readouterr().err
     assert f"{out} has images drawn with another plan, such as {names[0]} (seed: 0 there, 1 now)" in said
-    assert "delete those images to begin anew" in said
+    assert "or replace what is there by --overwrite" in said
     Image.new("L", (8, 8)).save(out / names[7])
     (out / "mine.png").write_text("not of the set")
     foreign = contents(out)
     assert main(command(trained, "--pngs", out)) == 2
     assert f"{names[7]} exists and was not written by fastdiff; choose another --pngs" in capsys.readouterr().err
     assert contents(out) == foreign
+
+
+def test_a_set_that_replaces_another_one(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    """The images of the other plan go, also those beyond a smaller set; again the same command has nothing to do."""
+    out = tmp_path / "pngs"
+    assert main(command(trained, "--pngs", out)) == 0
+    (out / "mine.png").write_text("not of the set")
+    fewer = [*command(trained, "--pngs", out), "--num", "24", "--seed", "1", "--overwrite"]
+    assert main(fewer) == 0
+    assert main([*command(trained, "--pngs", tmp_path / "alone"), "--num", "24", "--seed", "1"]) == 0
+    assert contents(out) == contents(tmp_path / "alone") | {"mine.png": b"not of the set"}
+    capsys.readouterr()
+    assert main(fewer) == 0
+    assert "is complete already" in capsys.readouterr().out
+
+
+def test_a_folder_of_someone_else_is_refused_before_the_work(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "photos").mkdir()
+    Image.new("L", (8, 8)).save(tmp_path / "photos" / "000123.png")
+    for overwrite in ([], ["--overwrite"]):
+        assert main([*command(trained, "--pngs", tmp_path / "photos"), *overwrite]) == 2
+        assert "photos: the folder is not of this command, it holds 000123.png; name" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "photos").iterdir()] == ["000123.png"]
 
 
 def test_images_of_prompts_are_named_by_the_number_of_the_prompt(world: World, tmp_path: Path, capsys: Any) -> None:

@@ -30,7 +30,7 @@ from fastdiff.models.load import null_label
 from fastdiff.parallel.world import World
 from fastdiff.sampling.conditions import SampleRequest
 from fastdiff.sampling.npz import read_npz
-from fastdiff.sampling.parts import SampleParts
+from fastdiff.sampling.npz_parts import NpzParts
 from fastdiff.sampling.run import Run
 from fastdiff.sampling.sample_set import SetOptions, draw_set
 from fastdiff.sampling.solvers import uniform_labels
@@ -65,14 +65,14 @@ def draw(folder: Path, out: Path, rank: Rank, num: int = IMAGES, batch: int = BA
 @contextmanager
 def interrupted(batches: int) -> Iterator[None]:
     """Press Ctrl-C when so many batches have been drawn."""
-    claim, claimed = SampleParts.claim, itertools.count()
+    claim, claimed = NpzParts.claim, itertools.count()
 
-    def claim_or_interrupt(parts: SampleParts, number: int) -> bool:
+    def claim_or_interrupt(parts: NpzParts, number: int) -> bool:
         if next(claimed) == batches:
             raise KeyboardInterrupt
         return claim(parts, number)
 
-    with mock.patch.object(SampleParts, "claim", claim_or_interrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(NpzParts, "claim", claim_or_interrupt), pytest.raises(KeyboardInterrupt):
         yield
 
 
@@ -287,8 +287,8 @@ def test_a_set_that_another_rank_finishes_during_the_start_is_complete(
     """The other rank removes the folder, plan and all, after its files have been listed."""
     listdir = os.listdir
 
-    def begin() -> SampleParts:
-        return SampleParts(tmp_path / "out.npz", {"images": 4}, (4, 2, 2, 1), 4, None)
+    def begin() -> NpzParts:
+        return NpzParts(tmp_path / "out.npz", {"images": 4}, (4, 2, 2, 1), 4, None)
 
     def overtaken(folder: Path) -> list[str]:
         names = listdir(folder)
@@ -338,6 +338,28 @@ def test_other_settings_do_not_go_on(
     assert re.search(rf"{conflict} \({message}\)", error), error
     assert "choose another --npz" in error
     assert begun or [path.name for path in tmp_path.iterdir()] == ["out.npz"]
+
+
+def test_a_set_replaces_another_one_when_it_is_complete(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """Until then the earlier one stays; a file of someone else always."""
+    out = tmp_path / "out.npz"
+    shutil.copyfile(undisturbed, out)
+    fewer = SetOptions(out=out, batch=16, overwrite=True)
+
+    def begin() -> None:
+        draw_set(Run(trained), SampleRequest(num=40), SamplerConfig(steps=4), fewer, Rank(), say=lambda _: None)
+
+    with interrupted(2):
+        begin()
+    assert out.read_bytes() == undisturbed.read_bytes()
+    begin()
+    draw(trained, tmp_path / "alone.npz", Rank(), num=40, batch=16)
+    assert out.read_bytes() == (tmp_path / "alone.npz").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.npz", "out.npz"]
+    out.write_bytes(b"my thesis")
+    with pytest.raises(ConfigError, match="was not written by fastdiff"):
+        begin()
+    assert out.read_bytes() == b"my thesis"
 
 
 def test_an_average_made_from_other_snapshots_does_not_go_on(
@@ -440,23 +462,23 @@ def test_pixels_are_clamped_unless_it_is_turned_off(trained: Path, tmp_path: Pat
 
 
 @pytest.fixture
-def joining(tmp_path: Path) -> tuple[SampleParts, int]:
+def joining(tmp_path: Path) -> tuple[NpzParts, int]:
     """64 MiB of images, all drawn."""
     shape = 1024, 128, 128, 4
-    parts = SampleParts(tmp_path / "out.npz", {"images": 1024}, shape, 16, None)
+    parts = NpzParts(tmp_path / "out.npz", {"images": 1024}, shape, 16, None)
     for batch in range(parts.batches):
         assert parts.claim(batch)
         parts.write(batch, np.full((16, *shape[1:]), batch, np.uint8))
     return parts, 2**26
 
 
-def _peak_of_join(parts: SampleParts) -> int:
+def _peak_of_join(parts: NpzParts) -> int:
     tracemalloc.start()
     assert parts.join() == 0
     return tracemalloc.get_traced_memory()[1]
 
 
-def test_joining_needs_no_memory_for_the_images(joining: tuple[SampleParts, int], tmp_path: Path) -> None:
+def test_joining_needs_no_memory_for_the_images(joining: tuple[NpzParts, int], tmp_path: Path) -> None:
     """In a process of its own, where no other thread allocates."""
     parts, size = joining
     with ProcessPoolExecutor(1, Forked()) as process:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fastdiff.files import write_output
 from fastdiff.optional_packages import pip_install
+from fastdiff.outputs import require_output, write_output
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands
 from fastdiff_bench.page import bench_charts, overview, plots
@@ -119,6 +119,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         if arguments.out.suffix != ".html":
             raise BenchError(f"report: {arguments.out}: expected a file to write that ends in .html, then the records")
+        require_output(arguments.out)
         text = page(record.read_all(arguments.records or record.kept()))
         write_output(arguments.out, text.encode())
         print(arguments.out)

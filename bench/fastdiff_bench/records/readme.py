@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from fastdiff.files import write_output
+from fastdiff.outputs import write_output
 from fastdiff_bench import BenchError
 from fastdiff_bench.records import record
 from fastdiff_bench.records.fingerprint import ROOT

@@ -14,6 +14,7 @@ from fastdiff.config.argument_types import Parser, Subcommands, local_path, pict
 from fastdiff.console import show
 from fastdiff.errors import ConfigError
 from fastdiff.live_line import live_line
+from fastdiff.outputs import require_output
 from fastdiff.terminal import columns
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     from fastdiff.config.command_line import parse
     from fastdiff.planning import gpus, options, table
 
+    if arguments.picture is not None:
+        require_output(arguments.picture)
     launch, config = parse(arguments.flags, arguments.own)
     known = gpus.known() if arguments.gpu_file is None else gpus.read(arguments.gpu_file)
     sets = [gpus.parse(text, known) for text in dict.fromkeys(arguments.gpus)]

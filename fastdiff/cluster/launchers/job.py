@@ -17,7 +17,7 @@ from fastdiff.config.trackers import require_installed
 from fastdiff.console import note, write_line
 from fastdiff.data.loading.fit import check_data_set
 from fastdiff.errors import ConfigError, DataError, StorageError
-from fastdiff.files import write_output
+from fastdiff.outputs import require_output, write_output
 from fastdiff.parallel.visible_gpus import visible_gpus
 
 SUPERVISOR = "fastdiff.cluster.supervisor.main"
@@ -136,6 +136,7 @@ def require_name(flag: str, value: str, pattern: str, expected: str) -> None:
 
 def write(path: Path, content: str) -> None:
     """Write a file that only the user can read: flags may hold private values."""
+    require_output(path)
     write_output(path, content.encode(), 0o600)
 
 

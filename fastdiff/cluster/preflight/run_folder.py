@@ -13,7 +13,7 @@ from typing import Any
 from fastdiff.checkpoint.unchanged import Facts, check_resume, check_unchanged, newest_manifest
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
-from fastdiff.config.run_record import as_json, plugins
+from fastdiff.config.run_record import as_json, plugins, require_run_folder
 from fastdiff.data.loading.fit import require_fit
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import ConfigError, DataError, StorageError
@@ -21,7 +21,7 @@ from fastdiff.sanitize import is_address
 
 
 def check_run_folder(config: RunConfig, launch: Launch) -> None:
-    """Refuse a folder with a run on other data, or of another configuration.
+    """Refuse a folder of someone else, with a run on other data, or with one of another configuration.
 
     What is only known later is left to the ranks: data at an address or encoded online, and the fields that a pipeline
     decides.
@@ -33,6 +33,7 @@ def check_run_folder(config: RunConfig, launch: Launch) -> None:
     found = None if launch.resume == "never" else newest_manifest(run)
     check_resume(run, launch.resume, resumable=found is not None)
     if found is None:
+        require_run_folder(run)
         return
     folder, manifest = found
     digest, fits = _read(config)

@@ -44,6 +44,7 @@ from fastdiff.data.shards.usage import runs_that_use
 from fastdiff.data.shards.writer import is_shard_file
 from fastdiff.errors import ConfigError, DataError, StorageError, remedy
 from fastdiff.files import fsync, is_temporary, lock, open_lock_in, publish
+from fastdiff.outputs import require_own_folder
 from fastdiff.parallel.claims import Claims
 
 BAD_IMAGES = "bad_images.jsonl"
@@ -289,6 +290,7 @@ class EncodeFolder:
             )
         if (self.out / INFO_FILE).exists() and self._begun() is None:
             self._require_this_plan()
+        require_own_folder("OUT", self.out, lambda name: name == _FOLDER or is_shard_file(name) or name in _RESULTS)
         self._work.mkdir(exist_ok=True)
 
     def _require_this_plan(self, why: str = "") -> None:

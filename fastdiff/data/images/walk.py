@@ -12,22 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from fastdiff.errors import StorageError
+from fastdiff.files import of_other_program
 from fastdiff.sanitize import escape
-
-_OF_OTHERS = frozenset(
-    {
-        "@eadir", "@__thumb", "#recycle", "#snapshot", "@recycle", "@recently-snapshot",  # network storage
-        "__macosx", "icon\r",  # macOS
-        "$recycle.bin", "recycler", "system volume information", "thumbs.db", "ehthumbs.db", "desktop.ini",  # Windows
-        "picasa.ini", "lost+found", "__pycache__",
-    }
-)  # fmt: skip
-"""Names of files and folders that other programs leave among a user's, in lower case."""
-
-
-def of_other_program(name: str) -> bool:
-    """Return whether a file or folder of this name is hidden, or left by another program."""
-    return name.startswith(".") or name.lower() in _OF_OTHERS
 
 
 def within_other_program(path: str) -> bool:

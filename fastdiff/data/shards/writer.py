@@ -24,6 +24,7 @@ from fastdiff.data.shards.sample_files import components
 from fastdiff.data.shards.tar_writer import ShardTar
 from fastdiff.errors import ConfigError, DataError, StorageError, remedy
 from fastdiff.files import lock, open_lock
+from fastdiff.outputs import require_own_folder
 
 # Present during an encode, or after a killed one: all shards in the folder then belong to it and may be replaced.
 _MARKER = ".encoding"
@@ -133,6 +134,7 @@ class ShardWriter:
                 f"{self.folder} holds {min(found)}, which was not written by an unfinished encode; choose another "
                 "folder"
             )
+        require_own_folder("OUT", self.folder, lambda name: name == _MARKER or is_shard_file(name))
         self._marker = open(open_lock(marker), "rb")  # noqa: SIM115  (held, with its lock, until __exit__)
         if os.fstat(self._marker.fileno()).st_size:
             self._marker.close()

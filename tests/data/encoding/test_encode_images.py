@@ -374,6 +374,13 @@ def test_folders_of_others_are_left_alone(tmp_path: Path, source: Path, sd: Path
     with pytest.raises(ConfigError, match="already holds a data set"):
         encode(source, digits, sd)
     assert files(digits) == before
+    (tmp_path / "home" / "thesis").mkdir(parents=True)
+    for begin in (lambda: encode(source, tmp_path / "home", sd), lambda: encode_digits(tmp_path / "home")):
+        with pytest.raises(ConfigError, match=r"home: the folder is not of this command, it holds thesis; name a new"):
+            begin()
+    assert [path.name for path in (tmp_path / "home").rglob("*")] == ["thesis"]
+    (tmp_path / "disk" / "lost+found").mkdir(parents=True)
+    encode_digits(tmp_path / "disk")
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / ".encoding").touch()
     with pytest.raises(ConfigError, match="unfinished encode of digits or synthetic"):
@@ -408,6 +415,7 @@ def test_files_of_the_user_beside_encoded_images_stay(tmp_path: Path, source: Pa
 
 def test_files_of_the_user_beside_encoded_digits_stay(tmp_path: Path, digits: Path) -> None:
     mine = neighbours(tmp_path / "out")
+    (tmp_path / "out" / ".encoding").touch()  # of an encode that was killed at its start
     encode_digits(tmp_path / "out")
     assert files(tmp_path / "out") == mine | files(digits)
 

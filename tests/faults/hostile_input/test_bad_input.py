@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from fastdiff.cli import main as commands
+from fastdiff.cluster.preflight.run_folder import check_run_folder
 from fastdiff.config.run import RunConfig
 from fastdiff.data.encoding.builtin import digits as real_digits
 from fastdiff.data.encoding.builtin import pixels_template, write
@@ -275,12 +276,20 @@ def test_three_non_finite_steps_in_a_row_stop_the_run(
 # --- the run folder ------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_with_logs_of_someone_else_is_no_run_folder(world: World, digits: Path, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"accuracy": 0.5}\n')
-    with pytest.raises(ConfigError, match=r"holds metrics\.jsonl and is no run folder"):
-        train(tiny(digits, tmp_path, steps=1), launch(), world)
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"accuracy": 0.5}\n'
+def test_a_folder_of_someone_else_is_no_run_folder(world: World, digits: Path, tmp_path: Path) -> None:
+    """Logs would be cut back; what users and launchers place there before a run is no reason."""
+    config = tiny(digits, tmp_path / "run", steps=1)
+    (tmp_path / "run").mkdir()
+    for name in ("metrics.jsonl", "thesis.odt", "src"):
+        (tmp_path / "run" / name).write_text('{"accuracy": 0.5}\n')
+        for refuse in (lambda: train(config, launch(), world), lambda: check_run_folder(config, launch())):
+            with pytest.raises(ConfigError, match=f"run: the folder is not of this command, it holds {name}; name"):
+                refuse()
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [name]
+        (tmp_path / "run" / name).unlink()
+    for name in ("run.yaml", "slurm-12.out"):
+        (tmp_path / "run" / name).touch()
+    train(config, launch(), world)
 
 
 @pytest.mark.fault(27)

@@ -203,7 +203,7 @@ ALLOWED = {
     "dashboard/folders.py": {"runs_in"}, "dashboard/status.py": {"_has_open"},
     "checkpoint/manifest.py": {"_problem_of"}, "checkpoint/step_folders.py": {"drop_leftovers"},
     "ledger/records.py": {"_ends_whole", "process_began"}, "evaluation/validation_files.py": {"read"},
-    "config/run_record.py": {"claim", "_refuse_foreign", "require_run"}, "json_lines.py": {"_cut", "_replace_end"},
+    "config/run_record.py": {"claim", "require_run"}, "json_lines.py": {"_cut", "_replace_end"},
 }  # fmt: skip
 ROOMS = ("api", "checkpoint", "dashboard", "ledger")
 MODULES = (

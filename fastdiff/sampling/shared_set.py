@@ -1,9 +1,8 @@
-"""Finished batches of a sample set in ``OUT.parts``: the only communication between the ranks that draw it.
+"""A sample set that any number of processes draw together, by files alone: its plan, its locks and its claims.
 
-``plan.json`` records everything that determines the bytes, ``part-000012`` holds the pixels of a batch. A batch without
-a file is drawn again, so that the same command continues after a kill. A process claims a batch by the lock of
-``part-000012.lock`` (``parallel/claims.py``). The rank that finds all parts joins them. The plan is also the zip
-comment of the finished file, which identifies it.
+``plan.json`` in a folder of the set records everything that determines the bytes. A batch without a file is drawn
+again, so that the same command continues after a kill. A process claims a batch by the lock of ``part-000012.lock``
+(``parallel/claims.py``). The finished set records its plan as well, which identifies it.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ import json
 import math
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from fastdiff.data.shards.format import canonical_json
-from fastdiff.errors import ConfigError, StorageError, remedy, require
-from fastdiff.files import fsync, is_temporary, make_parents, open_lock_in, publish
+from fastdiff.errors import ConfigError, StorageError, remedy
+from fastdiff.files import is_temporary, make_parents, open_lock_in, publish
 from fastdiff.parallel.claims import Claims
 from fastdiff.run_files import read_inside
-from fastdiff.sampling.npz import comment_of, write_npz
 
-_PLAN, _LOCK, _JOINED = "plan.json", "lock", "joined"
+_PLAN, _LOCK, JOINED = "plan.json", "lock", "joined"
 _OWN = re.compile(r"(plan\.json|joined|lock|part-[0-9]{6,}(\.lock)?)(\.[0-9]+-[0-9a-f]{8}\.tmp)?")
 """Names of the files in the folder."""
 _MOST_PLAN = 2**17
@@ -37,44 +36,40 @@ _OF_LOCK = re.compile(r"lock|part-[0-9]{6,}\.lock")
 """Those that a process may make again after another one has removed the folder."""
 
 
-class SampleParts:
-    """Parts of one npz, and the npz itself; ``png_files.PngFiles`` writes separate files instead.
+class SharedSet(ABC):
+    """The parts that all forms of a set share.
 
     Args:
-        out: the npz to write.
-        plan: JSON values by name that determine its bytes; at most 64 KiB, the limit of a zip comment.
+        out: file or folder to write.
+        plan: JSON values by name that determine its bytes.
         shape: ``(N, H, W, C)``.
-        batch: images per part.
-        labels: ``[N]`` classes; None: no labels.
+        batch: images that a process draws at once.
+        overwrite: replace a finished set with another plan in ``out``.
 
     Attributes:
-        complete: whether ``out`` exists, drawn with the same plan.
+        complete: whether ``out`` is finished, drawn with the same plan.
 
     Raises:
-        ConfigError: the output or its parts exist and have another plan, or are no samples.
+        ConfigError: ``out`` or its unfinished set exists and has another plan, or is no set.
         StorageError: from every method: the folder cannot be written.
     """
 
-    flag, anew = "--npz", "delete it"
-    """Option of the command that names ``out``; what makes room for another plan there."""
+    flag: ClassVar[str]
+    """Option of the command that names ``out``."""
 
     def __init__(
-        self,
-        out: Path,
-        plan: Mapping[str, Any],
-        shape: tuple[int, int, int, int],
-        batch: int,
-        labels: npt.NDArray[np.int64] | None,
+        self, out: Path, plan: Mapping[str, Any], shape: tuple[int, int, int, int], batch: int, *, overwrite: bool
     ) -> None:
         self.out, self.batch = out, batch
         self.complete = False
         self._plan: dict[str, Any] = json.loads(canonical_json(plan))
-        self._shape, self._labels = shape, labels
+        self._shape, self._overwrite = shape, overwrite
         self._folder = self._place()
         self._claims = Claims(self._folder, "part")
         with self._locked():
             if not self.complete:
                 self._agree()
+                self._make_room()
 
     @property
     def total(self) -> int:
@@ -86,35 +81,29 @@ class SampleParts:
         """Number of batches."""
         return math.ceil(self.total / self.batch)
 
+    @property
+    @abstractmethod
+    def leftovers(self) -> str:
+        """What to delete in order to begin anew."""
+
     def images(self, batch: int) -> range:
         """Numbers of the images of a batch; a function of the plan alone."""
         return range(batch * self.batch, min((batch + 1) * self.batch, self.total))
 
-    @property
-    def leftovers(self) -> str:
-        """What to delete in order to begin anew."""
-        return str(self._folder)
-
+    @abstractmethod
     def has(self, batch: int) -> bool:
         """Whether a batch has been drawn."""
-        with storage(self.out), suppress(FileNotFoundError):
-            return self._path(batch).stat().st_size == self._bytes(batch)
-        return False
 
+    @abstractmethod
     def done(self) -> int:
         """Number of images that have been drawn, by all ranks."""
-        sizes: dict[str, int] = {}
-        with storage(self.out), suppress(FileNotFoundError), os.scandir(self._folder) as entries:
-            sizes.update((entry.name, entry.stat().st_size) for entry in entries)
-        drawn = (b for b in range(self.batches) if sizes.get(self._path(b).name) == self._bytes(b))
-        return sum(len(self.images(batch)) for batch in drawn)
 
     def claim(self, batch: int) -> bool:
         """Claim a batch; False: it has been drawn, or another process draws it."""
         with storage(self.out):
-            if self._is_drawn(batch) or not self._claims.take(batch):
+            if self.has(batch) or not self._claims.take(batch):
                 return False
-            if self._is_drawn(batch):
+            if self.has(batch):
                 self._claims.release(batch)
                 return False
             return True
@@ -123,7 +112,7 @@ class SampleParts:
         """Write a claimed batch ``[n, H, W, C]`` durably, and release it: a kill after the return does not lose it."""
         assert pixels.shape == (len(self.images(batch)), *self._shape[1:])
         with storage(self.out):
-            publish(self._path(batch), pixels.tobytes())
+            self._write(batch, pixels)
         self._claims.release(batch)
 
     def release_all(self) -> None:
@@ -133,37 +122,37 @@ class SampleParts:
     def wait(self) -> None:
         """Wait until no other process holds the first batch that has not been drawn."""
         with storage(self.out):
-            batch = next((batch for batch in range(self.batches) if not self._is_drawn(batch)), None)
+            batch = next((batch for batch in range(self.batches) if not self.has(batch)), None)
             if batch is not None:
                 self._claims.wait(batch)
 
-    def _place(self) -> Path:
-        """Return the folder of the parts; ConfigError if ``out`` cannot be written there."""
-        require(not self.out.is_dir(), f"--npz {self.out}: a folder, expected the name of a file to write")
-        return self.out.with_name(f"{self.out.name}.parts")
-
-    def _is_drawn(self, batch: int) -> bool:
-        return self.out.exists() or self.has(batch)
-
     def join(self) -> int:
-        """Write the npz if all batches have been drawn, and remove the parts.
-
-        Returns:
-            Number of images that are missing.
-        """
+        """Finish the set if all batches have been drawn; return the number of images that are missing."""
         with self._locked():
             if self.complete:
                 return 0
-            if missing := self.total - self.done():
-                return missing
-            joined = self._folder / _JOINED
-            joined.unlink(missing_ok=True)  # of a killed process
-            parts = [self._path(batch) for batch in range(self.batches)]
-            write_npz(joined, parts, self._shape, self._labels, canonical_json(self._plan))
-            joined.replace(self.out)
-            fsync(self.out.parent)
-            self._clear()
-        return 0
+            if not (missing := self.total - self.done()):
+                self._finish()
+            return missing
+
+    @abstractmethod
+    def _place(self) -> Path:
+        """Return the folder of plan and locks; ConfigError if ``out`` cannot be written there."""
+
+    @abstractmethod
+    def _is_complete(self) -> bool:
+        """Whether ``out`` is finished; ConfigError if it has another plan and may not be replaced."""
+
+    @abstractmethod
+    def _write(self, batch: int, pixels: npt.NDArray[np.uint8]) -> None: ...
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Turn the batches into the finished set."""
+
+    @abstractmethod
+    def _make_room(self) -> None:
+        """Remove what would be in the way of a set that replaces another one."""
 
     def _agree(self) -> None:
         """Record the plan, or check it against the recorded one."""
@@ -175,40 +164,29 @@ class SampleParts:
             found = json.loads(read_inside(self._folder, _PLAN, _MOST_PLAN))
         except ValueError:
             raise self._foreign() from None
-        self._check(found if isinstance(found, dict) else {}, f"{self._folder} holds samples of another plan")
-
-    def _is_complete(self) -> bool:
-        """Whether the npz exists; ConfigError if it has another plan."""
-        if not self.out.exists():
-            return False
-        try:
-            found = json.loads(comment_of(self.out))
-            if not isinstance(found, dict):
-                raise ValueError
-        except ValueError:
-            raise ConfigError(f"{self.out} exists and was not written by fastdiff; choose another --npz") from None
-        self._check(found, f"{self.out} exists, drawn with another plan")
-        self._clear()
-        return True
-
-    def _check(self, found: Mapping[str, Any], what: str) -> None:
-        names = sorted(found.keys() | self._plan.keys())
-        changed = [
-            f"{name}: {found.get(name)} there, {self._plan.get(name)} now"
-            for name in names
-            if found.get(name) != self._plan.get(name)
-        ]
-        if changed:
+        if changed := self._changes(found if isinstance(found, dict) else {}):
             raise ConfigError(
-                f"{what} ({'; '.join(changed)}); give the same options, choose another {self.flag}, or "
-                f"{self.anew} to begin anew"
+                f"{self._folder} holds samples of another plan ({changed}); give the same options, choose another "
+                f"{self.flag}, or delete {self.leftovers} to begin anew"
             )
 
-    def _path(self, batch: int) -> Path:
-        return self._folder / f"part-{batch:06d}"
+    def _changes(self, found: Mapping[str, Any]) -> str:
+        """Return in words what another plan has otherwise; empty for the same one."""
+        return "; ".join(
+            f"{name}: {found.get(name)} there, {self._plan.get(name)} now"
+            for name in sorted(found.keys() | self._plan.keys())
+            if found.get(name) != self._plan.get(name)
+        )
 
-    def _bytes(self, batch: int) -> int:
-        return len(self.images(batch)) * math.prod(self._shape[1:])
+    def _is_replaceable(self, found: Mapping[str, Any], what: str) -> bool:
+        """Whether a finished set has another plan, and is to be replaced; ConfigError if it is not to be."""
+        changed = self._changes(found)
+        if changed and not self._overwrite:
+            raise ConfigError(
+                f"{what} ({changed}); give the same options, choose another {self.flag}, or replace what is there by "
+                "--overwrite"
+            )
+        return bool(changed)
 
     def _clear(self) -> None:
         """Remove the folder, the plan behind the parts: without it, the next process would not know them."""
@@ -249,7 +227,7 @@ class SampleParts:
         """
         with storage(self.out):
             is_foreign = self._is_foreign()
-            self.complete = self._is_complete()  # after it: another rank writes the npz before it removes the parts
+            self.complete = self._is_complete()  # after it: another rank finishes the set before it removes the folder
             if self.complete:
                 yield
                 return
