@@ -9,7 +9,7 @@ from typing import Any
 
 from fastdiff.config.argument_types import MOST_WORKERS, Subcommands, at_most, count, local_path, shape
 from fastdiff.console import show
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, Preempted
 from fastdiff.live_line import live_line
 
 _BUILTIN = {"digits": ("split",), "synthetic": ("shape", "samples", "classes")}
@@ -163,5 +163,8 @@ def _encode_builtin(source: str, given: Mapping[str, Any]) -> None:
     from fastdiff.data.encoding.builtin import encode_digits, encode_synthetic
 
     options, out = {name: given[name] for name in _BUILTIN[source] if name in given}, given["out"]
-    info = encode_digits(out, **options) if source == "digits" else encode_synthetic(out, **options)
+    try:
+        info = encode_digits(out, **options) if source == "digits" else encode_synthetic(out, **options)
+    except KeyboardInterrupt:
+        raise Preempted(f"interrupted; {out} is not complete, and the same command begins anew") from None
     show(f"{out} is complete: {info.samples} samples; check it with `{shlex.join(['fastdiff', 'verify', str(out)])}`")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fastdiff.exit_message import message_file
 from fastdiff.parallel.heartbeat import PHASES, Beat, Phase, beat_path, read_beat
 from fastdiff.parallel.rendezvous import LISTENER
 
@@ -100,6 +101,11 @@ class Ranks:
     def alive(self) -> list[Rank]:
         """The ranks that are not reaped yet."""
         return [rank for rank in self._ranks if rank.alive]
+
+    @property
+    def told(self) -> Rank | None:
+        """The rank, alive or not, that has printed the message of this node; None: none has."""
+        return next((rank for rank in self._ranks if message_file(self._folder, rank.number).exists()), None)
 
     @property
     def training(self) -> bool:

@@ -108,7 +108,7 @@ class Watch:
         self._ranks.signal(number)
 
     def _on_end(self, rank: Rank, code: int) -> None:
-        error = self._folder / f"rank-{rank.number:05d}.error"
+        error = self._error_of(rank)
         if self._stopping and -code in (signal.SIGTERM, signal.SIGUSR1):
             # The rank had no handler: not yet, with nothing to save, or no longer, after a failure.
             code = 1 if error.exists() else Preempted.exit_code
@@ -121,8 +121,20 @@ class Watch:
             self._stop(signal.SIGTERM)
         elif code not in (0, Preempted.exit_code) and self._failure is None:
             self._failed_s = time.monotonic()
-            self._failure = of_failed_rank(rank.number, rank.process.pid, self._name, code, error)
+            self._failure = self._first_failure(rank, code)
             self._nodes.propose(self._failure)
+
+    def _first_failure(self, ended: Rank, code: int) -> Outcome:
+        """Return the failure of the rank that ended first, or of the one that it let print its message before."""
+        told = self._ranks.told
+        if told is not None and code > 0:
+            failure = of_failed_rank(told.number, told.process.pid, self._name, code, self._error_of(told))
+            if not failure.consequence:
+                return failure
+        return of_failed_rank(ended.number, ended.process.pid, self._name, code, self._error_of(ended))
+
+    def _error_of(self, rank: Rank) -> Path:
+        return self._folder / f"rank-{rank.number:05d}.error"
 
     def _finish_if_done(self) -> None:
         if not (self._ranks.alive or self._failure or self._finished):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import itertools
 import json
 import tarfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from fastdiff.cli.main import main
+from fastdiff.data.encoding import builtin
 from fastdiff.data.encoding.images import _Expectation, encode_images
 from fastdiff.data.encoding.options import EncodeOptions
 from fastdiff.data.encoding.plan import BadRecord, EncodeFolder, UnitRecord
@@ -94,6 +97,23 @@ def test_the_options_of_synthetic_data(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"5 samples; check it with `fastdiff verify {tmp_path / 'out'}`" in capsys.readouterr().out
     info = DatasetInfo.read(tmp_path / "out")
     assert (info.latent.shape, info.samples, info.classes) == ((2, 4, 4), 5, 3)
+
+
+def test_an_interrupted_synthetic_set_is_told_as_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: object) -> Iterator[builtin.Sample]:
+        yield from itertools.islice(synthetic((2, 4, 4), 5, 3, 0), 2)
+        raise KeyboardInterrupt
+
+    synthetic = builtin.synthetic
+    command = ["encode", "synthetic", str(tmp_path / "out"), "--shape", "2,4,4", "--samples", "5"]
+    with monkeypatch.context() as patch:
+        patch.setattr(builtin, "synthetic", interrupted)
+        assert main(command) == 75
+    said = capsys.readouterr().err
+    assert f"interrupted; {tmp_path / 'out'} is not complete, and the same command begins anew" in said
+    assert main(command) == 0
 
 
 def test_a_rank_says_that_it_waits_for_the_count_of_captions(images: Path, pipeline: Path, tmp_path: Path) -> None:
