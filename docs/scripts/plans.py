@@ -59,7 +59,7 @@ def _rounded(value: float) -> str:
 def _span(low: float, high: float) -> str:
     """Return an interval of days in the unit that suits its end."""
     for unit, days in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
-        if high >= 2 * days or unit == "minutes":
+        if float(_rounded(high / days).replace(",", "")) >= 2 or unit == "minutes":
             return f"{_rounded(low / days)} to {_rounded(high / days)} {unit}"
     raise AssertionError
 

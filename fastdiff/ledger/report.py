@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from fastdiff import durations
 from fastdiff.ledger.reader import CLASSES, Class, Start, Sums
 from fastdiff.ledger.records import FILE
 from fastdiff.tables import table
@@ -122,7 +123,7 @@ def in_words(run: Path, sums: Sums, cost: Costs, room: int | None = None) -> str
     first, last = sums.starts[0].began, sums.starts[-1].ended
     starts = f"{len(sums.starts)} starts" if len(sums.starts) > 1 else "1 start"
     parts = [
-        f"{run}: {starts}, from {_time(first)} to {_time(last)}: {_duration(sums.wall_s)}, goodput "
+        f"{run}: {starts}, from {_time(first)} to {_time(last)}: {durations.in_words(sums.wall_s)}, goodput "
         f"{_share(sums.seconds['step kept'], sums)} %",
         table(_classes(sums), (0, 3), room),
         table(_starts(sums), (7,), room),
@@ -140,8 +141,8 @@ def _classes(sums: Sums) -> list[list[str]]:
     }
     found = sums.seconds
     spent = [name for name in CLASSES if found[name]]
-    rows = [[name, _duration(found[name]), _share(found[name], sums), notes.get(name, "")] for name in spent]
-    return [["time", "", "%", ""], *rows, ["all", _duration(sums.wall_s), _share(sums.wall_s, sums), ""]]
+    rows = [[name, durations.in_words(found[name]), _share(found[name], sums), notes.get(name, "")] for name in spent]
+    return [["time", "", "%", ""], *rows, ["all", durations.in_words(sums.wall_s), _share(sums.wall_s, sums), ""]]
 
 
 def _starts(sums: Sums) -> list[list[str]]:
@@ -152,11 +153,11 @@ def _starts(sums: Sums) -> list[list[str]]:
 def _start(number: int, start: Start) -> list[str]:
     end = start.outcome or "runs, or was killed"
     steps = [f"{steps:,}" for steps in (start.resumed, start.steps_kept, start.steps_lost)]
-    return [str(number), _time(start.began), _duration(start.wall_s), str(len(start.nodes)), *steps, end]
+    return [str(number), _time(start.began), durations.in_words(start.wall_s), str(len(start.nodes)), *steps, end]
 
 
 def _nodes(sums: Sums) -> list[list[str]]:
-    rows = [[node.name, f"{node.gpu_hours:.2f}", _duration(node.late_s)] for node in nodes(sums)]
+    rows = [[node.name, f"{node.gpu_hours:.2f}", durations.in_words(node.late_s)] for node in nodes(sums)]
     return [["node", "GPU-hours", "waited for it"], *rows]
 
 
@@ -190,8 +191,8 @@ def _per_million(cost: Costs, amount: float) -> str:
 def _late(sums: Sums) -> list[str]:
     found = stragglers(sums)
     named = [
-        f"straggler: in start {one.start} the others waited {_duration(one.late_s)} ({100 * one.share:.0f} % of the "
-        f"steps) for rank {one.rank} on {one.node}, whose forward passes took {100 * one.longer:.0f} % longer"
+        f"straggler: in start {one.start} the others waited {durations.in_words(one.late_s)} "
+        f"({100 * one.share:.0f} % of the steps) for rank {one.rank} on {one.node}, whose forward passes took {100 * one.longer:.0f} % longer"
         for one in found
         if one.share >= _LATE
     ]
@@ -201,12 +202,6 @@ def _late(sums: Sums) -> list[str]:
 
 def _share(seconds: float, sums: Sums) -> str:
     return f"{100 * seconds / sums.wall_s:.1f}" if sums.wall_s else "-"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.2f} h"
 
 
 def _time(seconds: float) -> str:

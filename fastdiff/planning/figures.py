@@ -9,8 +9,8 @@ import torch
 
 from fastdiff.config.deepspeed import DsConfig, offloads_optimizer
 from fastdiff.config.run import RunConfig
+from fastdiff.durations import in_words
 from fastdiff.models.cost.memory import setup_of
-from fastdiff.planning.durations import in_words
 from fastdiff.planning.gpus import Gpus, of_device
 from fastdiff.planning.memory import memory
 from fastdiff.planning.network import read_network

@@ -6,10 +6,10 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
+from fastdiff.durations import in_words
 from fastdiff.errors import ConfigError
 from fastdiff.optional_packages import pip_install
 from fastdiff.outputs import write_output
-from fastdiff.planning.durations import in_words
 from fastdiff.planning.options import Planned
 
 _CLASSES = {

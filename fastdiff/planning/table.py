@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fastdiff.config.launch_options import Launch
-from fastdiff.planning.durations import in_words
+from fastdiff.durations import in_words
 from fastdiff.planning.options import NAMES, Planned, Refused
 from fastdiff.tables import table
 

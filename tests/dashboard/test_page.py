@@ -394,6 +394,9 @@ def test_a_hundred_thousand_records_are_thinned(page: Page, tmp_path: Path) -> N
     assert (tmp_path / "out.html").stat().st_size < 2**20
     page.goto((tmp_path / "out.html").as_uri())
     page.locator("#loss .band").wait_for()
+    assert page.evaluate("[0.4, 0.9996, 119.6, 754, 7199, 172799].map(duration)") == [
+        "400 ms", "1.0 s", "2.0 min", "13 min", "2.0 h", "2.0 days",
+    ]  # fmt: skip
     assert page.evaluate(f"({STEPS}).length") == 1200
     assert page.evaluate("Math.max(...Store.runs[0].columns.loss.max)") == 50
 

@@ -12,8 +12,8 @@ from PIL import Image
 from fastdiff.cli.main import main
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.command_line import parse
+from fastdiff.durations import in_words
 from fastdiff.planning import gpus
-from fastdiff.planning.durations import in_words
 from fastdiff.planning.options import OF_STAGE
 from tests.planning.test_memory import resident
 
@@ -78,17 +78,6 @@ def test_a_lora_is_told_in_the_heading_and_smaller_if_quantised(capsys: pytest.C
     assert "LoRA of rank 16, 0.44 M trained and 33.1 M frozen parameters, its large matrices in 4bit, bf16" in heading
     sizes = [json.loads(plan(capsys, *few, *more, "--json"))["options"][0]["memory_gib"] for more in ((), packed)]
     assert sizes[1]["weights"] < 0.8 * sizes[0]["weights"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0.42, "0.42 s"), (59, "59 s"), (119, "119 s"), (120, "2 min"), (754, "12.6 min"), (7199, "120 min"),
-        (7200, "2 h"), (86_400, "24 h"), (2 * 86_400, "2 days"), (17.14 * 86_400, "17.1 days"), (1e9, "11,574 days"),
-    ],
-)  # fmt: skip
-def test_a_duration_has_the_unit_that_suits_it(seconds: float, words: str) -> None:
-    assert in_words(seconds) == words
 
 
 def test_nothing_is_allocated(capsys: pytest.CaptureFixture[str]) -> None:

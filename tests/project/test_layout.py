@@ -51,7 +51,7 @@ ROOMS: dict[str, set[str]] = {
     "fastdiff": {"", "api"},
 }  # fmt: skip
 GROUND = {
-    "batch", "console", "errors", "exit_message", "files", "json_lines", "live_line", "optional_packages",
+    "batch", "console", "durations", "errors", "exit_message", "files", "json_lines", "live_line", "optional_packages",
     "outputs", "patient_files", "process_limits", "progress", "progress_bar", "rng", "run_files", "sanitize",
     "standard_streams", "starting", "tables", "terminal", "verbosity",
 }  # fmt: skip

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fastdiff.config.argument_types import Subcommands, count, local_path
 from fastdiff.console import show
+from fastdiff.durations import in_words
 from fastdiff.errors import FastdiffError, Preempted
 
 _STEPS = 600
@@ -88,8 +89,7 @@ class Demo:
             self._compare()
             self._measure()
             self._report()
-            minutes = (time.monotonic() - self._began) / 60
-            show(f"\nDone in {minutes:.1f} minutes. Your turn: a recipe of docs/recipes/")
+            show(f"\nDone in {in_words(time.monotonic() - self._began)}. Your turn: a recipe of docs/recipes/")
 
     def _examine(self) -> None:
         _title("This machine")

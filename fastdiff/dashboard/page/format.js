@@ -42,13 +42,16 @@ function tick(value) {
   return String(+value.toPrecision(6)).replace("-", "−");
 }
 
+const UNITS = [["ms", 1e-3, 1e3], ["s", 1, 120], ["min", 60, 120], ["h", 3600, 48], ["days", 86400, Infinity]];
+
+/** A duration in the first unit whose limit its rounded number does not reach: 7199 s is 2.0 h. */
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
-  if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
-  if (seconds < 120) return `${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s`;
-  if (seconds < 7200) return `${(seconds / 60).toFixed(seconds < 600 ? 1 : 0)} min`;
-  if (seconds < 172800) return `${(seconds / 3600).toFixed(1)} h`;
-  return `${(seconds / 86400).toFixed(1)} days`;
+  for (const [unit, length, limit] of UNITS) {
+    const value = seconds / length;
+    const shown = value.toFixed(unit === "ms" || (length < 3600 && value >= 9.95) ? 0 : 1);
+    if (+shown < limit) return `${shown} ${unit}`;
+  }
 }
 
 const two = (value) => String(value).padStart(2, "0");
