@@ -192,7 +192,8 @@ def _late(sums: Sums) -> list[str]:
     found = stragglers(sums)
     named = [
         f"straggler: in start {one.start} the others waited {durations.in_words(one.late_s)} "
-        f"({100 * one.share:.0f} % of the steps) for rank {one.rank} on {one.node}, whose forward passes took {100 * one.longer:.0f} % longer"
+        f"({100 * one.share:.0f} % of the steps) for rank {one.rank} on {one.node}, whose forward passes took "
+        f"{100 * one.longer:.0f} % longer"
         for one in found
         if one.share >= _LATE
     ]
