@@ -20,7 +20,14 @@ from fastdiff.console import log
 from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.build import build_batches, build_order, choose_loader
 from fastdiff.data.loading.order import SampleOrder
-from fastdiff.data.loading.training_set import Data, check_provenance, null_condition, open_data, with_captions
+from fastdiff.data.loading.training_set import (
+    Data,
+    check_provenance,
+    described_selection,
+    null_condition,
+    open_data,
+    with_captions,
+)
 from fastdiff.data.shards.usage import note_use
 from fastdiff.diffusion.objective import Objective
 from fastdiff.ledger.writer import Ledger
@@ -294,6 +301,8 @@ def _open_callbacks(state: TrainState, parts: _Parts, trackers: Trackers, stack:
 def _open_data(config: RunConfig, world: World, stack: ExitStack) -> tuple[Data, SampleOrder]:
     reader = world.together(lambda: open_data(config, world.device))
     stack.enter_context(reader)
+    if world.is_first and (lines := described_selection(reader)):
+        log.info(lines)
     world.on_first(lambda: check_provenance(config, reader.info))
     world.on_first(lambda: note_use(Path(config.data.path), Path(config.output.folder)))
     order = build_order(

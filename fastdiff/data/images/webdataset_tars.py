@@ -110,7 +110,7 @@ class WebDatasetSource:
         return None if is_remote(tar) else {"": [self._column, most], Path(tar).name: stamp(tar)}
 
     def found_in(self, unit: int) -> Selection:
-        """See ``ImageSource``."""
+        """See ``ImageSource``; where only headers were read, what they show."""
         return self._found.get(unit, Selection())
 
     def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
@@ -123,7 +123,7 @@ class WebDatasetSource:
         leftovers = Leftovers()
         for row, group in enumerate(self._first(unit, kinds=KINDS, leftovers=leftovers)):
             yield self._item(unit, row, group, leftovers)
-        self._found[unit] = Selection(left_out=leftovers.left_out.counted(), noted=leftovers.noted.counted())
+        self._found[unit] = _selected(leftovers)
 
     def most_captions(self, unit: int) -> int:
         """Return the largest number of captions per sample in a tar; in a local tar only texts are read."""
@@ -181,8 +181,10 @@ class WebDatasetSource:
         if self._offsets is None:
             self._require_local(purpose)
             found, missing = [], self._most
-            for tar in self._tars:
-                offsets = [group.offset for group in _read(tar, kinds=())]
+            for unit, tar in enumerate(self._tars):
+                leftovers = Leftovers()
+                offsets = [group.offset for group in _read(tar, kinds=(), leftovers=leftovers)]
+                self._found[unit] = _selected(leftovers)
                 found.append(np.array(offsets[:missing], np.int64))
                 if missing is not None:
                     self._leave_out(len(offsets) - missing)
@@ -241,6 +243,10 @@ class WebDatasetSource:
 
 def _called(tar: str) -> str:
     return shown(tar) if is_remote(tar) else escape(tar)
+
+
+def _selected(leftovers: Leftovers) -> Selection:
+    return Selection(left_out=leftovers.left_out.counted(), noted=leftovers.noted.counted())
 
 
 def _read(

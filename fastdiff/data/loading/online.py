@@ -25,6 +25,7 @@ from fastdiff.data.images.items import BadItem, ImageItem
 from fastdiff.data.images.sources import open_source
 from fastdiff.data.loading.batches import Batches, Tensors
 from fastdiff.data.loading.order import RankPositions, SampleOrder, subset
+from fastdiff.data.selection import Counted, Selection
 from fastdiff.data.shards.format import LATENT, Column, DatasetInfo, Provenance, ShardInfo, canonical_json
 from fastdiff.data.shards.remote import is_remote, shown
 from fastdiff.errors import ConfigError, DataError
@@ -94,6 +95,15 @@ class OnlineImages:
     def __len__(self) -> int:
         """Return the number of images in use."""
         return len(self.source) if self._chosen is None else len(self._chosen)
+
+    @property
+    def selection(self) -> Selection:
+        """What the listing, and headers of tars, show of the source that is not in use."""
+        units = (self.source.found_in(unit) for unit in range(self.source.units))
+        if not (undrawn := len(self.source) - len(self)):
+            return self.source.selection.and_then(units)
+        drawn = Counted(reason=f"beyond the --max-samples {len(self)} that --seed draws", count=undrawn)
+        return self.source.selection.and_then([*units, Selection(left_out=(drawn,))])
 
     def item(self, number: int) -> ImageItem | BadItem:
         """Return an image in use by number; StorageError if the storage fails."""

@@ -131,6 +131,14 @@ def _open_images(config: RunConfig, device: torch.device) -> OnlineImages:
     return OnlineImages(config.data, pretrained(config), device, dtype, seed=config.seed)
 
 
+def described_selection(data: Data) -> str:
+    """Return what images for online encoding lack of their source; empty for shards, whose encode said it."""
+    if isinstance(data, LatentReader):
+        return ""
+    lines = "\n".join(data.selection.lines(len(data)))
+    return f"{data.folder}: {lines.replace('--max-samples', '--data.max-samples')}"  # the flag of encode, and that here
+
+
 def check_provenance(config: RunConfig, info: DatasetInfo) -> None:
     """Require data encoded with the autoencoder and the text encoder of the run's pipeline.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from fastdiff.config.data import DataConfig
 from fastdiff.data.images.items import ImageItem
 from fastdiff.data.loading.build import build_batches, build_order
 from fastdiff.data.loading.online import OnlineBatches, OnlineImages
+from fastdiff.data.loading.training_set import described_selection
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.models.pretrained.pipeline import Pretrained
@@ -114,6 +116,30 @@ def test_a_large_micro_batch_is_encoded_in_parts(images: Path, pipeline: Path, m
         first_block = 8 * 32 * 32 * json.loads((pipeline / "vae/config.json").read_text())["block_out_channels"][0] * 4
         assert online.encoder_bytes() >= weights / 2 + first_block  # the decoder of the autoencoder may be left out
         assert online.encoder_bytes() < weights + 10 * first_block
+
+
+def test_what_is_not_taken_is_told(images: Path, pipeline: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "source"
+    shutil.copytree(images, folder)
+    (folder / "unlisted.png").write_bytes((folder / "00.png").read_bytes())
+    (folder / "read me.md").write_text("hello")
+    with open_images(config(folder), pipeline) as online:
+        first, *lines = described_selection(online).splitlines()
+    assert first == f"{folder}: {IMAGES + 1} pictures: {IMAGES} taken, 1 left out"
+    assert [line.strip() for line in lines] == [
+        "left out: 1 picture without a row in metadata.jsonl (first: unlisted.png)",
+        "note: other files, which are no pictures: 1 (first: read me.md)",
+    ]
+    with open_images(config(folder, max_samples=5, subset="random"), pipeline) as online:
+        told = described_selection(online)
+    assert f"{IMAGES + 1} pictures: 5 taken, {IMAGES - 4} left out" in told
+    assert f"{IMAGES - 5} pictures beyond the --data.max-samples 5 that --seed draws" in told
+    tar = tmp_path / "one.tar"
+    with tarfile.open(tar, "w") as archive:
+        for source, name in (("00.png", "a.png"), ("metadata.jsonl", "a.txt"), ("read me.md", "b.md")):
+            archive.add(folder / source, name)
+    with open_images(config(tar), pipeline) as online:
+        assert "note: other members, not read: 1 (first: b.md)" in described_selection(online)
 
 
 def test_a_random_subset_is_that_of_the_seed(images: Path, pipeline: Path) -> None:
