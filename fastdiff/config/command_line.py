@@ -31,6 +31,7 @@ from fastdiff.config.objective import DEFAULTS, PROCESSES, Process, without_defa
 from fastdiff.config.presets import PRESETS, preset, shown_presets
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
+from fastdiff.config.trackers import warn_of_problems
 from fastdiff.errors import ConfigError
 from fastdiff.plugins.user_code import names_file
 
@@ -197,6 +198,7 @@ def print_dry_run(config: RunConfig, ds_config: deepspeed_config.DsConfig) -> No
         if config.batch.micro == "auto":
             resolved["note"] = "micro-batch and accumulation are auto: a start decides them by the memory of the device"
         print(json.dumps(sanitize.tree(resolved, sanitize.argument), indent=2))
+        warn_of_problems(config.output.report_to)
 
 
 def pre_parser() -> argparse.ArgumentParser:

@@ -1,24 +1,58 @@
-"""Packages of the experiment trackers."""
+"""What the experiment trackers need before a run starts: their packages, and the logins of those with a server."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from fastdiff.config.trackio_login import missing_trackio_login
+from fastdiff.config.wandb_login import missing_wandb_login
+from fastdiff.console import write_line
 from fastdiff.errors import ConfigError
 from fastdiff.optional_packages import pip_install
 
-_OPTIONAL = ("wandb", "trackio")
+PROJECT = "fastdiff"
+"""Project in wandb and trackio where neither the run nor the user's settings of the tracker name one."""
 
 
-def require_installed(report_to: Sequence[str]) -> None:
-    """Check that the packages of the trackers are installed.
+_LOGINS: dict[str, Callable[[Mapping[str, str]], str | None]] = {
+    "wandb": missing_wandb_login,
+    "trackio": missing_trackio_login,
+}
+"""For each tracker that is a package of its own: what its server needs and the environment variables, or its files, do
+not have."""
+
+
+def require_usable(report_to: Sequence[str]) -> None:
+    """Check that the trackers are installed and have the logins that they need; nothing is asked over a network.
 
     Raises:
-        ConfigError: with the command that installs it.
+        ConfigError: with the command that installs it, or with the ways to log in or to go without.
     """
-    for name in _OPTIONAL:
-        if name in report_to and importlib.util.find_spec(name) is None:
-            raise ConfigError(
+    for problem in problems(report_to):
+        raise ConfigError(problem)
+
+
+def problems(report_to: Sequence[str]) -> Iterator[str]:
+    """Yield for each tracker that this machine cannot use what is missing, and the ways out."""
+    for name in report_to:
+        if name not in _LOGINS:
+            continue
+        if importlib.util.find_spec(name) is None:
+            yield (
                 f"--output.report_to {name} needs {name}, which is not installed: {pip_install(name)}; or leave it out"
             )
+        elif problem := _LOGINS[name](os.environ):
+            yield f"--output.report_to {name}: {problem}"
+
+
+def warn_of_problems(report_to: Sequence[str], seen_from: str = "") -> None:
+    """Write a line for each problem, where no run starts on this machine.
+
+    Args:
+        report_to: names of the trackers.
+        seen_from: begins the lines.
+    """
+    for problem in problems(report_to):
+        write_line(f"fastdiff: warning: {seen_from}{problem}")

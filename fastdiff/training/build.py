@@ -15,7 +15,7 @@ from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json, claim, plugins, versions
-from fastdiff.config.trackers import require_installed
+from fastdiff.config.trackers import require_usable
 from fastdiff.console import log
 from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.build import build_batches, build_order, choose_loader
@@ -201,7 +201,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
     if not config.data.online:
         # Refuses a loader that does not work before anything is built; DALI is tried on the device of each rank.
         world.together(lambda: choose_loader(config.data, world.device))
-    world.on_first(lambda: require_installed(config.output.report_to))
+    world.on_first(lambda: require_usable(config.output.report_to))
     stack.enter_context(fixed_order(config.performance.deterministic))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.performance.allow_tf32
     folder = Path(config.output.folder)

@@ -133,6 +133,16 @@ def test_devices_of_this_machine_are_not_forwarded() -> None:
     assert hosts.forwarded({"CUDA_VISIBLE_DEVICES": "3", "CUDA_HOME": "/cuda"}) == {"CUDA_HOME": "/cuda"}
 
 
+def test_variables_of_trackers_are_forwarded_and_their_keys_are_named() -> None:
+    given = {
+        "WANDB_PROJECT": "mine", "WANDB_BASE_URL": "https://wandb.example", "TRACKIO_SPACE_ID": "me/space",
+        "NETRC": "/home/me/netrc",
+    }  # fmt: skip
+    keys = {"WANDB_API_KEY": "0123456789", "TRACKIO_WRITE_TOKEN": "x", "HF_TOKEN": "hf_x"}
+    assert hosts.forwarded({**given, **keys}) == given
+    assert hosts.withheld({**given, **keys}) == list(keys)
+
+
 # --- Slurm
 
 

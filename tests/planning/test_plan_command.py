@@ -56,6 +56,20 @@ def test_json_has_the_same_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert held < first["peak_gib"] < first["room_gib"]
 
 
+def test_a_login_that_is_missing_is_told_beside_the_plan(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_BASE_URL", "https://me:hunter2@wandb.example/x")
+    assert main(["plan", "--preset", "digits", "--gpus", "1xH100", "--json", "--output.report_to", "wandb"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["options"]
+    assert "warning: --output.report_to wandb: no API key for wandb.example: " in said.err
+    assert "hunter2" not in said.err
+
+
 def test_a_lora_is_counted_apart_from_the_weights_that_it_is_added_to(capsys: pytest.CaptureFixture[str]) -> None:
     """Masters, moments and gradients are the adapter's; also on several ranks."""
     few = ("--preset", "sd15-lora", "--performance.recompute", "--batch.micro", "1")

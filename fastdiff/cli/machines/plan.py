@@ -102,6 +102,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _plan(arguments: argparse.Namespace) -> None:
     from fastdiff.config.command_line import parse
+    from fastdiff.config.trackers import warn_of_problems
     from fastdiff.planning import gpus, options, table
 
     if arguments.picture is not None:
@@ -130,6 +131,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         heading = _heading(config, network)
         room = columns(sys.stdout)
         show("\n".join(table.text(heading, best, refused, config.samples, arguments.price, launch, room)))
+    warn_of_problems(config.output.report_to)
     if arguments.picture is not None:
         from fastdiff.planning.picture import draw
 

@@ -20,11 +20,12 @@ from fastdiff import sanitize
 from fastdiff.cluster.launchers.hostfile import Hosts
 from fastdiff.cluster.launchers.job import SUPERVISOR, Job, random_port
 from fastdiff.cluster.supervisor.signals import STOP, heeded
+from fastdiff.console import write_line
 from fastdiff.errors import ConfigError, Preempted
 
-_FORWARDED = ("CUDA_", "DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTHON", "TORCH", "TRITON_", "WANDB_")
+_FORWARDED = ("CUDA_", "DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTHON", "TORCH", "TRACKIO_", "TRITON_", "WANDB_")
 """Prefixes of the environment variables to forward; a remote login does not set them."""
-_ALSO = ("PATH", "LD_LIBRARY_PATH")
+_ALSO = ("PATH", "LD_LIBRARY_PATH", "NETRC")
 _LOCAL = ("CUDA_VISIBLE_DEVICES",)
 """Variables that hold for this machine only; its devices may differ from those of the hosts."""
 _GRACE_S = 30.0
@@ -59,13 +60,23 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
 
     Variables that look like secrets are left out: all users of a host can read its command lines.
     """
-    wanted = {
+    left_out = withheld(environment)
+    return {name: value for name, value in _wanted(environment).items() if name not in left_out}
+
+
+def withheld(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables that ``forwarded`` leaves out because they look like secrets."""
+    wanted = _wanted(environment)
+    harmless = sanitize.tree(wanted)
+    return [name for name, value in wanted.items() if harmless[name] != value]
+
+
+def _wanted(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
         name: value
         for name, value in environment.items()
         if (name.startswith(_FORWARDED) or name in _ALSO) and name not in _LOCAL and name.isidentifier()
     }
-    harmless = sanitize.tree(wanted)
-    return {name: value for name, value in wanted.items() if harmless[name] == value}
 
 
 def deepspeed_command(job: Job, hostfile: Path) -> list[str]:
@@ -93,6 +104,11 @@ def run(job: Job, hosts: Hosts, ssh_config: Path | None) -> int:
     Raises:
         ConfigError: this machine has no ssh.
     """
+    if names := withheld(os.environ):
+        write_line(
+            f"fastdiff: {', '.join(names)}: not passed on to the hosts, where all users can read command lines; log in "
+            "there (`wandb login`, `hf auth login`), or set what is needed in the shell's start-up file"
+        )
     try:
         connections = [
             _Connection(host, command)

@@ -13,7 +13,7 @@ from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import plugins
-from fastdiff.config.trackers import require_installed
+from fastdiff.config.trackers import require_usable, warn_of_problems
 from fastdiff.console import note, write_line
 from fastdiff.data.loading.fit import check_data_set
 from fastdiff.errors import ConfigError, DataError, StorageError
@@ -45,7 +45,7 @@ class Job:
 
         Raises:
             ConfigError: a flag is unknown, or the flags contradict one another or do not fit the number of ranks or the
-                data set.
+                data set; or a tracker is not installed, or lacks its login.
             DataError: the data set is missing or damaged.
             StorageError: the data set cannot be read.
             SystemExit: 0 after ``--help``.
@@ -55,8 +55,8 @@ class Job:
         config.batch.require_divisible(ranks)
         deepspeed_config.resolve(launch.deepspeed, config, ranks)
         try:
-            if not launch.dry_run and not elsewhere:
-                require_installed(config.output.report_to)
+            if not launch.dry_run:
+                _check_trackers(config, elsewhere=elsewhere)
             if not launch.dry_run:
                 check_run_folder(config, launch)
                 check_data_set(config, launch.preset)
@@ -138,6 +138,18 @@ def write(path: Path, content: str) -> None:
     """Write a file that only the user can read: flags may hold private values."""
     require_output(path)
     write_output(path, content.encode(), 0o600)
+
+
+def _check_trackers(config: RunConfig, *, elsewhere: bool) -> None:
+    """Require the trackers' packages and logins; the machines of a job elsewhere may have what this one lacks.
+
+    Raises:
+        ConfigError: one is missing on the machine of the run.
+    """
+    if elsewhere:
+        warn_of_problems(config.output.report_to, "seen from this machine: ")
+    else:
+        require_usable(config.output.report_to)
 
 
 def _check_plugins(config: RunConfig, *, elsewhere: bool) -> None:

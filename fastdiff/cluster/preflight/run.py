@@ -24,6 +24,7 @@ from fastdiff.cluster.preflight.node_checks import (
 from fastdiff.cluster.preflight.report import NodeReport, Problem, as_error, compare, table_of_nodes
 from fastdiff.cluster.supervisor.waiting import value_of
 from fastdiff.config.run import RunConfig
+from fastdiff.config.trackers import require_usable
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.parallel.world import attempt
 
@@ -77,6 +78,7 @@ def run(
         _note(report, lambda: report.data.update(examine_data(config)))
         if node == 0:
             _note(report, lambda: examine_space(config))
+            _note(report, lambda: require_usable(config.output.report_to))  # rank 0 opens them
             verdict = _judge(keys, report, nodes, folder, deadline)
         else:
             keys.set(f"report/{node}", json.dumps(asdict(report)))

@@ -37,8 +37,8 @@ class OutputConfig:
     """File for the textfile collector of Prometheus, replaced with every line of metrics.jsonl; empty: none."""
     callbacks: tuple[str, ...] = ()
     """Your own callbacks: PATH.py:CLASS, which is executed, or names of installed plug-ins (docs/api.md)."""
-    project: str = "fastdiff"
-    """Name of the project in wandb and trackio."""
+    project: str | None = None
+    """Name of the project in wandb and trackio; default: wandb's own setting, as WANDB_PROJECT, or fastdiff."""
     sample_every: int = 1000
     """Steps between sample grids of a class-conditional model."""
     sample_steps: int = 20

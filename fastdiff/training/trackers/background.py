@@ -19,10 +19,16 @@ from fastdiff.sanitize import escape
 _WAITING = 256
 """Largest number of queued calls of a tracker."""
 _GRACE_S = 5.0
+FINISH_S = 60.0
+"""Timeout in seconds for the rest at the end of a run, unless the user gives the tracker another."""
 
 
 class Tracker(Protocol):
     """An experiment tracker."""
+
+    @property
+    def finish_s(self) -> float:
+        """Timeout in seconds for the rest at the end of a run."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Show numbers by name."""
@@ -49,6 +55,11 @@ class BackgroundTracker:
         self._warned = False
         self._thread = threading.Thread(target=self._show, name="fastdiff-tracker", daemon=True)
         self._thread.start()
+
+    @property
+    def finish_s(self) -> float:
+        """Timeout in seconds of the tracker itself."""
+        return self._tracker.finish_s
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Queue numbers by name."""

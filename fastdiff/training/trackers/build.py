@@ -15,7 +15,6 @@ from fastdiff.config.run_record import as_json
 from fastdiff.console import log
 from fastdiff.errors import Preempted
 from fastdiff.training.state import TrainState
-from fastdiff.training.trackers import wandb_run
 from fastdiff.training.trackers.background import BackgroundTracker, Tracker
 from fastdiff.training.trackers.tags import shown
 from fastdiff.training.trackers.tensorboard import TensorBoard
@@ -66,7 +65,7 @@ class Trackers:
         failed = kind is not None and not issubclass(kind, Preempted)
         for tracker in self._trackers:
             with suppress(OSError):  # a failed write was reported when it happened
-                tracker.close(failed=failed, patience_s=wandb_run.FINISH_S if kind is None else BROKEN_OFF_S)
+                tracker.close(failed=failed, patience_s=tracker.finish_s if kind is None else BROKEN_OFF_S)
 
     def _open(self, state: TrainState) -> None:
         patient = state.config.output.failed_saves > 0

@@ -22,3 +22,8 @@ def run_id(state: TrainState, name: str) -> str:
         known = secrets.token_hex(8)
         state.files.write(path, known.encode())
     return known
+
+
+def keep_run_id(state: TrainState, name: str, given: str) -> None:
+    """Write the id that the user gave into the file ``name`` of the run folder, for a resume without it."""
+    state.files.write(state.folder / name, given.encode())

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.patient_files import AppendedFile
+from fastdiff.training.trackers.background import FINISH_S
 
 
 class TensorBoard:
@@ -28,6 +29,8 @@ class TensorBoard:
         step: of the resume.
         patient: events wait in memory while the disk is full.
     """
+
+    finish_s = FINISH_S
 
     def __init__(self, run: Path, step: int, *, patient: bool) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog  # only rank 0 needs it

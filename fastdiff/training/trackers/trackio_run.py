@@ -11,9 +11,11 @@ from torch import Tensor
 
 from fastdiff import sanitize
 from fastdiff.config.run_record import as_json
+from fastdiff.config.trackers import PROJECT
 from fastdiff.console import log
 from fastdiff.errors import ConfigError
 from fastdiff.training.state import TrainState
+from fastdiff.training.trackers.background import FINISH_S
 from fastdiff.training.trackers.identity import run_id
 
 TRACKIO_ID = "trackio-id"
@@ -21,7 +23,7 @@ TRACKIO_ID = "trackio-id"
 
 
 class TrackioRun:
-    """A run in the project of ``--output.project``, named after the run folder and an id of it.
+    """A run in the project of ``--output.project``, or ``trackers.PROJECT``, named after the run folder and its id.
 
     ``trackio show`` draws it; trackio keeps its data in TRACKIO_DIR.
 
@@ -29,21 +31,23 @@ class TrackioRun:
         ConfigError: trackio refuses the run.
     """
 
+    finish_s = FINISH_S
+
     def __init__(self, state: TrainState) -> None:
         import trackio
 
         self._trackio: Any = trackio
         name = f"{state.folder.name}-{run_id(state, TRACKIO_ID)[:6]}"
+        project = state.config.output.project or PROJECT
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # twelve lines about itself
                 self._run: Any = trackio.init(
-                    project=state.config.output.project, name=name, resume="allow", embed=False, auto_log_gpu=False,
+                    project=project, name=name, resume="allow", embed=False, auto_log_gpu=False,
                     auto_log_cpu=False, config=sanitize.tree(as_json(state.config)),
                 )  # fmt: skip
         except Exception as error:  # of its own classes and of the hub's
             said = sanitize.message(" ".join(str(error).split()))
             raise ConfigError(f"trackio refuses the run: {said}; leave it out of --output.report_to") from None
-        project = state.config.output.project
         log.info(f"trackio: run {name}; `trackio show --project {project}` draws it")
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:

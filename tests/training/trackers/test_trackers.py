@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fastdiff.config.trackers import require_installed
+from fastdiff.config.trackers import require_usable
 from fastdiff.errors import ConfigError, FastdiffError, Preempted
 from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
@@ -193,7 +193,26 @@ def test_a_missing_tracker_is_refused_before_anything_is_built(
     )  # fmt: skip
     assert (done.returncode, "torch was imported" in done.stderr) == (2, False), done.stderr
     assert f"pip install '{name}>=" in done.stderr
-    require_installed(("tensorboard",))
+    require_usable(("tensorboard",))
+
+
+def test_a_missing_key_is_told_before_anything_is_built(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the launcher before the ranks import torch, and by ranks that another launcher has started."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="no API key"):
+        train(tiny(digits, tmp_path / "run", steps=1, output__report_to=("wandb",)), launch(0), world)
+    flags = ["train", "--preset", "digits", "--output.report-to", "wandb", "--data.path", str(digits)]
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT.format(name="none"), *flags, "--output.folder", str(tmp_path / "run")],
+        cwd=ROOT, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, "torch was imported" in done.stderr) == (2, False), done.stderr
+    assert "no API key" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_wandb_gets_numbers_and_images(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +236,104 @@ def test_wandb_gets_numbers_and_images(world: World, tmp_path: Path, monkeypatch
     first = (state.folder / "wandb-id").read_text()
     with Trackers(state):  # type: ignore[arg-type]
         pass
+    wandb.teardown()
     assert (state.folder / "wandb-id").read_text() == first, "a resume goes on with the same run"
+
+
+GIVEN = {
+    "PROJECT": "their-project", "NAME": "their name", "ENTITY": "their-team", "RUN_GROUP": "their-group",
+    "TAGS": "one,two", "NOTES": "what is new", "RUN_ID": "their-id", "JOB_TYPE": "their-job", "RESUME": "must",
+}  # fmt: skip
+
+
+def offline(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name, value in {"MODE": "offline", "SILENT": "true", **variables}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+
+
+def test_what_the_user_sets_for_wandb_goes_before_our_defaults(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    (tmp_path / "elsewhere").mkdir()
+    offline(monkeypatch, **GIVEN, DIR=str(tmp_path / "elsewhere"), INIT_TIMEOUT="7", FINISH_TIMEOUT="8")
+    state = _State(tiny(tmp_path, tmp_path / "run", output__report_to=("wandb",)), world)
+    state.folder.mkdir()
+    with Trackers(state) as trackers:  # type: ignore[arg-type]
+        (background,) = trackers._trackers
+        assert background.finish_s == 8
+        assert wandb.run is not None
+        assert wandb.run.settings.init_timeout == 7
+        assert wandb.run.settings.resume == "must"
+    wandb.teardown()
+    assert not (state.folder / "wandb").exists()
+    (run,) = (record.run for record in _wandb_records(tmp_path / "elsewhere") if record.HasField("run"))
+    found = (run.project, run.display_name, run.entity, run.run_group, ",".join(run.tags), run.notes, run.run_id)
+    assert found == tuple(list(GIVEN.values())[:7])
+    assert run.job_type == "their-job"
+    assert (state.folder / "wandb-id").read_text() == "their-id", "a resume without the variable goes on with it"
+
+
+def test_a_project_that_is_typed_goes_before_the_variable(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is the default; wandb's settings file goes before the default, as the variable does."""
+    import wandb
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text("[default]\nproject = of-the-file\n")
+    found = []
+    for number, (typed, variable) in enumerate([("fastdiff", "theirs"), (None, "theirs"), (None, None), (None, "")]):
+        offline(monkeypatch, **({} if variable is None else {"PROJECT": variable}))
+        if number == 3:
+            (tmp_path / "wandb" / "settings").unlink()
+        config = tiny(tmp_path, tmp_path / f"run-{number}", output__report_to=("wandb",), output__project=typed)
+        state = _State(config, world)
+        state.folder.mkdir()
+        with Trackers(state):  # type: ignore[arg-type]
+            assert wandb.run is not None
+            found.append(wandb.run.project)
+        wandb.teardown()
+        monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    assert found == ["fastdiff", "theirs", "of-the-file", "fastdiff"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"INIT_TIMEOUT": "soon"}, "its setting init_timeout, WANDB_INIT_TIMEOUT"),
+        ({"RUN_ID": "a/b"}, "refuses the run"),
+    ],
+)
+def test_a_variable_that_wandb_refuses_is_an_error_with_its_name(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+) -> None:
+    import wandb
+
+    offline(monkeypatch, **variables)
+    state = _State(tiny(tmp_path, tmp_path / "run", output__report_to=("wandb",)), world)
+    state.folder.mkdir()
+    with pytest.raises(ConfigError, match=said):
+        Trackers(state)  # type: ignore[arg-type]
+    wandb.teardown()
+    assert not (state.folder / "wandb-id").exists()
+
+
+def test_wandb_that_is_disabled_writes_nothing(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import wandb
+
+    offline(monkeypatch, MODE="disabled", RUN_ID="their-id", DISABLED="true")
+    state = _State(tiny(tmp_path, tmp_path / "run", output__report_to=("wandb",)), world)
+    state.folder.mkdir()
+    with Trackers(state) as trackers:  # type: ignore[arg-type]
+        trackers.scalars({"loss": 0.25}, 1)
+    wandb.teardown()
+    assert not list(state.folder.iterdir())
+    assert "WANDB_MODE=disabled switches it off" in "".join(capsys.readouterr())
 
 
 @pytest.mark.fault(29)
@@ -408,6 +524,8 @@ ROOT = Path(__file__).parents[3]
 
 class _Stuck:
     """A tracker that takes nothing until ``go`` is set."""
+
+    finish_s = 60.0
 
     def __init__(self) -> None:
         self.go, self.shown, self.closed = threading.Event(), list[int](), list[bool]()
