@@ -10,6 +10,7 @@ from importlib import import_module
 from types import FrameType, ModuleType
 
 from fastdiff.config.argument_types import Parser
+from fastdiff.config.help_format import sentence
 from fastdiff.errors import ConfigError, report_any
 from fastdiff_bench import BenchError
 
@@ -46,6 +47,8 @@ def parser_of(names: Sequence[str]) -> Parser:
     known = [name for name in COMMANDS if name in names]
     for name in known:
         module_of(name).add(commands)
+        own = commands.choices[name]
+        own.description = own.description or sentence(COMMANDS[name])
     if not known:
         for name, purpose in COMMANDS.items():
             commands.add_parser(name, help=purpose)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from fastdiff.config.argument_types import Subcommands, local_path
-from fastdiff.config.presets import PRESETS
 from fastdiff.console import Colour, show
 from fastdiff.errors import DataError, StorageError
 
@@ -25,7 +24,7 @@ def add(commands: Subcommands) -> None:
     doctor.add_argument(
         "--preset",
         metavar="NAME",
-        help=f"also list the kernels and the attention that it would use: {', '.join(PRESETS)}",
+        help="also list the kernels and the attention that it would use; `fastdiff train --help` lists the presets",
     )
     doctor.set_defaults(run=_doctor)
 

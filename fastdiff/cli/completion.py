@@ -22,9 +22,12 @@ _LONGEST = 60
 _INSTALLED = """\
 The script takes some seconds to write; write it again after an update.
 
-  bash  fastdiff completion bash > ~/.local/share/bash-completion/completions/fastdiff
-  zsh   fastdiff completion zsh > ~/.zfunc/_fastdiff, with fpath+=~/.zfunc before compinit in ~/.zshrc
-  fish  fastdiff completion fish > ~/.config/fish/completions/fastdiff.fish
+  bash:
+    fastdiff completion bash > ~/.local/share/bash-completion/completions/fastdiff
+  zsh, with fpath+=~/.zfunc before compinit in ~/.zshrc:
+    fastdiff completion zsh > ~/.zfunc/_fastdiff
+  fish:
+    fastdiff completion fish > ~/.config/fish/completions/fastdiff.fish
 """
 
 
@@ -34,9 +37,7 @@ def add(commands: Subcommands, root: argparse.ArgumentParser) -> None:
     parser: Parser = commands.add_parser(
         "completion",
         help=text,
-        description=f"{text[0].upper()}{text[1:]}.",
         epilog=_INSTALLED,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.example = "fastdiff completion bash"
     parser.add_argument("shell", choices=_SHELLS, metavar="SHELL", help="bash, zsh or fish")

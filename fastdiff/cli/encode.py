@@ -30,6 +30,7 @@ def add(commands: Subcommands) -> None:
     )
     parser.add_argument(
         "source",
+        metavar="SOURCE",
         help="images: a folder (with metadata.jsonl or .csv, a caption file beside each, one folder per class, or none "
         "of these), a file of metadata (.json with a list, .jsonl or .csv), WebDataset tars (path or address, braces "
         "allowed), or a Hugging Face dataset; or PATH.py:NAME, code of yours, which is executed (docs/api.md); or "

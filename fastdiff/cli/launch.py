@@ -42,7 +42,6 @@ def add(commands: Subcommands) -> None:
         description="Start a run under supervisors, one per node: they check the nodes first, watch the ranks, and "
         "report who failed first and why. Exit code 75: the run was asked to stop and has saved.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     targets = parser.add_subparsers(required=True, metavar="TARGET", dest="target")
     _add_local(targets)
@@ -52,7 +51,7 @@ def add(commands: Subcommands) -> None:
 
 
 def _add_target(targets: Subcommands, name: str, text: str) -> argparse.ArgumentParser:
-    parser: Parser = targets.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser: Parser = targets.add_parser(name, help=text, allow_abbrev=False)
     parser.example = next(line.strip() for line in _EXAMPLES.splitlines() if f"launch {name} " in line)
     parser.add_argument("--no-preflight", dest="preflight", action="store_false", help="do not check the nodes first")
     parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="-- TRAIN FLAGS", help="flags of `fastdiff train`")

@@ -83,7 +83,12 @@ def add(commands: Subcommands) -> None:
 
 
 def _add_solver(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--scheduler", default=_USUAL.scheduler, help=" or ".join(get_args(SchedulerName)))
+    parser.add_argument(
+        "--scheduler",
+        default=_USUAL.scheduler,
+        metavar="NAME",
+        help=f"{', '.join(get_args(SchedulerName))}; default: %(default)s",
+    )
     levels = parser.add_mutually_exclusive_group()
     levels.add_argument(
         "--steps", type=count, default=_USUAL.steps, help="denoising steps, evenly spaced; default: %(default)s"

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from fastdiff import sanitize, verbosity
 from fastdiff.config.flags.unknown import as_typed, explained
+from fastdiff.config.help_format import HelpFormatter, sentence
 from fastdiff.console import quieten
 from fastdiff.errors import ConfigError, require
 
@@ -34,6 +35,14 @@ _MISSING = "the following arguments are required: "
 """Start of argparse's message."""
 
 
+class _Commands(argparse._SubParsersAction):  # type: ignore[type-arg]
+    def add_parser(self, name: str, **options: Any) -> Any:
+        """Add a subcommand, whose purpose is its description unless it has one."""
+        if options.get("help"):
+            options.setdefault("description", sentence(options["help"]))
+        return super().add_parser(name, **options)
+
+
 class Parser(argparse.ArgumentParser):
     """Parser that raises ConfigError, reason first; flags are known with ``-`` and ``_``, as those of a run are.
 
@@ -45,7 +54,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         """Create the parser, with ``--quiet`` and ``--verbose`` if it has a help."""
-        super().__init__(**options)
+        super().__init__(**({"formatter_class": HelpFormatter} | options))
+        self.register("action", "parsers", _Commands)
         if self.add_help:
             add_verbosity(self)
 

@@ -29,7 +29,9 @@ BUDGET_BATCHES = {"dit-xl-2-256": 256}
 def add(commands: Commands) -> None:
     """Register the command."""
     parser = commands.add_parser("emit")
-    parser.add_argument("--preset", nargs="+", default=list(PRESETS), metavar="NAME", help="default: %(default)s")
+    parser.add_argument(
+        "--preset", nargs="+", default=list(PRESETS), metavar="NAME", help=f"default: {' '.join(PRESETS)}"
+    )
     parser.add_argument("--arch", type=int, default=90, choices=[80, 90, 100], help="compute capability: 90 is sm_90")
     parser.add_argument("--batch", type=int, default=BATCH, help="samples per micro-batch; default: %(default)s")
     parser.add_argument("--depth", type=int, help="blocks of a transformer; default: the preset's")

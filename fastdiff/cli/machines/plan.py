@@ -28,7 +28,7 @@ _DEFAULT = ("1xH100", "8xH100", "8xH200", "8xA100", "4x4090")
 _OF_EACH = 3
 """Options of each set of GPUs in the table."""
 _EXAMPLES = """\
-The other flags are those of fastdiff/train.py; what they fix is not varied.
+The other flags are those of `fastdiff train`; what they fix is not varied.
 
   fastdiff plan --preset dit-xl-2-256 --gpus 8xH100 4x3090 2x8xA100 --price 2.5
   fastdiff plan --preset sd2-512 --gpus 8xA100 --optim.name adamw --picture memory.png
@@ -44,8 +44,7 @@ def add(commands: Subcommands) -> None:
         description="Predict memory per rank, time, energy and price of a run, for each ZeRO stage, micro-batch, "
         "recomputation and size of moments on the given GPUs, without any of them. Nothing is allocated.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="fastdiff plan --preset NAME [flags of train.py] [--gpus COUNTxNAME ...] [options]",
+        usage="fastdiff plan --preset NAME [FLAGS] [FLAGS of fastdiff train]",
     )
     _add_flags(parser)
     parser.set_defaults(run=_plan, own=parser.flags)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
+from shutil import get_terminal_size
 from typing import Any
 
-from fastdiff.config.presets import PRESETS, listed_presets
+from fastdiff.config.help_format import wrapped
+from fastdiff.config.presets import PRESETS, described_presets
 from fastdiff.config.run import RunConfig
+from fastdiff.terminal import fitted
+
+_NARROWEST = 20
+_BEGIN = 30
+"""Column of the texts about flags."""
 
 SHOWN: dict[str, dict[str, str]] = {
     "Start": {
-        "--preset NAME": "a complete run; each further flag changes one field of it",
-        "--config FILE": "YAML or JSON with fields of the run, or the run.json of an earlier run",
-        "--ranks K": "processes, one per GPU; default: the visible GPUs (fastdiff train only)",
+        "--preset NAME": "a complete run; further flags change its fields",
+        "--config FILE": "YAML or JSON with fields, or a run.json",
+        "--ranks K": "processes; default: one per visible GPU",
         "--deepspeed_config NAME": "ddp, zero1, zero2, zero3, zero3_offload or a JSON file; default: zero1",
         "--resume auto|must|never": "continue the run in the folder, if there is one",
         "--allow-change FIELD": "accept a change of this field in a resumed run",
@@ -35,7 +43,7 @@ SHOWN: dict[str, dict[str, str]] = {
     },
     "Batch": {
         "--batch.samples": "samples per optimizer step, over all ranks",
-        "--batch.micro": "samples per rank and forward pass; auto: what the memory holds",
+        "--batch.micro": "samples per rank and pass; auto: what fits",
     },
     "Network": {
         "--model.size": "height and width of the latents; the data set's",
@@ -65,35 +73,41 @@ SHOWN: dict[str, dict[str, str]] = {
         "--output.report-to": "tensorboard, wandb, trackio",
     },
 }
-"""Flags by section; those without a placeholder are fields of the run, whose value is shown."""
+"""Flags by section; those of fields of the run are shown with their values."""
 
 
 def short_help(preset: str | None, default: RunConfig) -> str:
-    """Return the short help.
+    """Return the short help, in the width of the terminal.
 
     Args:
         preset: name of the preset, whose description comes first.
         default: the run that the flags change.
     """
+    room = get_terminal_size().columns
     about = [inspect.getdoc(PRESETS[preset]) or ""] if preset in PRESETS else []
     lines = ["usage: fastdiff train --preset NAME [FLAGS]", *about, "The same command again resumes the run."]
     for title, flags in SHOWN.items():
-        lines += ["", f"{title}:", *(_line(flag, text, default) for flag, text in flags.items())]
-    presets = "" if preset else f"\nPresets:\n{listed_presets()}\n"
-    return "\n".join([*lines, presets, "--help-all lists all flags with their full descriptions."])
+        rows = {flag: text + _value(flag, default) for flag, text in flags.items()}
+        lines += ["", f"{title}:", *_table(rows, room, _BEGIN)]
+    if not preset:
+        about_presets = described_presets()
+        lines += ["", "Presets:", *_table(about_presets, room, max(map(len, about_presets)) + 4)]
+    return fitted("\n".join([*lines, "", "--help-all lists all flags with their full descriptions."]), room)
 
 
-def _line(flag: str, text: str, default: RunConfig) -> str:
-    value = "" if " " in flag or flag == "--dry-run" else f" [{_value(flag, default)}]"
-    return f"  {flag:<28}{text}{value}"
+def _table(rows: Mapping[str, str], room: int, begin: int) -> Iterator[str]:
+    """Yield lines with names on the left and texts, wrapped, from column ``begin`` on."""
+    for name, text in rows.items():
+        first, *others = wrapped(text, max(room - begin, _NARROWEST))
+        yield f"  {name:<{begin - 2}}{first}"
+        yield from (" " * begin + other for other in others)
 
 
-def _value(flag: str, default: RunConfig) -> Any:
-    """Return the value of a field, ``-`` if this network or process has no such field or it is empty."""
-    names = flag.removeprefix("--").replace("-", "_").split(".")
+def _value(flag: str, default: RunConfig) -> str:
+    """Return the value of a field, in brackets; nothing for one that is empty, or that this run does not have."""
     value: Any = default
-    for name in names:
+    for name in flag.removeprefix("--").replace("-", "_").split("."):
         value = getattr(value, name, None)
     if isinstance(value, tuple):
         value = " ".join(map(str, value))
-    return "-" if value in (None, "") else value
+    return "" if value in (None, "") else f" [{value}]"

@@ -235,14 +235,14 @@ def shown_presets() -> str:
     return ", ".join([*(name for name in PRESETS if name not in _DITS), f"dit-({sizes})-({patches})-256"])
 
 
-def listed_presets() -> str:
-    """Return the presets, one per line with the first sentence of its description; the published DiTs in one line."""
+def described_presets() -> dict[str, str]:
+    """Return the first sentence about each preset by its name; the published DiTs are one."""
     shown = {name: _about(name) for name in PRESETS if name not in _DITS}
     *_, largest = sizes = list(DIT_SIZES)
     shown[f"dit-{sizes[0].lower()}-{DIT_PATCHES[-1]}-256 ..."] = (
         f"DiT-{sizes[0]}/{DIT_PATCHES[-1]} to DiT-{largest}/{DIT_PATCHES[0]} on ImageNet at 256 px, as published."
     )
-    return "\n".join(f"  {name:<23}{text}" for name, text in shown.items())
+    return shown
 
 
 def _about(name: str) -> str:
