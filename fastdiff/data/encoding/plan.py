@@ -395,7 +395,7 @@ class EncodeFolder:
         captions, before = count_captions(), self.captions
         with self.storage():
             known, every = self._known_units(), range(self._units)
-            begun_before = set(every) if self.published else known
+            finished = set(every) if self.published else {unit for unit in known if self._is_finished(unit)}
             if self.published:
                 self.published = False
                 self._withdraw(begun, stored)
@@ -404,8 +404,8 @@ class EncodeFolder:
                 self._drop(unit)
             self.captions = captions
             publish(self._plan_path, self._content())
-        anew = len(begun_before - kept)
-        self._say(f"{what}: {anew} of {self._units} shards are encoded anew")
+        if finished:
+            self._say(f"{what}: {len(finished - kept)} of {self._units} shards are encoded anew")
 
     def _refuse_used(self, what: str) -> None:
         if runs := runs_that_use(self.out):

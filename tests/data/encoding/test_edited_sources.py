@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from fastdiff.config.run_record import claim
 from fastdiff.data.encoding.images import encode_images
@@ -18,7 +19,7 @@ from fastdiff.data.encoding.options import EncodeOptions
 from fastdiff.data.encoding.plan import EncodeFolder
 from fastdiff.data.shards.usage import USERS, note_use
 from fastdiff.data.shards.verify import verify
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, DataError
 from fastdiff.models.pretrained.tiny_pipeline import build
 from tests.support.inputs.encoding import encode, encode_part, files, picture
 from tests.support.servers.web_servers import s3_server
@@ -201,6 +202,21 @@ def in_pixels(source: str, out: Path, **options: Any) -> list[str]:
     given = {"resolution": 32, "decode": "pillow", "samples_per_shard": 4, "workers": 1} | options
     encode_images(EncodeOptions(source=source, out=out, autoencoder="identity", **given), said.append)
     return said
+
+
+def test_an_encode_that_failed_before_its_first_shard_has_nothing_to_encode_anew(tmp_path: Path) -> None:
+    source = tmp_path / "pictures"
+    for name in ("a", "b"):
+        (source / name).mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(source / name / "0.png")
+    (source / "a" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n, cut")
+    with pytest.raises(DataError, match="cannot be used"):
+        in_pixels(str(source), tmp_path / "out")
+    (source / "a" / "1.png").unlink()
+    said = in_pixels(str(source), tmp_path / "out")
+    assert not any("encoded anew" in line for line in said)
+    in_pixels(str(source), tmp_path / "fresh")
+    assert files(tmp_path / "out") == files(tmp_path / "fresh")
 
 
 OWN = """
