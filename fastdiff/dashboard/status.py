@@ -1,4 +1,4 @@
-"""State of a run in words: starting, running, ended and how, killed, silent, deleted."""
+"""State of a run in words: empty, starting, running, ended and how, killed, silent, deleted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Status:
     """State of a run."""
 
     kind: str
-    """``waiting``, ``running``, ``done``, ``stopped``, ``failed``, ``silent`` or ``gone``."""
+    """``empty``, ``waiting``, ``running``, ``done``, ``stopped``, ``failed``, ``silent`` or ``gone``."""
     text: str
     message: str = ""
     """Of the error that ended it, if it is known."""
@@ -58,7 +58,7 @@ def status_of(run: Path, sums: Sums | None, has_records: bool, first_record: int
     if os.path.exists(run / ".lock") and not _is_silent(run):
         return _running(has_records, first_record)
     if not any(os.path.exists(run / name) for name in ("run.json", *_WRITTEN)):
-        return Status("waiting", "no run has begun in this folder")
+        return Status("empty", "no run has begun in this folder")
     return Status("silent", "no sign of life: it was killed, hangs, or is a copy from another machine")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -47,6 +47,7 @@ from fastdiff.training.callbacks.base import Callbacks
 from fastdiff.training.callbacks.build import build_callbacks
 from fastdiff.training.callbacks.compilation import compile_all
 from fastdiff.training.callbacks.divergence import Rewind
+from fastdiff.training.callbacks.log import planned
 from fastdiff.training.callbacks.saving import CHECKPOINT, save_checkpoint
 from fastdiff.training.callbacks.summary import announce, record
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
@@ -66,6 +67,9 @@ from fastdiff.training.spikes import Spikes
 from fastdiff.training.state import TrainState
 from fastdiff.training.trackers.build import Trackers
 from fastdiff_kernels import dispatch
+
+if TYPE_CHECKING:
+    from fastdiff.planning.figures import Figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +155,13 @@ class Run:
         self._loading = self._opened.enter_context(ExitStack())
         starting.enter("opening the loader")
         self.batches = self._loading.enter_context(_open_batches(self.state))
-        announce(self.state, self._parts.launch, self.batches, self._parts.ops)
-        if not self._is_open:
+        if not self._is_open:  # a rewind has told of itself
+            announce(self.state, self._parts.launch, self.batches, self._parts.ops)
             starting.enter("compiling")
             self._compile()
+            self._planned = planned(self.state) if self.state.world.is_first else None
             self._is_open = True
-        self.callbacks = _open_callbacks(self.state, self._parts, self._trackers, self._opened)
+        self.callbacks = _open_callbacks(self.state, self._parts, self._trackers, self._opened, self._planned)
 
 
 def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, stop: StopRequest | None = None) -> Run:
@@ -291,8 +296,10 @@ def _restore(parts: _Parts, state: TrainState, saved: Checkpoint | None) -> Prog
     return Progress()
 
 
-def _open_callbacks(state: TrainState, parts: _Parts, trackers: Trackers, stack: ExitStack) -> Callbacks:
-    callbacks = build_callbacks(state, parts.checkpoints, parts.background, trackers)
+def _open_callbacks(
+    state: TrainState, parts: _Parts, trackers: Trackers, stack: ExitStack, plan: Figures | None
+) -> Callbacks:
+    callbacks = build_callbacks(state, parts.checkpoints, parts.background, trackers, plan)
     for callback in callbacks:
         stack.callback(callback.close)
     return Callbacks(callbacks)

@@ -411,6 +411,9 @@ def test_it_fits_every_width(page: Page, report_of_two: Path, width: int) -> Non
     scales = "[...document.querySelectorAll('.plot')].map((plot) => plot.clientWidth / plot.viewBox.baseVal.width)"
     drawn = page.evaluate(scales)
     assert len(drawn) > 10
+    lines = "((all) => (all.selectNodeContents(one), all.getClientRects().length))(document.createRange())"
+    names = f"[...document.querySelectorAll('.differences tbody th')].map((one) => {lines})"
+    assert set(page.evaluate(names)) == {1}, "a narrow table scrolls, and breaks no name"
     assert all(0.98 < scale < 1.02 for scale in drawn), "the text of every plot has its size"
 
 

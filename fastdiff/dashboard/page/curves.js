@@ -124,7 +124,7 @@ const TWO_ERRORS = 2;
 function whyNoValidation() {
   const run = shownRuns()[0], config = run?.about?.config?.validation;
   if (!config) return "No validation yet.";
-  if (!config.data) return "This run has no validation: --validation.data would name held-out samples.";
+  if (!config.data) return `${shownRuns().length > 1 ? run.name : "This run"} has no validation: --validation.data would name held-out samples.`;
   return `No validation${whenFirst(run, config.first ?? config.every)}`;
 }
 

@@ -48,11 +48,11 @@ function whyNoPictures() {
   const run = shownRuns()[0];
   const config = run?.about?.config;
   if (!config) return "No picture yet.";
-  const isText = isOfText(run);
+  const isText = isOfText(run), it = shownRuns().length > 1 ? run.name : "This run";
   const every = isText ? config.validation?.every : config.output?.sample_every;
-  if (isText && !promptsOf(run).length) return "This run draws no pictures: it has no --validation.prompts or --validation.captions.";
-  if (config.model?.low_res_size) return "This run draws no pictures: super-resolution starts from small images, which fastdiff sample takes with --low-res.";
-  if (!every) return `This run draws no pictures (${isText ? "--validation.every" : "--output.sample_every"} 0).`;
+  if (isText && !promptsOf(run).length) return `${it} draws no pictures: it has no --validation.prompts or --validation.captions.`;
+  if (config.model?.low_res_size) return `${it} draws no pictures: super-resolution starts from small images, which fastdiff sample takes with --low-res.`;
+  if (!every) return `${it} draws no pictures (${isText ? "--validation.every" : "--output.sample_every"} 0).`;
   return `No picture${whenFirst(run, (isText && config.validation.first) || every)}`;
 }
 

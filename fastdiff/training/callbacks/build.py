@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fastdiff.checkpoint.async_saves import AsyncSaves
 from fastdiff.training.callbacks.base import Callback, Preempt
 from fastdiff.training.callbacks.damaged_samples import DamagedSamples
@@ -17,12 +19,15 @@ from fastdiff.training.plugins.callbacks import open_callbacks
 from fastdiff.training.state import TrainState
 from fastdiff.training.trackers.build import Trackers
 
+if TYPE_CHECKING:
+    from fastdiff.planning.figures import Figures
+
 
 def build_callbacks(
-    state: TrainState, checkpoints: Checkpoints, background: AsyncSaves, trackers: Trackers
+    state: TrainState, checkpoints: Checkpoints, background: AsyncSaves, trackers: Trackers, plan: Figures | None
 ) -> list[Callback]:
     """Return them in the order of their calls: checkpoints first, so that a validation that fails loses no step."""
-    log = Log(state, trackers)
+    log = Log(state, trackers, plan)
     found: list[Callback] = [NonFiniteGuard(state), log]
     if state.config.data.damaged == "skip":
         found.append(DamagedSamples(state))

@@ -33,9 +33,15 @@ _LONG_S = 60.0
 
 
 class Log(Callback):
-    """Progress bar, ``metrics.jsonl`` and the trackers, on rank 0."""
+    """Progress bar, ``metrics.jsonl`` and the trackers, on rank 0.
 
-    def __init__(self, state: TrainState, trackers: Trackers) -> None:
+    Args:
+        state: of the run.
+        trackers: which get the numbers.
+        plan: figures that the run is compared with, on rank 0; None: there are none.
+    """
+
+    def __init__(self, state: TrainState, trackers: Trackers, plan: Figures | None) -> None:
         self._trackers = trackers
         self._every = Every(state.config.output.log_every)
         self._is_first = state.world.is_first
@@ -51,7 +57,7 @@ class Log(Callback):
             return
         if state.config.output.prometheus:
             self._prometheus = PrometheusFile(Path(state.config.output.prometheus), str(state.folder))
-        self._planned, self._logged = _planned(state), 0
+        self._planned, self._logged = plan, 0
         self._bar = Bar(
             state.folder.name,
             state.progress.steps + _steps_left(state),
@@ -141,7 +147,7 @@ def _shown(record: Record) -> tuple[Sequence[str], Sequence[str]]:
     return [f"loss {record['loss']:.4f}"], further
 
 
-def _planned(state: TrainState) -> Figures | None:
+def planned(state: TrainState) -> Figures | None:
     """Announce the figures of the plan: its memory, and on a GPU of the table its time; None if there are none."""
     config, world, engine = state.config, state.world, state.engine
     from fastdiff.planning.figures import figures, held_on_cpu

@@ -388,13 +388,17 @@ def test_a_rewind_ends_the_profile_up_to_the_spike_and_begins_another(
 
 
 @pytest.mark.fault(21)
-def test_a_rewind_goes_on_as_if_the_window_had_not_been_there(world: World, tmp_path: Path) -> None:
+def test_a_rewind_goes_on_as_if_the_window_had_not_been_there(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Back from the spike in step 6 to step 4: the losses after it are those of a run whose steps 5 and 6 were
-    skipped because they were not finite."""
+    skipped because they were not finite. The first lines of a run are not told again."""
     spike = marred(tmp_path / "spike", {in_step(6): 100.0})
     nans = marred(tmp_path / "nans", {in_step(5): np.nan, in_step(6): np.nan})
     options: dict[str, Any] = {"divergence__policy": "rewind", "optim__schedule": "linear", "ema__power_stds": (0.1,)}
     train(spiky(spike, tmp_path / "rewound", **options), launch(0), world)
+    said = capsys.readouterr().err
+    assert [said.count(words) for words in ("rewind 1 of", "M parameters", "planned: ")] == [1, 1, 1]
     train(spiky(nans, tmp_path / "skipped", **options), launch(0), world)
     rewound, skipped = (records(tmp_path / name) for name in ("rewound", "skipped"))
     assert [r["step"] for r in rewound] == [*range(1, STEPS + 1)]
