@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+from argparse import Action, ArgumentParser
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
-from fastdiff.cli.compat.run import in_words, translate
+from fastdiff.cli.compat import run as compat
+from fastdiff.cli.compat.run import SCRIPTS, in_words, translate
 from fastdiff.cli.compat.translation import Translation, program
 from fastdiff.cli.main import _parser, main
+from fastdiff.config.argument_types import count
 from fastdiff.config.command_line import parse
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
 from fastdiff.config.networks.registry import networks
@@ -78,12 +81,8 @@ def test_every_flag_of_the_scripts_is_known() -> None:
 
 
 def flags_of(script: str) -> set[str]:
-    import argparse
-
-    from fastdiff.cli.compat.run import SCRIPTS
-
-    parser = argparse.ArgumentParser(add_help=False)
-    SCRIPTS[script][1](parser)
+    parser = ArgumentParser(add_help=False)
+    SCRIPTS[script].add_flags(parser)
     return {option.removeprefix("--") for action in parser._actions for option in action.option_strings}
 
 
@@ -145,6 +144,66 @@ def test_the_flags_arrive() -> None:
         assert any(word in note for note in notes), word
     assert any("offload_ema" in note for note in notes)
     assert run_of("t2i", [*flags, "--dataset_name", "a/b"], gpus=2)[0].data.dataset_config == "small"
+
+
+BARE = {
+    "t2i": T2I,
+    "t2i-lora": T2I,
+    "dit": ["--data-path", "images"],
+    "iddpm": ["--data_dir", "images"],
+    "iddpm-sr": ["--data_dir", "images", "--small_size", "32"],
+}
+FULL = {
+    "t2i": [
+        "--validation_prompts", "cat", "--use_ema", "--dream_training", "--push_to_hub", "--lr_scheduler", "linear",
+    ],
+    "t2i-lora": ["--validation_prompt", "a cat", "--num_validation_images", "0", "--push_to_hub"],
+    "iddpm": ["--learn_sigma", "True", "--use_fp16", "True", "--batch_size", "8"],
+    "iddpm-sr": ["--use_kl", "True", "--batch_size", "8"],
+}  # fmt: skip
+VALUES = {
+    "attention_resolutions": "8", "data-path": "others", "dataset_name": "./others", "dropout": "0.5",
+    "ema_rate": "0.5", "image_size": "32", "large_size": "64", "learning_rate": "0.5", "microbatch": "8",
+    "num_channels": "64", "num_heads": "2", "num_heads_upsample": "4", "resume_checkpoint": "model000003.pt",
+    "resume_from_checkpoint": "latest", "small_size": "32", "timestep_respacing": "1000",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "more"), [*((name, ()) for name in BARE), *FULL.items()])
+def test_no_flag_is_left_out_in_silence(script: str, more: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each changes the commands, or a note has its name; one that another flag makes idle is told with the reason."""
+    monkeypatch.setattr(compat, "_check", lambda _: None)  # whether the trainer takes the values is tested elsewhere
+    base = translate(script, [*BARE[script], *more], gpus=1)
+    parser = ArgumentParser(add_help=False)
+    SCRIPTS[script].add_flags(parser)
+    for action in parser._actions:
+        name = action.option_strings[0]
+        if action.required or name in (*BARE[script], *more):
+            continue
+        done = translate(script, [*BARE[script], *more, *written(action)], gpus=1)
+        told = [note for note in (*done.notes, *base.notes) if re.search(rf"{name}(?![\w-])", note)]
+        assert done.commands != base.commands or told, name
+        assert not any(compat._OTHERS_DECIDE in note for note in done.notes), name
+
+
+def written(action: Action) -> list[str]:
+    """A flag with a value that is not its default."""
+    name = action.option_strings[0]
+    if action.nargs == 0:
+        return [name]
+    if action.choices is not None:
+        return [name, str(next(choice for choice in action.choices if str(choice) != str(action.default)))]
+    if isinstance(action.default, bool):
+        return [name, str(not action.default)]
+    number = isinstance(action.default, int | float) or action.type in (int, float) or action.type is count
+    return [f"{name}={VALUES.get(name[2:], '3' if number else 'other')}"]
+
+
+def test_a_prompt_of_which_no_image_is_drawn_is_told() -> None:
+    notes = run_of("t2i-lora", [*T2I, "--validation_prompt", "a cat", "--num_validation_images", "0"])[1]
+    assert "--validation_prompt changes nothing: --num_validation_images below 1 draws nothing of it" in notes
+    _, notes = run_of("t2i-lora", [*T2I, "--validation_prompt", "a cat"])
+    assert not any("changes nothing" in note for note in notes)
 
 
 def test_dream() -> None:

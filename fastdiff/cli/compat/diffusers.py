@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fastdiff import sanitize
 from fastdiff.cli.compat.translation import (
     GRAY_NOTE,
+    CountImages,
     Note,
     Translation,
     absolute,
@@ -21,7 +22,6 @@ from fastdiff.cli.compat.translation import (
 )
 from fastdiff.config.argument_types import LARGEST, count
 from fastdiff.config.flags.of_others import PRECISIONS, PREDICTIONS
-from fastdiff.data.images.sources import count_images
 from fastdiff.errors import ConfigError, FastdiffError
 
 _PREDICTION = dict[str | None, str](PREDICTIONS) | {None: "auto"}
@@ -58,6 +58,22 @@ OF_OTHERS = {
     "--train_text_encoder": "of train_text_to_image_lora_sdxl.py: text encoders are not trained here; leave it out",
 }
 """Flags of related scripts that have no counterpart."""
+
+_WITHOUT_PROMPT = "no validation image is drawn"
+IDLE = {
+    "dataloader_num_workers": "here too 0 is one process that reads",
+    "dream_detail_preservation": "it belongs to --dream_training",
+    "hub_model_id": "it belongs to --push_to_hub",
+    "local_rank": "it is of their launcher; fastdiff numbers its ranks itself",
+    "lr_warmup_steps": "the schedule constant has no warm-up, as in theirs",
+    "max_train_steps": "--num_train_epochs has as many",
+    "num_train_epochs": "--max_train_steps goes before it, as in theirs",
+    "num_validation_images": _WITHOUT_PROMPT,
+    "scale_lr": "it multiplies by the batch, which is 1",
+    "validation_epochs": _WITHOUT_PROMPT,
+    "validation_prompt": "--num_validation_images below 1 draws nothing of it",
+}
+"""Why a flag changes nothing, where the others make it so."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +141,7 @@ def _add_common(parser: argparse.ArgumentParser, *, output_dir: str, validation_
         add(f"--{name}", action="store_true")
 
 
-def translate(flags: argparse.Namespace, gpus: int) -> Translation:
+def translate(flags: argparse.Namespace, gpus: int, count_images: CountImages) -> Translation:
     """Translate train_text_to_image.py."""
     done = Translation()
     own = [
@@ -137,23 +153,21 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
         *flag("output.project", flags.tracker_project_name),
     ]
     drawn = _Drawn(flags.validation_prompts or [], images=1, steps=20)
-    _add_commands(done, flags, gpus, own, drawn, "diffusers")
-    done.note(
-        flags.offload_ema or flags.foreach_ema,
-        "--offload_ema and --foreach_ema: the average is always fused, and sharded over the GPUs by ZeRO",
-    )
+    _add_commands(done, flags, gpus, count_images, own, drawn, "diffusers")
+    for name in ("offload_ema", "foreach_ema"):
+        done.note(getattr(flags, name), f"--{name}: the average is always fused, and sharded over the GPUs by ZeRO")
     done.note(not flags.max_grad_norm, "--max_grad_norm 0: nothing is clipped; theirs multiplies every gradient by 0")
     done.note(flags.non_ema_revision, "--non_ema_revision: the UNet is taken from --pretrained.revision too")
     return done
 
 
-def translate_lora(flags: argparse.Namespace, gpus: int) -> Translation:
+def translate_lora(flags: argparse.Namespace, gpus: int, count_images: CountImages) -> Translation:
     """Translate train_text_to_image_lora.py."""
     done = Translation()
     asked = flags.validation_prompt is not None and flags.num_validation_images > 0
     drawn = _Drawn([flags.validation_prompt] if asked else [], images=flags.num_validation_images, steps=30)
     own = [*flag("lora.rank", flags.rank), *flag("ema.rates", ())]
-    _add_commands(done, flags, gpus, own, drawn, "lora-diffusers")
+    _add_commands(done, flags, gpus, count_images, own, drawn, "lora-diffusers")
     done.note(
         flags.max_grad_norm,
         "--max_grad_norm clips the gradient; in their script it has no effect, because its list of parameters is empty",
@@ -177,11 +191,17 @@ class _Drawn:
 
 
 def _add_commands(
-    done: Translation, flags: argparse.Namespace, gpus: int, own: list[str], drawn: _Drawn, export: str
+    done: Translation,
+    flags: argparse.Namespace,
+    gpus: int,
+    count_images: CountImages,
+    own: list[str],
+    drawn: _Drawn,
+    export: str,
 ) -> None:
     _check(flags)
     batch = _batch(flags, gpus)
-    epoch, why = _steps_per_epoch(flags, gpus, asked=flags.max_train_steps is None or drawn.prompts)
+    epoch, why = _steps_per_epoch(flags, gpus, count_images, asked=flags.max_train_steps is None or drawn.prompts)
     steps = flags.max_train_steps or (flags.num_train_epochs * epoch if epoch else None)
     train = training(
         gpus,
@@ -244,7 +264,9 @@ def _batch(flags: argparse.Namespace, gpus: int) -> int:
     return int(flags.train_batch_size * gpus * flags.gradient_accumulation_steps)
 
 
-def _steps_per_epoch(flags: argparse.Namespace, gpus: int, *, asked: object) -> tuple[int | None, str]:
+def _steps_per_epoch(
+    flags: argparse.Namespace, gpus: int, count_images: CountImages, *, asked: object
+) -> tuple[int | None, str]:
     """Return the optimizer steps of an epoch; None, and why, if the images cannot be counted here, or without need."""
     if not asked:
         return None, ""

@@ -6,10 +6,9 @@ import argparse
 import os
 import stat
 
-from fastdiff.cli.compat.translation import EXPORT_NOTE, GRAY_NOTE, Translation, absolute, flag, training
+from fastdiff.cli.compat.translation import EXPORT_NOTE, GRAY_NOTE, CountImages, Translation, absolute, flag, training
 from fastdiff.config.argument_types import count
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES
-from fastdiff.data.images.sources import count_images
 from fastdiff.errors import ConfigError, FastdiffError, require
 
 _IMAGENET = 1_281_167
@@ -51,14 +50,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--vae", choices=("ema", "mse"), default="ema")
 
 
-def translate(flags: argparse.Namespace, gpus: int) -> Translation:
+def translate(flags: argparse.Namespace, gpus: int, count_images: CountImages) -> Translation:
     """Translate train.py: encode the images once, then train a DiT on the latents."""
     batch = flags.global_batch_size
     if batch % gpus:
         raise ConfigError(f"--global-batch-size {batch} is not divisible by {gpus} GPUs; their script refuses it too")
     data = absolute("--data-path", flags.data_path)
     here = _is_here(data)
-    images = _images(data) if here else _IMAGENET
+    images = _images(data, count_images) if here else _IMAGENET
     steps = flags.epochs * (images // batch)
     if not steps:
         raise ConfigError(f"{flags.data_path} holds {images} images, fewer than --global-batch-size {batch}")
@@ -82,7 +81,7 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
     return done
 
 
-def _images(data: str) -> int:
+def _images(data: str, count_images: CountImages) -> int:
     try:
         return count_images(data)
     except FastdiffError as error:

@@ -10,7 +10,7 @@ import os
 from dataclasses import fields
 from pathlib import PurePath
 
-from fastdiff.cli.compat.translation import EXPORT_NOTE, GRAY_NOTE, Translation, absolute, flag, training
+from fastdiff.cli.compat.translation import EXPORT_NOTE, GRAY_NOTE, CountImages, Translation, absolute, flag, training
 from fastdiff.config.argument_types import count, finite
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.presets import preset
@@ -22,6 +22,16 @@ _CLASSES = 1000
 _DENSITIES = {"uniform": "uniform", "loss-second-moment": "importance"}
 _PRESETS = {256: "iddpm-lsun256", 64: "iddpm-imagenet64", 32: "iddpm-cifar10"}
 """Published run of each size; without --lr_anneal_steps a run takes as many steps, after the resumed ones."""
+
+IDLE = {
+    "fp16_scale_growth": "it belongs to --use_fp16",
+    "microbatch": "it holds the whole batch, as without it",
+    "num_heads_upsample": "it is --num_heads, as without it",
+    "rescale_learned_sigmas": "it belongs to --learn_sigma without --use_kl, as in theirs",
+    "sigma_small": "with --learn_sigma the variance is learned, as in theirs",
+    "timestep_respacing": "these are all timesteps, as without it",
+}
+"""Why a flag changes nothing, where the others make it so."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +76,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}", type=_truth, default=on)
 
 
-def translate(flags: argparse.Namespace, gpus: int) -> Translation:
+def translate(flags: argparse.Namespace, gpus: int, _: CountImages) -> Translation:
     """Translate image_train.py: crop the images once, then train a UNet on their pixels."""
     size = flags.image_size
     if size not in _PRESETS:
@@ -75,7 +85,7 @@ def translate(flags: argparse.Namespace, gpus: int) -> Translation:
     return _translated(flags, gpus, "iddpm", published, _network(flags, size))
 
 
-def translate_super_resolution(flags: argparse.Namespace, gpus: int) -> Translation:
+def translate_super_resolution(flags: argparse.Namespace, gpus: int, _: CountImages) -> Translation:
     """Translate super_res_train.py; the small images are computed from the large ones in every step, as in theirs."""
     large, small = flags.large_size, flags.small_size
     if large not in (64, 256):

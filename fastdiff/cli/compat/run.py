@@ -5,31 +5,48 @@ from __future__ import annotations
 import argparse
 import difflib
 import shlex
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, NoReturn
 
 from fastdiff import sanitize
 from fastdiff.cli.compat import diffusers, dit, iddpm
-from fastdiff.cli.compat.translation import LAUNCH, Translation, program
+from fastdiff.cli.compat.idle import idle_flags
+from fastdiff.cli.compat.translation import LAUNCH, CountImages, Translation, program
 from fastdiff.config.command_line import parse
+from fastdiff.data.images.sources import count_images
 from fastdiff.errors import ConfigError
 
 _UNKNOWN = "unrecognized arguments: "
 """Start of argparse's message."""
-Translate = Callable[[argparse.Namespace, int], Translation]
 
-SCRIPTS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Translate]] = {
-    "t2i": ("diffusers' train_text_to_image.py", diffusers.add_flags, diffusers.translate),
-    "t2i-lora": ("diffusers' train_text_to_image_lora.py", diffusers.add_lora_flags, diffusers.translate_lora),
-    "dit": ("facebookresearch/DiT's train.py", dit.add_flags, dit.translate),
-    "iddpm": ("openai/improved-diffusion's image_train.py", iddpm.add_flags, iddpm.translate),
-    "iddpm-sr": (
+
+class Script(NamedTuple):
+    """Another trainer's script."""
+
+    title: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    translate: Callable[[argparse.Namespace, int, CountImages], Translation]
+    idle: Mapping[str, str]
+    """Why a flag changes nothing, by its name; for those that some other flag makes so."""
+
+
+SCRIPTS = {
+    "t2i": Script("diffusers' train_text_to_image.py", diffusers.add_flags, diffusers.translate, diffusers.IDLE),
+    "t2i-lora": Script(
+        "diffusers' train_text_to_image_lora.py", diffusers.add_lora_flags, diffusers.translate_lora, diffusers.IDLE
+    ),
+    "dit": Script("facebookresearch/DiT's train.py", dit.add_flags, dit.translate, {}),
+    "iddpm": Script("openai/improved-diffusion's image_train.py", iddpm.add_flags, iddpm.translate, iddpm.IDLE),
+    "iddpm-sr": Script(
         "openai/improved-diffusion's super_res_train.py",
         iddpm.add_super_resolution_flags,
         iddpm.translate_super_resolution,
+        iddpm.IDLE,
     ),
 }
-"""Title of each script, its flags, and its translation."""
+_OTHERS_DECIDE = "the other flags decide"
+_MANY = 1_281_167
+"""Images in every folder, where only flags are compared; a full epoch of any batch."""
 
 _HIDDEN = "the credentials of addresses are not shown; write them again"
 
@@ -45,11 +62,15 @@ def translate(script: str, flags: Sequence[str], *, gpus: int) -> Translation:
     Raises:
         ConfigError: a flag is unknown to the script, contradicts another one, or describes an invalid run.
     """
-    name, add_flags, translated = SCRIPTS[script]
-    parser = _Parser(prog=name, add_help=False)  # abbreviations as the scripts accept them
-    add_flags(parser)
-    translation = translated(parser.parse_args(list(flags)), gpus)
+    known = SCRIPTS[script]
+    parser = _Parser(prog=known.title, add_help=False)  # abbreviations as the scripts accept them
+    known.add_flags(parser)
+    given = parser.parse_args(list(flags))
+    translation = known.translate(given, gpus, count_images)
     _check(_train_flags(translation))
+    for action in idle_flags(parser, given, lambda others: known.translate(others, gpus, lambda *_, **__: _MANY)):
+        reason = known.idle.get(action.dest, _OTHERS_DECIDE)
+        translation.notes.append(f"{action.option_strings[0]} changes nothing: {reason}")
     return translation
 
 

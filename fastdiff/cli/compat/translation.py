@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,8 @@ _DEVICE = ["--performance.device", "auto"]
 """The other scripts also run on a CPU, where the presets refuse to."""
 
 
+CountImages = Callable[..., int]
+"""``data.images.sources.count_images``, or a stand-in that opens nothing."""
 Note = tuple[object, str]
 """A condition, and the difference to tell if it holds."""
 
