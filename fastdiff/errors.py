@@ -15,7 +15,7 @@ import traceback
 from fastdiff import process_limits
 from fastdiff.console import log, write_line
 from fastdiff.exit_message import note_message, on_first_node, say_once
-from fastdiff.sanitize import escape, message
+from fastdiff.sanitize import escape, is_utf8, message
 
 _REMEDIES = {
     errno.ENOSPC: "free some space, or choose a folder on another disk",
@@ -114,6 +114,18 @@ def require(condition: bool, message: str) -> None:
     """Raise ConfigError with ``message`` unless ``condition`` holds."""
     if not condition:
         raise ConfigError(message)
+
+
+def require_utf8(name: str, text: str) -> None:
+    """Raise ConfigError if a text cannot be written as UTF-8, as records of runs and data sets are.
+
+    Args:
+        name: of the flag, with its hyphens; empty: the text stands for itself.
+        text: as given; an argument in another encoding has unpaired surrogates.
+    """
+    given = f"{name} {escape(text)}".lstrip()
+    remedy = "rename the file or folder, or give the text in UTF-8"
+    require(is_utf8(text), f"{given}: no UTF-8, in which runs and data sets record names; {remedy}")
 
 
 def report(error: FastdiffError) -> int:

@@ -225,3 +225,12 @@ def escape(text: str) -> str:
     for kind in (CONTROL, _REORDERING):
         valid = kind.sub(lambda match: f"\\x{ord(match[0]):02x}", valid)
     return f"{valid} ..." if len(text) > _LONGEST else valid
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether a text can be written as UTF-8: a name in another encoding arrives with unpaired surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -19,7 +19,7 @@ from fastdiff.cli.machines import plan
 from fastdiff.cli.published_weights import split_fields
 from fastdiff.config.argument_types import Parser
 from fastdiff.console import log, quieten, write_line
-from fastdiff.errors import FastdiffError, StorageError, report, report_any
+from fastdiff.errors import FastdiffError, StorageError, report, report_any, require_utf8
 from fastdiff.files import raise_open_files
 from fastdiff.parallel.launcher import leave_job
 from fastdiff.standard_streams import lossy_output
@@ -54,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> int:
     is_rank = bool(argv) and argv[0] in _RANKS
     try:
+        for word in argv:
+            require_utf8("", word)
         if argv and argv[0] in _OF_THREADS:
             process_limits.try_threads()
         raise_open_files()

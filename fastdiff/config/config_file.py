@@ -20,8 +20,8 @@ from fastdiff.config.flags.unknown import nearest
 from fastdiff.config.networks.of_user import add_network
 from fastdiff.config.networks.registry import network_called
 from fastdiff.config.objective import PROCESSES, Process, in_process, without_defaults_of_others
-from fastdiff.config.run import RunConfig
-from fastdiff.errors import ConfigError, require
+from fastdiff.config.run import RunConfig, texts
+from fastdiff.errors import ConfigError, require, require_utf8
 from fastdiff.files import read_bounded
 from fastdiff.plugins.user_code import names_file
 
@@ -225,6 +225,8 @@ def lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
     if isinstance(objective := given.get("objective"), dict):
         given = given | {"objective": without_defaults_of_others(base.objective.process, objective)}
     merged = _merge(asdict(base), given, source)
+    for name, text in texts(merged):
+        require_utf8(f"{source}: {name}", text)
     try:
         return TypeAdapter(RunConfig).validate_json(json.dumps(merged), strict=True)
     except ValidationError as error:

@@ -7,7 +7,9 @@ imports no torch, so that ``--help`` is fast.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from fastdiff.config.data import DataConfig, ValidationConfig
 from fastdiff.config.networks.dit import DiTConfig
@@ -21,7 +23,7 @@ from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.config.timesteps import TimestepConfig
-from fastdiff.errors import ConfigError, require
+from fastdiff.errors import ConfigError, require, require_utf8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,8 @@ class RunConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
+        for name, text in texts(asdict(self)):
+            require_utf8(f"--{name}", text)
         require(0 <= self.seed < 2**64, f"--seed {self.seed}: from 0 to 2**64 - 1")
         if self.output.sample_every and not self.model.text_conditional:
             require(
@@ -178,3 +182,15 @@ class RunConfig:
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
         return self.samples // self.batch.samples
+
+
+def texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the texts in nested values, with the dotted names of their fields."""
+    if isinstance(value, str):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from texts(inner, f"{name}.{key}" if name else key)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from texts(inner, name)

@@ -16,12 +16,12 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json, plugins, require_run_folder
 from fastdiff.data.loading.fit import require_fit
 from fastdiff.data.shards.format import DatasetInfo
-from fastdiff.errors import ConfigError, DataError, StorageError
+from fastdiff.errors import ConfigError, DataError, StorageError, require_utf8
 from fastdiff.sanitize import is_address
 
 
 def check_run_folder(config: RunConfig, launch: Launch) -> None:
-    """Refuse a folder of someone else, with a run on other data, or with one of another configuration.
+    """Refuse a folder of someone else, with a run on other data or of another configuration, or with no UTF-8 path.
 
     What is only known later is left to the ranks: data at an address or encoded online, and the fields that a pipeline
     decides.
@@ -30,6 +30,7 @@ def check_run_folder(config: RunConfig, launch: Launch) -> None:
         ConfigError: with the state of that run, and the flag for another folder.
     """
     run = Path(config.output.folder)
+    require_utf8("", str(run.absolute()))
     found = None if launch.resume == "never" else newest_manifest(run)
     check_resume(run, launch.resume, resumable=found is not None)
     if found is None:
