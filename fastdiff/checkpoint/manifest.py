@@ -76,6 +76,8 @@ class Manifest(TypedDict):
     """In the order of their numbers; empty: unknown."""
     base: NotRequired[str | None]
     """Digest of the weights that a LoRA is added to."""
+    autoencoder: NotRequired[str | None]
+    """Digest of the autoencoder that encoded the data; None: pixels, or unknown."""
     versions: NotRequired[dict[str, str]]
     world_size: NotRequired[Annotated[int, Field(ge=1)]]
     zero_stage: NotRequired[Annotated[int, Field(ge=0, le=3)]]

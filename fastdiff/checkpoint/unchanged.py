@@ -28,6 +28,7 @@ FREE = (
     "output.",
     "validation.",
     "data.path",
+    "data.autoencoder",
     "data.image_root",
     "data.cache",
     "data.damaged",

@@ -25,6 +25,10 @@ class DataConfig:
     images, as a folder, WebDataset shards or a Hugging Face dataset."""
     cache: str = ""
     """Cache folder for the shards of a remote --data.path. Default: ~/.cache/fastdiff/shards."""
+    autoencoder: str | None = None
+    """Autoencoder that decodes what is drawn: a folder, a Hugging Face id, or identity for pixels. Default: that of
+    --pretrained.path, otherwise the one that the data set records; a run keeps it, so the data need not be there when
+    samples are drawn or exported."""
     random_flip: bool = False
     """Mirror half of the images; the shards must contain pixels, or also the mirrored latents (`fastdiff encode
     --flip`)."""
@@ -68,6 +72,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require_local("--data.cache", self.cache)
+        require_local("--data.autoencoder", self.autoencoder or "")
         require(self.resolution >= 8, f"--data.resolution {self.resolution}: at least 8")
         require(1 <= self.workers <= MOST_WORKERS, f"--data.workers {self.workers}: 1 to {MOST_WORKERS}")
         require(self.max_samples is None or self.max_samples >= 1, f"--data.max_samples {self.max_samples}: at least 1")

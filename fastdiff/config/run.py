@@ -174,6 +174,11 @@ class RunConfig:
             "--data.online is for text-conditional models; encode classes with `fastdiff encode`",
         )
         require(
+            self.data.autoencoder is None or not self.pretrained.path or self.pretrained.is_file,
+            f"--data.autoencoder {self.data.autoencoder}: the run decodes by the pipeline of --pretrained.path "
+            f"{self.pretrained.path}; leave it out",
+        )
+        require(
             not (self.validation.prompts or self.validation.captions) or text,
             "--validation.prompts is for text-conditional models; others have sample grids (--output.sample_every)",
         )

@@ -25,9 +25,8 @@ from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.pipeline import copy_part
 from fastdiff.export.schedulers import drawing_loop, sampler_config, told, write_json, write_sampler
 from fastdiff.export.weights import ExportedWeights
-from fastdiff.models.load import pretrained
 from fastdiff.models.pretrained.pipeline import Pretrained
-from fastdiff.sampling.pixels import IDENTITY, autoencoder_of
+from fastdiff.sampling.pixels import IDENTITY, autoencoder_of, pipeline_of, warn_of_another
 
 FOLDER = "transformer"
 """Subfolder that diffusers' pipeline expects."""
@@ -132,6 +131,8 @@ def _write(folder: Path, exported: Exported) -> None:
     scheduler = write_sampler(folder, config)
     if vae is not None and scheduler is not None:
         copy_part(vae, "vae", folder / "vae")
+        if exported.saved is not None:
+            warn_of_another(vae.path, vae.digest("vae"), exported.saved.manifest.get("autoencoder"))
         write_json(folder / "model_index.json", _index(scheduler, exported))
     if words := told(config):
         log.info(words.strip())
@@ -145,12 +146,12 @@ def _autoencoder(config: RunConfig) -> Pretrained | None:
     name, model = autoencoder_of(config), config.model
     if name is None and config.data.path and not (Path(config.data.path) / INFO_FILE).is_file():
         log.warning(
-            f"the data set {config.data.path} is not here, so the autoencoder of the run is unknown: the export has "
-            "network and scheduler, and is no whole pipeline; export where the data set is"
+            f"the run is older than the record of its autoencoder, and its data set {config.data.path} is not here: "
+            "the export has network and scheduler, and is no whole pipeline; export where the data set is"
         )
     if name in (None, IDENTITY) or model.classes > _NULL_OF_PIPELINE or sampler_config(config) is None:
         return None
-    found = pretrained(config) if name == config.pretrained.path else Pretrained(str(name))
+    found = pipeline_of(config, str(name))
     try:
         described = found.json("vae/config.json")
         found.weight_files("vae")

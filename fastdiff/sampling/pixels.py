@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.config.run import RunConfig
+from fastdiff.console import log
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.models.load import pretrained
@@ -32,12 +33,15 @@ class PixelDecoder:
         autoencoder: folder or Hugging Face id of a pipeline or of an autoencoder alone, or ``identity``; None: the
             autoencoder of the training data.
         device: of the autoencoder.
+        encoded_by: digest of the autoencoder that encoded the training data; None: unknown.
 
     Raises:
         ConfigError: the run was trained on latents, and their autoencoder is unknown or cannot be read.
     """
 
-    def __init__(self, config: RunConfig, autoencoder: str | None, device: torch.device) -> None:
+    def __init__(
+        self, config: RunConfig, autoencoder: str | None, device: torch.device, encoded_by: str | None = None
+    ) -> None:
         name = autoencoder or autoencoder_of(config)
         model = config.model
         if name is None:
@@ -56,8 +60,9 @@ class PixelDecoder:
         self._vae: Any = None
         channels, factor = model.channels, 1
         if name != IDENTITY:
-            pipeline = pretrained(config) if name == config.pretrained.path else Pretrained(name, flag="--autoencoder")
+            pipeline = pipeline_of(config, name)
             self.digest = pipeline.digest("vae")
+            warn_of_another(name, self.digest, encoded_by)
             self._vae = pipeline.vae(device)
             channels, factor = int(self._vae.config.out_channels), scale_factor(pipeline)
             if self._vae.config.latent_channels != model.channels:
@@ -68,22 +73,56 @@ class PixelDecoder:
         self.shape = model.size * factor, model.size * factor, channels
         """``(H, W, C)`` of an image."""
 
+    def decoded(self, latents: Tensor) -> Tensor:
+        """Decode ``[N, c, h, w]`` to ``[N, C, H, W]`` fp32 in about [-1, 1] on the CPU."""
+        return latents if self._vae is None else decode(self._vae, latents)
+
     def __call__(self, latents: Tensor) -> npt.NDArray[np.uint8]:
         """Decode ``[N, c, h, w]`` finite fp32 to ``[N, H, W, C]`` uint8: [-1, 1] to [0, 255], clamped and rounded."""
-        pixels = latents if self._vae is None else decode(self._vae, latents)
+        pixels = self.decoded(latents)
         return np.ascontiguousarray(as_bytes(pixels).permute(0, 2, 3, 1).numpy())
 
 
+def pipeline_of(config: RunConfig, autoencoder: str) -> Pretrained:
+    """Return the pipeline, or the folder, of an autoencoder by its name."""
+    return (
+        pretrained(config) if autoencoder == config.pretrained.path else Pretrained(autoencoder, flag="--autoencoder")
+    )
+
+
+def warn_of_another(name: str, digest: str, encoded_by: str | None) -> None:
+    """Warn of an autoencoder that is not the one that encoded the training data, where its digest is known."""
+    if encoded_by not in (None, digest):
+        log.warning(
+            f"the autoencoder {name} (digest {digest[:12]}) is not the one that encoded the training data "
+            f"({str(encoded_by)[:12]}): the images may have other colours and details"
+        )
+
+
+def shown(config: RunConfig, latents: Tensor, device: torch.device, encoded_by: str | None) -> Tensor:
+    """Return the images ``[N, C, H, W]`` of latents for a picture, in [-1, 1] on the CPU.
+
+    Latents stay as they are if their autoencoder is unknown or cannot be read, which is said.
+    """
+    if autoencoder_of(config) in (None, IDENTITY):
+        return latents
+    try:
+        return PixelDecoder(config, None, device, encoded_by).decoded(latents)
+    except ConfigError as error:
+        log.warning(f"the picture shows the latents themselves, because their autoencoder is not here: {error}")
+        return latents
+
+
 def autoencoder_of(config: RunConfig) -> str | None:
-    """Return the name of a run's autoencoder: that of its pipeline, otherwise the one that encoded its data.
+    """Return the name of a run's autoencoder: that of its pipeline, otherwise that of the run, or of its data.
 
     Returns:
         ``identity`` for pixel-space models; None if the autoencoder is unknown.
     """
     if config.pretrained.path and not config.pretrained.is_file:
         return config.pretrained.path
-    made_by: str | None = IDENTITY if config.model.in_pixels else None
-    if config.data.path:  # a published file has no data
+    made_by = config.data.autoencoder or (IDENTITY if config.model.in_pixels else None)
+    if config.data.path and not config.data.autoencoder:  # a published file has no data, an older run no record
         with suppress(DataError, StorageError):  # the data are not on this machine
             made_by = DatasetInfo.read(Path(config.data.path)).provenance.autoencoder
     if made_by == IDENTITY:

@@ -33,7 +33,7 @@ from fastdiff.models.toolchain import require_compilers
 from fastdiff.parallel.devices import select_device
 from fastdiff.sampling.class_names import ClassChoice, ClassNames
 from fastdiff.sampling.image_grid import image_grid, save_picture
-from fastdiff.sampling.pixels import IDENTITY, autoencoder_of
+from fastdiff.sampling.pixels import IDENTITY, autoencoder_of, shown
 from fastdiff.sampling.solvers import grid_classes, sample
 from fastdiff.sanitize import escape
 from fastdiff_kernels import launch
@@ -48,6 +48,7 @@ class _Source:
     digest: str
     classes: int | None
     class_names: Sequence[str]
+    encoded_by: str | None
     description: str
     weights: Mapping[str, Tensor] | None
     """Trained parameters; None: those of ``config.pretrained``."""
@@ -97,6 +98,8 @@ class Run:
         """Number of classes of the data; None: data without classes."""
         self.class_names = ClassNames(self.known_classes, found.class_names if self.known_classes else ())
         """The classes that the model can draw."""
+        self.encoded_by = found.encoded_by
+        """Digest of the autoencoder that encoded the data; None: pixels, or unknown."""
         self.description = found.description
         """Step and weights in words, for messages."""
         # An attention backend forced for the training may be unavailable on this machine.
@@ -143,7 +146,8 @@ class Run:
         condition = {"label": columns.repeat(per_class)}
         latents = self.sample(condition, {"label": null_label(self.config)}, sampler)
         titles = self.class_names.titles(columns.tolist())
-        save_picture(path, image_grid(latents, rows=per_class, titles=titles))
+        pixels = shown(self.config, latents, self.device, self.encoded_by)
+        save_picture(path, image_grid(pixels, rows=per_class, titles=titles))
         return titles
 
     def draw_prompts(
@@ -271,6 +275,7 @@ def _of_checkpoint(folder: Path, ema: float | None, ema_std: float | None, step:
         digest=digest_of(saved.manifest),
         classes=saved.manifest["classes"],
         class_names=_class_names(saved, config),
+        encoded_by=saved.manifest.get("autoencoder"),
         description=f"step {steps}, {chosen.description}",
         weights={name: chosen.read(name) for name in saved.manifest["parameters"]},
     )
@@ -297,6 +302,7 @@ def _of_file(path: Path, config: RunConfig) -> _Source:
         digest=hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
         classes=config.model.classes or None,
         class_names=(),
+        encoded_by=None,
         description=f"weights of {path.name}",
         weights=None,
     )

@@ -26,6 +26,7 @@ from fastdiff.data.loading.training_set import (
     described_selection,
     null_condition,
     open_data,
+    with_autoencoder,
     with_captions,
 )
 from fastdiff.data.shards.usage import note_use
@@ -214,7 +215,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
     is_new = world.on_first(lambda: not (folder / "checkpoints").exists())
     ops = _choose_backends(config, ds_config, world, None, stack) if is_new else ""
     reader, order = _open_data(config, world, stack)
-    config = world.on_first(lambda: with_captions(config, reader))
+    config = world.on_first(lambda: with_autoencoder(with_captions(config, reader), reader))
     world.on_first(lambda: _claim(folder, stack))
     ledger = stack.enter_context(start_ledger(folder, config.batch.samples, world))
     heart = world.together(lambda: Heartbeat(folder, world.rank, launch.hang_timeout_s))
@@ -326,6 +327,7 @@ def _facts(config: RunConfig, reader: Data, world: World) -> dict[str, Any]:
         "classes": reader.info.classes,
         "class_names": list(reader.info.class_names) if config.model.classes else [],
         "base": world.on_first(lambda: load.base_digest(config)),
+        "autoencoder": reader.info.provenance.autoencoder_digest,
         "versions": versions() | world.on_first(lambda: plugins(config)),
     }
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -35,7 +37,7 @@ from fastdiff.sampling.solvers import sample
 from fastdiff.sampling.text import as_bytes, decode
 from fastdiff.train import train
 from tests.support.inputs.text_runs import encode, text_run
-from tests.support.runs import launch, tiny
+from tests.support.runs import launch, newest, tiny
 
 ADM = AdmConfig(
     channels=1, size=8, width=16, channel_mult=(1, 1), res_blocks=1, attention_resolutions=(4,), heads=2,
@@ -257,8 +259,48 @@ def test_latents_without_an_autoencoder_are_no_images(latents: Path, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_autoencoder_is_that_of_the_data(latents: Path, pipeline: Path, tmp_path: Path) -> None:
+def test_a_run_keeps_the_autoencoder_of_its_data(
+    world: World, latents: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Its data may be gone; an autoencoder that has changed meanwhile is told."""
+    (tmp_path / "vae").symlink_to(pipeline)
+    data = tmp_path / "data"
+    shutil.copytree(Run(latents).config.data.path, data)
+    info, digest = DatasetInfo.read(data), Pretrained(str(pipeline)).digest("vae")
+    made_by = dataclasses.replace(info.provenance, autoencoder="vae", autoencoder_digest=digest)
+    dataclasses.replace(info, provenance=made_by).write(data)
+    monkeypatch.chdir(tmp_path)  # where the data set was encoded
+    model = DiTConfig(depth=1, hidden=16, heads=2, patch=2, channels=4, size=8, classes=10)
+    config = tiny(data, tmp_path / "run", steps=1, model=model)
+    train(config, launch(0), world)
+    train(dataclasses.replace(config, samples=32), launch(0), world)
+    shutil.rmtree(data)
+    monkeypatch.chdir(tmp_path.parent)
+    assert newest(tmp_path / "run").manifest["autoencoder"] == digest
+    command = ["sample", str(tmp_path / "run"), "--steps", "1"]
+    capsys.readouterr()
+    assert main([*command, "--num", "2", "--npz", str(tmp_path / "out.npz")]) == 0
+    assert read_npz(tmp_path / "out.npz")[0].shape == (2, IMAGE_SIZE, IMAGE_SIZE, 3)
+    grid = ["--per-class", "1", "--classes", "0-1", "--grid", str(tmp_path / "grid.png")]
+    assert main([*command, *grid]) == 0
+    with Image.open(tmp_path / "grid.png") as picture:
+        assert picture.width > 2 * IMAGE_SIZE
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "whole"), "--format", "diffusers"]) == 0
+    assert (tmp_path / "whole" / "model_index.json").is_file()
+    assert "is not the one that encoded" not in capsys.readouterr().err
+
+    (tmp_path / "vae").unlink()
+    (tmp_path / "vae").symlink_to(build(tmp_path / "other", seed=1))
+    assert main([*command, "--num", "2", "--npz", str(tmp_path / "2.npz")]) == 0
+    assert f"is not the one that encoded the training data ({digest[:12]})" in capsys.readouterr().err
+    (tmp_path / "vae").unlink()
+    assert main([*command, *grid]) == 0
+    assert "shows the latents themselves, because their autoencoder is not here" in capsys.readouterr().err
+
+
+def test_the_autoencoder_of_an_older_run_is_that_of_its_data(latents: Path, pipeline: Path, tmp_path: Path) -> None:
     config = Run(latents).config
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, autoencoder=None))
     info = DatasetInfo.read(config.data.path)
     made_by = dataclasses.replace(info.provenance, autoencoder=str(pipeline))
     tmp_path.joinpath("data").mkdir()
@@ -275,7 +317,7 @@ def test_the_decoder_decides_whether_a_set_is_clamped(unconditional: Path, tmp_p
     """Also where the data, which would tell, are on another machine."""
     run = Run(unconditional)
     model = DiTConfig(depth=1, hidden=16, heads=2, patch=2, channels=1, size=8)
-    gone = dataclasses.replace(run.config.data, path=str(tmp_path / "gone"))
+    gone = dataclasses.replace(run.config.data, path=str(tmp_path / "gone"), autoencoder=None)
     run.config = dataclasses.replace(run.config, data=gone, model=model)
     assert run.decided(SamplerConfig()).clip is False
     for name, asked, clamped in (("default", None, True), ("off", False, False)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -105,6 +106,19 @@ def with_captions(config: RunConfig, data: Data) -> RunConfig:
     with suppress(*([DataError] if data.substitute else [])):  # a damaged sample has no caption to draw then
         found = data.captions([number * len(data) // wanted for number in range(wanted)])
     return replace(config, validation=replace(config.validation, prompts=tuple(dict.fromkeys(found))))
+
+
+def with_autoencoder(config: RunConfig, data: Data) -> RunConfig:
+    """Return the run with the autoencoder of its data, where neither a flag nor a pipeline gives one.
+
+    A folder of this machine becomes absolute: the data set has it as it was typed.
+    """
+    by_pipeline = bool(config.pretrained.path) and not config.pretrained.is_file
+    if by_pipeline or config.data.autoencoder:
+        return config
+    name = data.info.provenance.autoencoder
+    found = str(Path(name).absolute()) if Path(name).is_dir() else name
+    return replace(config, data=replace(config.data, autoencoder=found))
 
 
 def null_condition(config: RunConfig, reader: Data) -> Condition:
