@@ -76,6 +76,8 @@ class Manifest(TypedDict):
     """In the order of their numbers; empty: unknown."""
     base: NotRequired[str | None]
     """Digest of the weights that a LoRA is added to."""
+    pretrained: NotRequired[str | None]
+    """Absolute path of the pretrained pipeline or file; None: of the hub, or none."""
     autoencoder: NotRequired[str | None]
     """Digest of the autoencoder that encoded the data; None: pixels, or unknown."""
     versions: NotRequired[dict[str, str]]

@@ -134,10 +134,16 @@ class Command(Parser):
 
 
 def local_path(text: str) -> Path:
-    """Parse a path of this machine; an address is refused before a path folds its ``://``, or a folder is named so."""
+    """Parse a path of this machine; an address is refused before a path folds its ``://``, or a folder is named so.
+
+    ``~`` is the home folder as in a shell, which leaves it as it is in quotes and in ``--flag=~/folder``.
+    """
     if _is_no_path(text):
         raise argparse.ArgumentTypeError(_address_refused(text))
-    return Path(text)
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # of an unknown user
+        return Path(text)
 
 
 def picture(*more: str) -> Callable[[str], Path]:

@@ -20,7 +20,15 @@ from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.run import RunConfig
-from fastdiff.export.card_text import Place, base_name, drawing, from_pretrained, load_safetensors, python
+from fastdiff.export.card_text import (
+    Place,
+    base_name,
+    drawing,
+    from_pretrained,
+    load_safetensors,
+    python,
+    where_base_is,
+)
 from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.original_names import original_layer
 from fastdiff.export.weights import representable
@@ -134,7 +142,8 @@ def _in_diffusers(config: RunConfig, place: Place) -> str:
     given = {"revision": config.pretrained.revision, "variant": config.pretrained.variant}
     version = "".join(f', {name}="{value}"' for name, value in given.items() if value is not None)
     load = from_pretrained(base_name(config), version)
-    return python(f'{load}pipeline.load_lora_weights("{place}")\n{drawing(config)}')
+    code = f'{load}pipeline.load_lora_weights("{place}")\n{drawing(config)}'
+    return python(code) + where_base_is(config)
 
 
 def _use_kohya(config: RunConfig, place: Place, step: int) -> str:

@@ -43,11 +43,23 @@ def python(code: str) -> str:
     return f"```python\n{code}\n```\n"
 
 
+def base_is_local(config: RunConfig) -> bool:
+    """Whether the pretrained pipeline is a folder or a file of this machine, and no id of the hub."""
+    path = config.pretrained.path
+    return not _HUB_ID.fullmatch(path) or config.pretrained.is_file or Path(path).exists()
+
+
 def base_name(config: RunConfig) -> str:
     """Return the pretrained pipeline's name for a card: its hub id, or the last part of a local path."""
     path = config.pretrained.path
-    is_id = _HUB_ID.fullmatch(path) and not config.pretrained.is_file and not Path(path).exists()
-    return path if is_id else Path(path).resolve().name
+    return Path(path).resolve().name if base_is_local(config) else path
+
+
+def where_base_is(config: RunConfig) -> str:
+    """Say in Markdown that a reader needs a copy of a local base model; empty for one of the hub."""
+    if not base_is_local(config):
+        return ""
+    return f"\n`{base_name(config)}` is a folder of the machine that trained the model: put your copy in its place.\n"
 
 
 def from_pretrained(path: str, options: str = "") -> str:
@@ -133,7 +145,8 @@ def _returned(predicted: Prediction, where: str, published: PublishedClass, diff
     use = f"{sampler} cannot use it"
     if diffusers:
         name = PREDICTION_TYPES.get(predicted)
-        use = f'give the scheduler `prediction_type="{name}"`' if name else "no scheduler of diffusers can use it"
+        needed = f'`prediction_type="{name}"`, which `scheduler/` has'
+        use = f"a scheduler needs {needed}" if name else "no scheduler of diffusers can use it"
     elif predicted == "x0":
         use = f"create {sampler} with `predict_xstart=True`"
     elif predicted == "previous_x" and published.samples_previous_x:

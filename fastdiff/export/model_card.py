@@ -10,7 +10,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.timesteps import TimestepConfig
 from fastdiff.console import log
 from fastdiff.diffusion.levels import GAMMA
-from fastdiff.export.card_text import Place, base_name
+from fastdiff.export.card_text import Place, base_is_local, base_name
 from fastdiff.export.formats import Exported, format_of
 from fastdiff.files import read_bounded
 from fastdiff.models.family import family_of
@@ -101,7 +101,7 @@ def _front_matter(config: RunConfig, format_: str) -> str:
         lines.append("pipeline_tag: text-to-image")
     if library := form.library or family_of(model).library:
         lines.append(f"library_name: {library}")
-    if config.pretrained.weights and base_name(config) == config.pretrained.path:  # not for a local folder
+    if config.pretrained.weights and not base_is_local(config):
         lines.append(f"base_model: {config.pretrained.path}")
     return "".join(line + "\n" for line in lines)
 

@@ -23,6 +23,9 @@ from fastdiff.sampling.pixels import IDENTITY, autoencoder_of
 
 FOLDER = "scheduler"
 _FILE = "scheduler_config.json"
+_SAVING = """
+levels = (127.5 * image[0].clamp(-1, 1) + 127.5).round().byte().permute(1, 2, 0)
+Image.fromarray(levels.squeeze(2).numpy()).save("image.png")"""
 _NO_SIGNAL = 2.0**-24
 """Abar of a level without signal, whose log SNR would be infinite."""
 
@@ -98,7 +101,9 @@ def told(config: RunConfig) -> str:
 
 
 def drawing_loop(config: RunConfig, place: Place, classes: bool) -> tuple[str, str]:
-    """Return code that draws one ``image`` with ``model``, and the class that it imports; empty without a sampler.
+    """Return code that draws one ``image`` with ``model``, and its imports after a class of diffusers.
+
+    Images of pixels are saved. Both are empty without a sampler.
 
     Args:
         config: of the run.
@@ -116,6 +121,8 @@ def drawing_loop(config: RunConfig, place: Place, classes: bool) -> tuple[str, s
         f"        predicted = model(image, time.expand(1){given}).sample[:, :{model.channels}]\n"
         "        image = scheduler.step(predicted, time, image).prev_sample"
     )
+    if content.get("thresholding"):  # of pixels
+        return code + _SAVING, f", {kind}\nfrom PIL import Image"
     return code, f", {kind}"
 
 

@@ -19,7 +19,7 @@ from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError, require
-from fastdiff.export.card_text import Place, base_name, drawing, load_safetensors, python
+from fastdiff.export.card_text import Place, base_name, drawing, load_safetensors, python, where_base_is
 from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.original_names import autoencoder_weight, open_clip_weight, original_weights
 from fastdiff.export.weights import ExportedWeights, representable
@@ -174,7 +174,7 @@ def _use(config: RunConfig, place: Place, step: int) -> str:
     kind = "StableDiffusionXLPipeline" if cast(UNetConfig, config.model).pooled_dim else "StableDiffusionPipeline"
     load = f'{kind}.from_single_file({place.file(FILE)}, config="{base_name(config)}")'
     code = f"{place.imports}from diffusers import {kind}\n\npipeline = {load}\n{drawing(config)}"
-    return python(code) + told
+    return python(code) + where_base_is(config) + told
 
 
 SINGLE_FILE = ExportFormat(write=write_single_file, use=_use, library="diffusers")

@@ -60,6 +60,12 @@ def resolve(config: RunConfig) -> RunConfig:
     return replace(config, objective=objective)
 
 
+def absolute_path(config: RunConfig) -> str | None:
+    """Return the absolute path of a pretrained pipeline or file of this machine; None for one of the hub, or none."""
+    path = Path(config.pretrained.path)
+    return str(path.absolute()) if config.pretrained.path and path.exists() else None
+
+
 def _explicit(config: RunConfig) -> RunConfig:
     """Replace ``auto`` by the prediction of the process, so that the record names it."""
     prediction: Any = config.objective.predicted

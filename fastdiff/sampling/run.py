@@ -337,10 +337,17 @@ def open_checkpoint(folder: Path, step: int | None = None, *, snapshots: bool = 
 
 
 def config_of(saved: Checkpoint) -> RunConfig:
-    """Return the configuration recorded in a checkpoint; StorageError if it has none."""
+    """Return the configuration recorded in a checkpoint; StorageError if it has none.
+
+    A relative path of the pretrained weights counts from the folder in which the run was started.
+    """
     saved.require("config")
     _require_plugin(saved)
-    return from_mapping(saved.manifest["config"], str(saved.folder))
+    found = from_mapping(saved.manifest["config"], str(saved.folder))
+    path = saved.manifest.get("pretrained")
+    if path is None or Path(found.pretrained.path).exists() or not Path(path).exists():
+        return found
+    return replace(found, pretrained=replace(found.pretrained, path=path))
 
 
 def _require_plugin(saved: Checkpoint) -> None:

@@ -327,6 +327,7 @@ def _facts(config: RunConfig, reader: Data, world: World) -> dict[str, Any]:
         "classes": reader.info.classes,
         "class_names": list(reader.info.class_names) if config.model.classes else [],
         "base": world.on_first(lambda: load.base_digest(config)),
+        "pretrained": load.absolute_path(config),
         "autoencoder": reader.info.provenance.autoencoder_digest,
         "versions": versions() | world.on_first(lambda: plugins(config)),
     }

@@ -100,6 +100,18 @@ def test_the_code_of_the_card_works_and_the_facts_are_those_of_the_run(
     assert all(torch.equal(plain[key], value) for key, value in newest(folder).weights().items())
 
 
+def test_a_run_with_a_relative_pipeline_is_exported_and_drawn_from_any_folder(
+    world: World, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(made)
+    train(text_run(made / "sd15-data", Path("sd15"), tmp_path / "run", steps=1), launch(0), world)
+    train(text_run(made / "sd15-data", Path("sd15"), tmp_path / "run", steps=2), launch(0), world)
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "run", "out", "--format", "diffusers"]) == 0
+    assert (tmp_path / "out" / "vae").is_dir()
+    assert main(["sample", "run", "--prompt", "a shoe", "--per-prompt", "1", "--steps", "1", "--grid", "a.png"]) == 0
+
+
 def test_an_adapter_is_exported_alone_and_merged(world: World, made: Path, tmp_path: Path) -> None:
     """W + alpha / rank * B A is the network with the adapter beside it, and diffusers agrees about the file."""
     from diffusers import StableDiffusionPipeline

@@ -176,8 +176,13 @@ def test_the_prediction_and_its_samplers_are_on_the_card() -> None:
         published = ("dit", "dit-training", "safetensors") if whose == "DiT" else ("iddpm", "safetensors")
         previous = "cannot use it" if whose == "DiT" else "with `model_mean_type=ModelMeanType.PREVIOUS_X`"
         for prediction, returned, ours, diffusers in (
-            ("v", "v", "cannot use it", 'give the scheduler `prediction_type="v_prediction"`'),
-            ("x0", "x0", "with `predict_xstart=True`", 'give the scheduler `prediction_type="sample"`'),
+            ("v", "v", "cannot use it", 'a scheduler needs `prediction_type="v_prediction"`, which `scheduler/` has'),
+            (
+                "x0",
+                "x0",
+                "with `predict_xstart=True`",
+                'a scheduler needs `prediction_type="sample"`, which `scheduler/` has',
+            ),
             ("previous_x", "the mean of the previous step", previous, "no scheduler of diffusers can use it"),
         ):
             given = replace(config, objective=DdpmConfig(prediction=prediction))  # type: ignore[arg-type]

@@ -298,7 +298,7 @@ def _add_notes(done: Translation, flags: argparse.Namespace, network: AdmConfig,
         "an epoch has all images; theirs drops an incomplete last batch",
         "the images are cropped once, into shards of 8-bit pixels; EXIF rotation is applied; images with a palette or "
         "alpha, of 1 bit or in CMYK become RGB before the resize, in theirs after it; "
-        f"{GRAY_NOTE}; GIFs are not read, WebPs are",
+        f"{GRAY_NOTE}; other kinds of pictures, such as WebP, are read as well",
         "the run is one folder that a second start continues, not $OPENAI_LOGDIR or a new folder each time; its "
         "checkpoint after N steps holds the weights, all averages and Adam's state; their files numbered N are "
         "written after N + 1 steps, the first ones after one step",
