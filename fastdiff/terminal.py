@@ -16,6 +16,8 @@ _USUAL = 80
 """Columns of a terminal that does not tell."""
 _HANGING = 4
 """Spaces before what did not fit on a line, beyond those of the line."""
+_COMMENT = "# "
+"""Begin of a comment of a shell, each line of which has it."""
 _COMMAND = re.compile(r"(fastdiff|python|deepspeed|torchrun|sbatch|pip) ")
 _SHELL_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+\s*""")
 _PROSE_WORD = re.compile(r"(?:`[^`]*`|\S)+\s*")
@@ -69,6 +71,9 @@ def fitted(text: str, room: int | None) -> str:
 def _wrapped(line: str, room: int) -> Iterator[str]:
     if width(line) <= room:
         yield line
+        return
+    if line.startswith(_COMMENT):
+        yield from (_COMMENT + part for part in _wrapped(line.removeprefix(_COMMENT), room - len(_COMMENT)))
         return
     rest = line.lstrip(" ")
     margin = len(line) - len(rest)

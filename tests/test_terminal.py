@@ -45,6 +45,11 @@ def test_a_broken_command_is_still_that_command() -> None:
     assert "`fastdiff encode digits data`" in said
 
 
+def test_each_line_of_a_comment_is_one() -> None:
+    said = fitted("# - theirs depend on the number of processes and cannot be reproduced", 40)
+    assert said == "# - theirs depend on the number of\n#     processes and cannot be reproduced"
+
+
 def test_a_table_has_one_line_per_row_where_nobody_looks() -> None:
     lines = table(ROWS, (0, 5)).split("\n")
     assert len(lines) == len(ROWS)

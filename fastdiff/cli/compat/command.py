@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from fastdiff.config.argument_types import Subcommands, count
+from fastdiff.terminal import columns
 
 
 def add(commands: Subcommands) -> None:
@@ -28,4 +30,4 @@ def _compat(arguments: argparse.Namespace) -> None:
     from fastdiff.cli.compat.run import in_words, translate
 
     flags = arguments.flags[1:] if arguments.flags[:1] == ["--"] else arguments.flags
-    print(in_words(translate(arguments.script, flags, gpus=arguments.gpus)))
+    print(in_words(translate(arguments.script, flags, gpus=arguments.gpus), columns(sys.stdout)))

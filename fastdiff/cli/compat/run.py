@@ -15,6 +15,7 @@ from fastdiff.cli.compat.translation import LAUNCH, CountImages, Translation, pr
 from fastdiff.config.command_line import parse
 from fastdiff.data.images.sources import count_images
 from fastdiff.errors import ConfigError
+from fastdiff.terminal import fitted
 
 _UNKNOWN = "unrecognized arguments: "
 """Start of argparse's message."""
@@ -48,6 +49,8 @@ _OTHERS_DECIDE = "the other flags decide"
 _MANY = 1_281_167
 """Images in every folder, where only flags are compared; a full epoch of any batch."""
 
+_WIDEST = 74
+"""Columns of arguments on one line, beside what a line begins and ends with."""
 _HIDDEN = "the credentials of addresses are not shown; write them again"
 
 
@@ -87,13 +90,18 @@ def train_flags(script: str, flags: Sequence[str]) -> list[str]:
     return _train_flags(translate(script, flags, gpus=1))
 
 
-def in_words(translation: Translation) -> str:
-    """Return the commands, ready for a shell, and then the differences, one line each."""
+def in_words(translation: Translation, room: int | None = None) -> str:
+    """Return the commands, ready for a shell, and then the differences, as comments.
+
+    Args:
+        translation: what the script's flags mean here.
+        room: columns of the terminal, at which the comments are wrapped; None: one line each.
+    """
     commands = "\n".join(_broken([program(), *command[1:]]) for command in translation.commands)
     hidden = any(sanitize.argument(word) != word for command in translation.commands for word in command)
     told = [*translation.notes, *([_HIDDEN] if hidden else [])]
     notes = "\n".join(f"# - {sanitize.message(note)}" for note in told)
-    return f"{commands}\n\n# Not the same:\n{notes}" if notes else commands
+    return f"{commands}\n\n# Not the same:\n{fitted(notes, room)}" if notes else commands
 
 
 def _train_flags(translation: Translation) -> list[str]:
@@ -111,13 +119,15 @@ def _check(flags: Sequence[str]) -> None:
 
 
 def _broken(command: Sequence[str]) -> str:
-    """Format a command with one flag and its values per line."""
+    """Format a command with one flag and its values per line; arguments before them only where one is long."""
     lines = [[command[0]]]
     for word in map(sanitize.argument, command[1:]):
-        if word.startswith("--"):
+        last = lines[-1]
+        is_long = not last[0].startswith("--") and len(shlex.join([*last, word])) > _WIDEST
+        if word.startswith("--") or is_long:
             lines.append([word])
         else:
-            lines[-1].append(word)
+            last.append(word)
     return " \\\n    ".join(shlex.join(line) for line in lines)
 
 
