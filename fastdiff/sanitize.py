@@ -32,15 +32,15 @@ _NETWORK = (*_PORTS, "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "wasb", "w
 _OTHER_ADDRESS = re.compile(r":[^/]{0,400}@|//[^/]{0,400}@")
 """In a path: another address, or the rest of a password."""
 _NAME = re.compile(r"key|token(?!iz)|secret|passw|credential|authorization|signature", re.IGNORECASE)
+_SETTING = r"(?!\d{1,3}(?:[.-][a-z.-]+)?(?:[\s&;'\"<>]|$))"
+"""No short number, which belongs to the name of a folder or a file, as in ``a;key=3.png``."""
 _ASSIGNMENT = re.compile(
     r"(?<![\w.%-])(?!key=)((?:[\w.%-]{0,64}?(?:[_.%-]|(?<=[a-z])(?=[A-Z])))?(?i:(?:api|auth|access|private)?"
     r"(?:key|token|secret|passw(?:or)?d|credential|authorization|signature)(?:_?id)?s?))="
-    r"(?!(?<=s=)\d+(?!\w))(?!\d{1,3}(?:[\s&;'\"<>]|$))[^\s&;'\"<>]+"
+    rf"(?!(?<=s=)\d+(?!\w)){_SETTING}[^\s&;'\"<>]+"
 )
-"""The secret's name ends in one of these words; a number under a plural name is a count, a short one a setting."""
-_IN_QUERY = re.compile(
-    r"([?&;](?:sig|se|sp|sv|sr|st|key|auth|pass|pwd))=(?!\d{1,3}(?:[\s&;'\"<>]|$))[^\s&;'\"<>]+", re.IGNORECASE
-)
+"""The secret's name ends in one of these words; a number under a plural name is a count."""
+_IN_QUERY = re.compile(rf"([?&;](?:sig|se|sp|sv|sr|st|key|auth|pass|pwd))={_SETTING}[^\s&;'\"<>]+", re.IGNORECASE)
 """Matches parameters that are ordinary words elsewhere; some are those of Azure's signatures."""
 _CLOSING = "'\"<>()[]{},.;:!`"
 _OPENING = "'\"<([{ `"
@@ -182,7 +182,14 @@ def _has_user(word: str) -> bool:
 
 
 def _without_parameters(text: str) -> str:
-    return _IN_QUERY.sub(rf"\1={_HIDDEN}", _ASSIGNMENT.sub(rf"\1={_HIDDEN}", text))
+    shown = _IN_QUERY.sub(rf"\1={_HIDDEN}", _ASSIGNMENT.sub(rf"\1={_HIDDEN}", text))
+    return text if shown != text and _is_named_here(text.lstrip(_OPENING)) else shown
+
+
+def _is_named_here(path: str) -> bool:
+    """Return whether the folder, or the file, whose name has the parameters exists."""
+    begin, _, _ = path.rpartition("=")
+    return os.path.lexists(begin + path[len(begin) :].partition("/")[0])
 
 
 def tree(value: Any, text: Callable[[str], str] = address) -> Any:

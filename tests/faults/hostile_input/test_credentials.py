@@ -305,8 +305,15 @@ def test_a_relative_folder_with_an_odd_name_is_taken(tmp_path: Path, monkeypatch
         assert argument_types.local_path(text) == Path(text)
         assert command_line.parse(["--preset", "digits", "--output.folder", text])[1].output.folder == text
         assert sanitize.address(text) == text
-    for text in ("runs/a;key=3: done", "cannot open exp:1@node3", "in 'exp:1@node3', or exp:a@node3/x"):
+    Path("here/a;token=abc").mkdir()
+    for text in (
+        "runs/a;key=3: done", "cannot open exp:1@node3", "in 'exp:1@node3', or exp:a@node3/x", "a;key=3.png",
+        "fastdiff export 'runs/a;key=3' 'a;key=3-dit-training'", "in here/a;token=abc/checkpoints",
+    ):  # fmt: skip
         assert sanitize.message(text) == text
+    for text in (f"here/a;token={SECRET}", "here/x;token=12345", f"here/a;token=abc/x?sig={SECRET}"):
+        assert "***" in sanitize.message(text)
+        assert SECRET not in sanitize.message(text)
     for text in (f"here/http://u:{SECRET}@h", f"http:/u:{SECRET}@h/here", f"u:{SECRET}@here/x", f"here;u:{SECRET}@h"):
         with pytest.raises(argparse.ArgumentTypeError) as refused:
             argument_types.local_path(text)
