@@ -301,7 +301,7 @@ _OF_ENCODE = {
         "dataset_config_name": _flag("dataset-config"),
         "output_dir": Ours("is the second word: `fastdiff encode SOURCE {}`"),
         "train_batch_size": _flag("batch"),
-        "mixed_precision": _flag("precision", PRECISIONS),
+        "mixed_precision": Ours("is --precision {}", PRECISIONS, choices=CHOICES["performance.precision"]),
         "center_crop": Ours("is --crop center"),
         "random_flip": Ours("is --flip"),
         "max_train_samples": _flag("max-samples"),
