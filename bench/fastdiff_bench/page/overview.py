@@ -67,30 +67,27 @@ def devices(records: Sequence[Record], titles: Mapping[str, str]) -> Iterator[De
 
 
 def fastest_steps(records: Sequence[Record]) -> list[Table]:
-    """Return fastdiff's training step with the highest throughput, of each network on each device."""
+    """Return fastdiff's training step with the highest throughput, of each network on each device, with its doubts."""
     best: dict[tuple[str, str], dict[str, Measurement]] = {}
     for name, own in _by_device(records).items():
         for case, of_one in _own_steps(own):
             names = name, _BATCH.sub("", case)
             if names not in best or best[names]["throughput"].value < of_one["throughput"].value:
                 best[names] = of_one
-    chosen = [
-        replace(
-            of_one[quantity], bench="step", case=name, provider=f"{of_one[quantity].case}; {of_one[quantity].provider}"
-        )
-        for (name, _), of_one in best.items()
-        for quantity in _OF_A_STEP
-        if quantity in of_one
-    ]
-    return tables(chosen)
+    return tables([replace(m, case=name) for (name, _), of_one in best.items() for m in of_one.values()])
 
 
 def _own_steps(records: Sequence[Record]) -> Iterator[tuple[str, dict[str, Measurement]]]:
-    """Yield fastdiff's measured training steps by their cases."""
+    """Yield fastdiff's measured training steps by their cases; their providers say case, program and doubt."""
     for one in records:
+        reason = doubts.busy(one.fingerprint)
         for (case, provider), of_one in by_provider(one.measurements).items():
             if races.is_ours(provider) and {"throughput", "step time"} <= of_one.keys():
-                yield case, of_one
+                told = f"{case}; {provider}{f'; doubtful: {reason}' if reason else ''}"
+                yield (
+                    case,
+                    {name: replace(of_one[name], bench="step", provider=told) for name in _OF_A_STEP if name in of_one},
+                )
 
 
 def comparisons(found: Sequence[Race], titles: Mapping[str, str]) -> Iterator[Comparison]:

@@ -406,16 +406,19 @@ def test_the_page_shows_the_fastest_step_of_each_network_and_device() -> None:
         ]
 
     records = [
-        record.Record(Path("a/b.jsonl"), fingerprint(device=device), tuple(measured), ())
-        for device, measured in (
-            ("cpu", [*of(8, 10.0), *of(16, 12.0), *of(32, 11.0), *of(8, 3.0, "unet")]),
-            ("NVIDIA H200", of(256, 600.0)),
+        record.Record(Path("a/b.jsonl"), fingerprint(device=device, load=load), tuple(measured), ())
+        for device, load, measured in (
+            ("cpu", None, [*of(8, 10.0), *of(16, 12.0), *of(32, 11.0), *of(8, 3.0, "unet")]),
+            ("NVIDIA H200", 0.8, of(256, 600.0)),
         )
     ]
     (table,) = overview.fastest_steps(records)
     rows = [(row.provider, row.cells[0][0]) for _, group in table.groups for row in group]
     assert rows == [
-        ("dit, 4x8x8, batch 256, fp32; fastdiff ddp", "600"),
+        (
+            "dit, 4x8x8, batch 256, fp32; fastdiff ddp; doubtful: load average 0.800 per processor before it began",
+            "600",
+        ),
         ("dit, 4x8x8, batch 16, fp32; fastdiff ddp", "12"),
         ("unet, 4x8x8, batch 8, fp32; fastdiff ddp", "3"),
     ]
