@@ -14,7 +14,7 @@ import yaml
 from fastdiff.config import config_file
 from fastdiff.config import presets as known
 from fastdiff.config.flags.data_set import network_flags
-from fastdiff.config.flags.run_length import samples_flag
+from fastdiff.config.flags.run_length import OF_LENGTH, samples_flag
 from fastdiff.config.networks.of_user import file_of
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
@@ -155,7 +155,7 @@ def _changed(
     given = {key: _plain(value) for key, value in changes.items()}
     length = {unit: given.pop(unit, None) for unit in ("steps", "epochs")}
     if set(length.values()) != {None}:
-        given["samples"] = _samples(length["steps"], length["epochs"], given, base, name)
+        given["samples"] = _samples(length["steps"], length["epochs"], given, base, name, source)
     changed = _lay_over(base, given, source)
     decided = _decided_by_data(changed, given, name) if fits_data else {}
     return config_file.lay_over(changed, {"model": decided}, source) if decided else changed
@@ -173,7 +173,7 @@ def _lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
     return config_file.lay_over(base, config_file.with_own_network(given, source), source)
 
 
-def _samples(steps: Any, epochs: Any, given: dict[str, Any], base: RunConfig, name: str | None) -> int:
+def _samples(steps: Any, epochs: Any, given: dict[str, Any], base: RunConfig, name: str | None, source: str) -> int:
     """Return the length of a run in samples."""
     for unit, value in (("steps", steps), ("epochs", epochs)):
         valid = value is None or (isinstance(value, int | float) and value > 0 and (unit != "steps" or value % 1 == 0))
@@ -181,10 +181,11 @@ def _samples(steps: Any, epochs: Any, given: dict[str, Any], base: RunConfig, na
     flags = {
         "--samples": given.get("samples"),
         "--batch.samples": _within(given, "batch", "samples"),
-        "--data.path": _within(given, "data", "path"),
+        **{f"--data.{field}": _within(given, "data", field) for field in OF_LENGTH},
     }
+    online = ["--data.online"] if _within(given, "data", "online") else []
     words = [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
-    found = samples_flag(None if steps is None else int(steps), epochs, words, base, name)
+    found = samples_flag(None if steps is None else int(steps), epochs, [*words, *online], base, name, source)
     return int(found[1])
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import fastdiff
 from fastdiff.config.command_line import parse
@@ -46,6 +47,29 @@ def test_changes_are_those_of_the_flags(digits: Path) -> None:
     for length in ("steps", "epochs"):
         flagged = parse(["--preset", "digits", *flags, f"--{length}", "5"])[1]
         assert fastdiff.preset("digits", **changes, **{length: 5}).to_dict() == as_json(flagged)
+
+
+def test_epochs_of_images_for_online_encoding_are_counted(tmp_path: Path) -> None:
+    for number in range(5):
+        Image.new("RGB", (40, 40), (40 * number, 0, 0)).save(tmp_path / f"{number}.png")
+        (tmp_path / f"{number}.txt").write_text("a colour")
+    data = {"path": tmp_path, "online": True, "max_samples": 3}
+    config = fastdiff.preset("sd15-finetune", epochs=2, data=data, batch={"samples": 1})
+    assert config.steps == 6
+    assert config.data.online
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 2, "data": {"path": "nowhere"}}, "epochs 2: the size of nowhere is unknown, .* or use steps$"),
+        ({"steps": 2, "samples": 64}, "samples and steps: each is the length"),
+        ({"optim": {"lr": -1}}, r"optim\.lr -1\.0: above 0"),
+    ],
+)
+def test_messages_name_fields(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(fastdiff.ConfigError, match=rf"^preset\('digits'\): {message}"):
+        fastdiff.preset("digits", **changes)
 
 
 def test_the_data_set_decides_the_network_as_on_the_command_line(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ _COUNT = "fastdiff.data.images.sources:count_images"
 """Counts the images of a source; imported for this alone, because it stands on the configuration."""
 _COLUMNS = ("image_column", "caption_column", "dataset_config")
 """Fields that it takes."""
+OF_LENGTH = ("path", "max_samples", *_COLUMNS)
+"""Fields of the data that decide the length of an epoch, beside ``online``."""
 
 
 def add_run_length(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +44,7 @@ def samples_flag(
         flags: the flags of the fields, which may change the batch and the data set.
         default: the run before them.
         preset: name of the preset, for the command that makes its data set.
-        source: origin of the length for messages, ``--config FILE``; empty: a flag.
+        source: origin of the length for messages, such as ``--config FILE``; empty: a flag.
 
     Raises:
         ConfigError: the length is given twice, or the size of the data set is unknown.
@@ -52,7 +54,8 @@ def samples_flag(
     fields, _ = _field_parser().parse_known_args(list(flags))
     given = {"--samples": fields.samples, "--steps": steps, "--epochs": epochs}
     names = [name for name, value in given.items() if value is not None]
-    require(len(names) <= 1, f"{' and '.join(names)}: each is the length of the run; give one of them")
+    called = f"{source}: {' and '.join(names).replace('--', '')}" if source else " and ".join(names)
+    require(len(names) <= 1, f"{called}: each is the length of the run; give one of them")
     batch = fields.batch or default.batch.samples
     if epochs is not None:
         path = default.data.path if fields.path is None else fields.path
