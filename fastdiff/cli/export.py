@@ -8,6 +8,7 @@ from fastdiff.cli.published_weights import add_plugin, add_preset, parse_publish
 from fastdiff.config.argument_types import Subcommands, add_averages, count, local_path
 from fastdiff.console import show
 from fastdiff.errors import require
+from fastdiff.live_line import live_line
 
 
 def add(commands: Subcommands) -> None:
@@ -77,14 +78,15 @@ def _export(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         step=arguments.step,
     )
-    export(
-        arguments.run_folder,
-        arguments.out,
-        choice,
-        published=published,
-        repo_id=arguments.push_to_hub,
-        overwrite=arguments.overwrite,
-    )
+    with live_line.during(f"exporting {arguments.run_folder} ..."):
+        export(
+            arguments.run_folder,
+            arguments.out,
+            choice,
+            published=published,
+            repo_id=arguments.push_to_hub,
+            overwrite=arguments.overwrite,
+        )
     show(f"{arguments.out} is written, in the format {arguments.format}; its README.md says how to load it")
     if arguments.push_to_hub is not None:
         show(push(arguments.out, arguments.push_to_hub, private=arguments.private))
