@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fastdiff.console import log
 from fastdiff.errors import ConfigError
-from fastdiff.files import make_parents, of_other_program, publish, temporary
+from fastdiff.files import make_parents, of_other_program, temporary
 from fastdiff.sanitize import escape
 
 _SHOWN = 3
@@ -44,35 +44,9 @@ def require_own_folder(
     if found and not any(map(is_own, names)):
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise ConfigError(
-            f"{flag} {escape(str(folder))}: the folder is not of this command, it holds {', '.join(found[:_SHOWN])}"
+            f"{flag} {escape(str(folder))}: the folder holds nothing of this command, but {', '.join(found[:_SHOWN])}"
             f"{more}; name a new or an empty folder"
         )
-
-
-def write_output(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Write a file that the user named, and its folder if missing.
-
-    An earlier file stays until the new one is complete. A link is followed; a pipe or a device is written to.
-
-    Args:
-        path: of the file.
-        content: of the file.
-        mode: permissions of a new file, less those of the umask. An earlier file keeps its own as far as ``mode`` has
-            them: content that is private stays so.
-
-    Raises:
-        OSError: with the path.
-    """
-    earlier = _mode_of_output(path)
-    if earlier is None:
-        publish(path.resolve(), content, mode)
-    elif stat.S_ISREG(earlier):
-        publish(path.resolve(), content, mode & earlier, masked=False)
-    else:
-        try:
-            path.write_bytes(content)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def require_output(path: Path) -> None:

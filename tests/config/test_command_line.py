@@ -15,6 +15,7 @@ from fastdiff import sanitize
 from fastdiff.cli.main import main
 from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.argument_types import local_path
 from fastdiff.config.flags.short_help import SHOWN
 from fastdiff.config.presets import PRESETS, encode_command, preset
 from fastdiff.config.run import RunConfig
@@ -29,6 +30,16 @@ def test_launcher_flags_come_first_and_presets_give_the_defaults() -> None:
     launch, config = command_line.parse(["--local_rank=1", "--preset", "digits", "--optim.lr", "0.5", "--deepspeed"])
     assert config == replace(preset("digits"), optim=replace(preset("digits").optim, lr=0.5))
     assert launch.deepspeed is None
+
+
+def test_the_home_folder_is_known_where_a_shell_leaves_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In quotes, and behind ``--flag=``."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert local_path("~/x.npz") == Path("/home/me/x.npz")
+    assert [local_path(text) for text in ("a~/x", "~nobody-of-this-name/x")] == [
+        Path("a~/x"),
+        Path("~nobody-of-this-name/x"),
+    ]
 
 
 def test_a_file_goes_over_the_preset_and_a_flag_over_the_file(tmp_path: Path) -> None:

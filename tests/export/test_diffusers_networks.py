@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from fastdiff.cli.main import main
@@ -142,8 +143,15 @@ def test_a_dit_computes_the_same_in_diffusers(tmp_path: Path, learn_sigma: bool)
 
 @pytest.mark.parametrize("model", [ADM, DIT])
 def test_the_card_of_a_run_loads_the_network_that_it_trained(
-    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: AdmConfig | DiTConfig
+    world: World,
+    digits: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: AdmConfig | DiTConfig,
 ) -> None:
+    """And draws a picture with the scheduler beside it."""
+    monkeypatch.chdir(tmp_path)
     run, out = tmp_path / "run", tmp_path / "out"
     train(tiny(digits, run, steps=1, model=replace(model, channels=1, size=8, classes=10)), launch(1), world)
     capsys.readouterr()
@@ -152,6 +160,9 @@ def test_the_card_of_a_run_loads_the_network_that_it_trained(
     [code] = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(code, "card", "exec"), names)
+    with Image.open("image.png") as picture:
+        assert (picture.mode, picture.size) == ("L", (8, 8))
+        assert picture.getextrema() != (0, 0), "no flat picture"
     trained = Run(run)
     noisy, time, label = inputs(1, 8, 10)
     with torch.no_grad():

@@ -93,6 +93,7 @@ def test_the_code_of_the_card_works_and_the_facts_are_those_of_the_run(
             assert fact in card
         assert newest(folder).manifest["dataset"] in card
         assert str(made) not in card, "it may be published"
+        assert "base_model:" not in card, "a local folder is no model of the hub"
     assert Path("image.png").exists()
     assert "EMA of rate 0.9, in fp32" in Path("pipe", "README.md").read_text()
     assert "as trained, in fp32" in card
@@ -166,6 +167,9 @@ def test_the_card_of_an_adapter_names_the_version_of_its_base(tmp_path: Path) ->
     version = f'revision="{"1" * 40}", variant="fp16"'
     assert f'from_pretrained("me/pipeline", {version})' in use_of(config, "lora", Place(tmp_path))
     local = replace(config, pretrained=replace(start, path="/home/me/base", revision=None))
+    for form in ("lora", "lora-diffusers", "single-file"):
+        assert "`base` is a folder of the machine that trained the model" in use_of(local, form, Place(tmp_path))
+        assert "of the machine" not in use_of(config, form, Place(tmp_path))
     assert 'from_pretrained("base", variant="fp16")' in use_of(local, "lora", Place(tmp_path))
 
 

@@ -103,7 +103,7 @@ def test_a_folder_of_someone_else_is_refused_before_the_work(trained: Path, tmp_
     Image.new("L", (8, 8)).save(tmp_path / "photos" / "000123.png")
     for overwrite in ([], ["--overwrite"]):
         assert main([*command(trained, "--pngs", tmp_path / "photos"), *overwrite]) == 2
-        assert "photos: the folder is not of this command, it holds 000123.png; name" in capsys.readouterr().err
+        assert "photos: the folder holds nothing of this command, but 000123.png; name" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["000123.png"]
 
 

@@ -376,7 +376,9 @@ def test_folders_of_others_are_left_alone(tmp_path: Path, source: Path, sd: Path
     assert files(digits) == before
     (tmp_path / "home" / "thesis").mkdir(parents=True)
     for begin in (lambda: encode(source, tmp_path / "home", sd), lambda: encode_digits(tmp_path / "home")):
-        with pytest.raises(ConfigError, match=r"home: the folder is not of this command, it holds thesis; name a new"):
+        with pytest.raises(
+            ConfigError, match=r"home: the folder holds nothing of this command, but thesis; name a new"
+        ):
             begin()
     assert [path.name for path in (tmp_path / "home").rglob("*")] == ["thesis"]
     (tmp_path / "disk" / "lost+found").mkdir(parents=True)

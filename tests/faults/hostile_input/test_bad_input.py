@@ -283,7 +283,7 @@ def test_a_folder_of_someone_else_is_no_run_folder(world: World, digits: Path, t
     for name in ("metrics.jsonl", "thesis.odt", "src"):
         (tmp_path / "run" / name).write_text('{"accuracy": 0.5}\n')
         for refuse in (lambda: train(config, launch(), world), lambda: check_run_folder(config, launch())):
-            with pytest.raises(ConfigError, match=f"run: the folder is not of this command, it holds {name}; name"):
+            with pytest.raises(ConfigError, match=f"run: the folder holds nothing of this command, but {name}; name"):
                 refuse()
         assert [path.name for path in (tmp_path / "run").iterdir()] == [name]
         (tmp_path / "run" / name).unlink()
