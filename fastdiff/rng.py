@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from enum import IntEnum
 
+import torch
+from numpy.random import SeedSequence
 from torch import Tensor
 
 from fastdiff_kernels import philox
@@ -45,6 +47,16 @@ def dropout_stream(block: int) -> int:
     It is ``DROPOUT + 256 * block``: no two blocks share a dropout mask, and none shares numbers with another purpose.
     """
     return Stream.DROPOUT + _NAMED * block
+
+
+def seed_initial_values(seed: int) -> None:
+    """Seed torch's default generator of the CPU, from which initial weights are drawn; the low 64 bits count.
+
+    The generator, MT19937, takes 32 bits and drops the others, so larger seeds are hashed. ``torch.manual_seed`` would
+    also seed the CUDA generators, which ``torch.random.fork_rng(devices=[])`` does not restore.
+    """
+    seed &= 2**64 - 1
+    torch.default_generator.manual_seed(seed if seed < 2**32 else int(SeedSequence(seed).generate_state(1)[0]))
 
 
 def uniform(seed: int, stream: Stream, position: Tensor, count: int) -> Tensor:

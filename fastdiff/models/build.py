@@ -12,6 +12,7 @@ from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.models.blockwise import BlockwiseModel
 from fastdiff.models.deferred import Deferred
 from fastdiff.models.family import family_of
+from fastdiff.rng import seed_initial_values
 from fastdiff_kernels.names import AttentionBackend
 
 __all__ = ["Model", "build_deferred", "build_model", "load_model"]
@@ -40,8 +41,7 @@ def build_model(
     if device.type not in ("cpu", "meta"):
         raise ValueError(f"build_model under the default device {device}: build on the CPU and move the model")
     with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would also re-seed the CUDA generators, which the fork does not restore.
-        torch.default_generator.manual_seed(seed & (2**64 - 1))
+        seed_initial_values(seed)
         return _new(config, recompute, attention, seed)
 
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
+from fastdiff.rng import seed_initial_values
+
 N = TypeVar("N", bound=nn.Module)
 
 _OVERWRITES = {"uniform_", "normal_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_"}
@@ -107,7 +109,7 @@ class Deferred(Generic[N]):
             names.setdefault(_memory(tensor), []).append(name)
         memory: dict[int, Tensor] = {}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.default_generator.manual_seed(self._seed)
+            seed_initial_values(self._seed)
             for step in _plan(self._calls, set(names)):
                 _execute(step.call, memory)
                 for place in step.complete:

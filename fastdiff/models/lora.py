@@ -15,6 +15,7 @@ from fastdiff.models.build import Model
 from fastdiff.models.family import family_of
 from fastdiff.models.quantized import Bits, QuantizedLinear
 from fastdiff.optional_packages import pip_install
+from fastdiff.rng import seed_initial_values
 
 _ADAPTER = "default"
 
@@ -39,7 +40,7 @@ def add_lora(model: Model, config: LoraConfig, *, seed: int, weights: Mapping[st
     _check_targets(model, targets)
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed & (2**64 - 1))
+        seed_initial_values(seed)
         _inject(model, config, targets)
     if weights is not None:
         _load(model, weights)

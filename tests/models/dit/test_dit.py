@@ -181,6 +181,17 @@ def test_initial_weights_are_a_function_of_the_seed_and_leave_the_global_state()
     build_model(SMALL, seed=-1)
 
 
+@pytest.mark.parametrize("bit", [32, 40, 63])
+def test_every_bit_of_the_seed_counts(bit: int) -> None:
+    """torch's generator of the CPU takes 32 of them; below those, weights are those of torch.manual_seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        plain = type(build_model(SMALL))(SMALL).state_dict()
+    first, other, wrapped = (build_model(SMALL, seed=seed).state_dict() for seed in (7, 7 + 2**bit, 7 + 2**64))
+    assert all(torch.equal(plain[key], value) and torch.equal(wrapped[key], value) for key, value in first.items())
+    assert not torch.equal(first["blocks.1.mlp.fc1.weight"], other["blocks.1.mlp.fc1.weight"])
+
+
 def test_no_label_is_the_null_class() -> None:
     model = trained()
     noisy, time, label = inputs()
