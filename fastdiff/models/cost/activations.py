@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fastdiff.batch import Condition
 from fastdiff.config.run import RunConfig
-from fastdiff.models.build import Model, build_model
+from fastdiff.models.build import Model
+from fastdiff.models.cost.dry_network import dry_network
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff_kernels import dispatch, launch
 from fastdiff_kernels.names import OPS, AttentionBackend, Backend
@@ -20,8 +21,8 @@ def saved_bytes(config: RunConfig, noisy: Tensor, condition: Condition, device: 
 
     The forward pass runs on tensors without data and takes a second. Each memory counts once, however many layers save
     it. Compiled blocks save as much: Inductor computes again what is cheap, and the kernels keep as little by
-    themselves (a block of DiT-XL/2 saves 34.2 bytes per token and channel either way). The network of a LoRA is counted
-    as if all of its weights were trained, which is more.
+    themselves (a block of DiT-XL/2 saves 34.2 bytes per token and channel either way). With a LoRA, layers without a
+    trained weight save what the gradient of their input needs.
 
     Args:
         config: of the run; ``--performance.recompute`` is not regarded.
@@ -34,8 +35,7 @@ def saved_bytes(config: RunConfig, noisy: Tensor, condition: Condition, device: 
     performance = config.performance
     attention: AttentionBackend = performance.attention
     attention = attention if attention == "reference" else "sdpa"  # the others save the same, but not on the CPU
-    with torch.device("meta"):
-        network = build_model(config.model, attention=attention, seed=config.seed)
+    network = dry_network(config, attention=attention)
     kept: dict[int, Tensor] = {}
     with ExitStack() as stack:
         stack.enter_context(launch.recording())  # the tensors are on the CPU, also those of a GPU's kernels

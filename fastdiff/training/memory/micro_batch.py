@@ -20,8 +20,9 @@ from fastdiff.data.loading.batches import empty_batch
 from fastdiff.data.loading.training_set import Data
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import ConfigError
-from fastdiff.models.build import Model, build_model
+from fastdiff.models.build import Model
 from fastdiff.models.cost.activations import saved_bytes
+from fastdiff.models.cost.dry_network import dry_network
 from fastdiff.models.cost.memory import RECOMPUTED, buffer_bytes, frozen_bytes, setup_of
 from fastdiff.parallel.world import World
 from fastdiff.training.engines import build as engines
@@ -101,8 +102,7 @@ def largest(
         kept: the micro-batch of the run that is resumed, returned if it is predicted to fit.
     """
     share = config.batch.samples // ranks
-    with torch.device("meta"):
-        network = build_model(config.model, seed=config.seed)
+    network = dry_network(config)
     per_sample = _saved_bytes(config, network, info, device)
     if config.performance.recompute:
         per_sample *= RECOMPUTED
@@ -148,9 +148,8 @@ def _saved_bytes(config: RunConfig, network: Model, info: DatasetInfo, device: t
 
 
 def _static(config: RunConfig, network: Model, ds_config: DsConfig, ranks: int, micro: int, *, flat: bool) -> float:
-    """Return the bytes of weights, gradients, optimizer and averages; those of an adapter are too few to count."""
+    """Return the bytes of weights, gradients, optimizer and averages."""
     performance = config.performance
-    network.requires_grad_(config.lora.rank == 0)
     setup = setup_of(
         replace(config, batch=replace(config.batch, micro=micro)),
         ds_config,
