@@ -58,7 +58,8 @@ class Ours:
             return "needs no flag to be off: leave it out"
         ours = [word for value in given for word in self.values.get(value.lower(), shlex.quote(value)).split("\0")]
         if self.choices and (other := [word for word in ours if word not in self.choices]):
-            return f"{self.text.replace('{}', '|'.join(self.choices))}; {' and '.join(other)} has no counterpart"
+            name = self.text.split()[1]
+            return f"has no counterpart for {' and '.join(other)}: {name} takes {', '.join(self.choices)}"
         return self.text.replace("{}", " ".join(ours))
 
     def _split(self, value: str) -> list[str]:
