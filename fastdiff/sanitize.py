@@ -42,9 +42,27 @@ _ASSIGNMENT = re.compile(
 """The secret's name ends in one of these words; a number under a plural name is a count."""
 _IN_QUERY = re.compile(rf"([?&;](?:sig|se|sp|sv|sr|st|key|auth|pass|pwd))={_SETTING}[^\s&;'\"<>]+", re.IGNORECASE)
 """Matches parameters that are ordinary words elsewhere; some are those of Azure's signatures."""
+_PAIR = re.compile(
+    r"""(["'])([\w.-]{0,64}?(?:key|token|secret|passw(?:or)?d|credential|signature|authorization|cookie))\1(\s*:\s*)"""
+    r"""(["'])[^"'\n]+\4""",
+    re.IGNORECASE,
+)
+"""An entry of JSON, or of a dictionary as Python shows it."""
+_HEADER = re.compile(
+    r"""\b((?:proxy-)?authorization|(?:set-)?cookie|x(?:-\w{1,32}){0,4}-(?:key|token|secret|signature))(\s*:\s*)"""
+    r"""(?:(?:bearer|basic|token|digest)\s+)?[^\s"',;]+""",
+    re.IGNORECASE,
+)
+_BEARER = re.compile(r"\b(bearer|basic)(\s+)(?=[^\s\"',;]*[\d=])[\w.~+/=-]{8,}", re.IGNORECASE)
+_TOKEN = re.compile(
+    r"(?<![\w/.-])(?:hf_[A-Za-z0-9]{30,}|wandb_v\d_\w{16,}|gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{30,})(?![\w/])"
+)
+"""Tokens of services by their own form; not a part of a path."""
 _CLOSING = "'\"<>()[]{},.;:!`"
 _OPENING = "'\"<([{ `"
 _HIDDEN = "***"
+LEFT_OUT = "the credentials of addresses are not shown; write them again"
+"""Note below a printed command that was given credentials."""
 _CODED = 3
 """Levels of percent-encoding that are read."""
 
@@ -146,9 +164,14 @@ def argument(text: str) -> str:
 
 
 def message(text: str) -> str:
-    """Sanitize a message or a traceback: every word that contains an address, and every ``password=...``."""
+    """Sanitize a message or a traceback: addresses, ``password=...``, entries and headers such as ``Authorization``."""
+    text = _TOKEN.sub(_HIDDEN, _BEARER.sub(rf"\1\2{_HIDDEN}", _HEADER.sub(rf"\1\2{_HIDDEN}", _hide_pairs(text))))
     text = _PASSWORD_OF_WORDS.sub(r"\1", _BROKEN_SCHEME.sub(r"\1:\2", text))
     return re.sub(r"\S+", lambda found: _word(found[0]), text)
+
+
+def _hide_pairs(text: str) -> str:
+    return _PAIR.sub(rf"\1\2\1\3\4{_HIDDEN}\4", text)
 
 
 def _word(word: str) -> str:

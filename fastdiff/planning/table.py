@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from fastdiff import sanitize
 from fastdiff.config.launch_options import Launch
 from fastdiff.durations import in_words
 from fastdiff.planning.options import NAMES, Planned, Refused
@@ -115,10 +116,10 @@ def text(
 
 
 def command(planned: Planned, launch: Launch) -> str:
-    """Return the command that starts an option."""
+    """Return the command that starts an option, without the credentials of addresses."""
     option = planned.option
     gpus = option.gpus
-    flags = [*_without_micro(launch.argv), "--batch.micro", str(option.micro)]
+    flags = [*map(sanitize.argument, _without_micro(launch.argv)), "--batch.micro", str(option.micro)]
     if launch.deepspeed is None:
         flags += ["--deepspeed_config", NAMES[option.stage]]
     if option.recompute and "--performance.recompute" not in flags:

@@ -51,7 +51,6 @@ _MANY = 1_281_167
 
 _WIDEST = 74
 """Columns of arguments on one line, beside what a line begins and ends with."""
-_HIDDEN = "the credentials of addresses are not shown; write them again"
 
 
 def translate(script: str, flags: Sequence[str], *, gpus: int) -> Translation:
@@ -99,7 +98,7 @@ def in_words(translation: Translation, room: int | None = None) -> str:
     """
     commands = "\n".join(_broken([program(), *command[1:]]) for command in translation.commands)
     hidden = any(sanitize.argument(word) != word for command in translation.commands for word in command)
-    told = [*translation.notes, *([_HIDDEN] if hidden else [])]
+    told = [*translation.notes, *([sanitize.LEFT_OUT] if hidden else [])]
     notes = "\n".join(f"# - {sanitize.message(note)}" for note in told)
     return f"{commands}\n\n# Not the same:\n{fitted(notes, room)}" if notes else commands
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastdiff import sanitize
 from fastdiff.config.argument_types import Parser, Subcommands, local_path, picture
-from fastdiff.console import show
+from fastdiff.console import show, write_line
 from fastdiff.errors import ConfigError
 from fastdiff.live_line import live_line
 from fastdiff.outputs import require_output
@@ -130,6 +131,8 @@ def _plan(arguments: argparse.Namespace) -> None:
         heading = _heading(config, network)
         room = columns(sys.stdout)
         show("\n".join(table.text(heading, best, refused, config.samples, arguments.price, launch, room)))
+    if any(sanitize.argument(word) != word for word in launch.argv):
+        write_line(f"fastdiff: warning: {sanitize.LEFT_OUT}")
     warn_of_problems(config.output.report_to)
     if arguments.picture is not None:
         from fastdiff.planning.picture import draw

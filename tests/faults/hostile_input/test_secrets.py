@@ -113,6 +113,28 @@ def test_addresses_within_a_line_are_found_wherever_they_begin() -> None:
     assert sanitize.message(given) == "cannot open 'https://host/x' (-ihttp://host) or 2https://host, 5 = 5"
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("Authorization: Bearer pw12345678", "Authorization: ***"),
+        ("{'Authorization': 'Bearer pw', 'Accept': '*/*'}", "{'Authorization': '***', 'Accept': '*/*'}"),
+        (
+            '{"hf_token": "pw", "tokens": 3, "tokenizer": "a"}',
+            '{"hf_token": "***", "tokens": 3, "tokenizer": "a"}',
+        ),
+        ("X-Auth-Token: pw and more", "X-Auth-Token: *** and more"),
+        ("refused: bearer pw12345678.", "refused: bearer ***"),
+        ("set-cookie: session=pw; path=/", "set-cookie: ***; path=/"),
+        (f"invalid token hf_{'Ab1' * 12}", "invalid token ***"),
+        (f"no such folder /data/hf_{'Ab1' * 12}/x", f"no such folder /data/hf_{'Ab1' * 12}/x"),
+        ("a basic transformer; secret: none", "a basic transformer; secret: none"),
+        ("HTTPS_PROXY=http://me:pw@proxy:3128", "HTTPS_PROXY=http://proxy:3128"),
+    ],
+)
+def test_headers_entries_and_tokens_within_a_line_are_hidden(given: str, shown: str) -> None:
+    assert sanitize.message(given) == shown
+
+
 @pytest.mark.fault(28)
 def test_a_long_line_is_gone_through_once() -> None:
     """A million letters are done in milliseconds; in the square of that they would take an hour."""
