@@ -49,6 +49,32 @@ def require_own_folder(
         )
 
 
+def write_output(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a file that the user named, and its folder if missing.
+
+    An earlier file stays until the new one is complete. A link is followed; a pipe or a device is written to.
+
+    Args:
+        path: of the file.
+        content: of the file.
+        mode: permissions of a new file, less those of the umask. An earlier file keeps its own as far as ``mode`` has
+            them: content that is private stays so.
+
+    Raises:
+        OSError: with the path.
+    """
+    earlier = _mode_of_output(path)
+    if earlier is None:
+        publish(path.resolve(), content, mode)
+    elif stat.S_ISREG(earlier):
+        publish(path.resolve(), content, mode & earlier, masked=False)
+    else:
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def require_output(path: Path) -> None:
     """Fail before the work if its result could not be written to ``path``, and say if it replaces an earlier file.
 
