@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fastdiff.console import log
 from fastdiff.errors import ConfigError
-from fastdiff.files import make_parents, of_other_program, temporary
+from fastdiff.files import make_parents, of_other_program, publish, temporary
 from fastdiff.sanitize import escape
 
 _SHOWN = 3
