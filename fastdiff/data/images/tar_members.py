@@ -6,11 +6,12 @@ that is an error, because all later samples would be lost.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tarfile
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeAlias
 
 from fastdiff.data.images.caption_files import ENDINGS as CAPTIONS
 from fastdiff.data.images.items import LARGEST_IMAGE, LARGEST_TEXT, BadCaptionError, clean_captions
@@ -25,6 +26,8 @@ TEXTS = frozenset({*CAPTIONS, "json"})
 KINDS = TAKEN | TEXTS | {"cls"}
 """Extensions of the members in use."""
 
+Use: TypeAlias = Literal["captions", "classes", "nothing"]
+"""What of a sample beside its picture is read."""
 _BLOCK = 1 << 20
 
 
@@ -169,6 +172,36 @@ def _caption_members(group: Group) -> list[Member]:
     """Return the members that are captions, the one to take first."""
     plain = [group.members[ending] for ending in CAPTIONS if ending in group.members]
     return plain + [member for kind, member in group.members.items() if _is_named_after_image(kind)]
+
+
+def unread_texts(group: Group, column: str, use: Use) -> Iterator[tuple[str, str]]:
+    """Yield what a sample says and ``use`` does not take: the reason, and the name of the member.
+
+    A ``.json`` member counts only with a caption, and beside another one if it differs: img2dataset writes both.
+    """
+    alone = "not read: the first samples are pictures alone"
+    texts = _caption_members(group)
+    in_json = [(group.members["json"].name, captions) for captions in _captions_in_json(group)]
+    if use != "classes" and "cls" in group.members:
+        yield f"class members, {alone if use == 'nothing' else 'not read beside captions'}", group.members["cls"].name
+    if use != "captions":
+        why = f"caption members, {alone if use == 'nothing' else 'not read beside classes'}"
+        yield from ((why, name) for name in (*(text.name for text in texts), *(name for name, _ in in_json)))
+    elif column == "text" and texts:
+        yield from (("caption members beside another one of their picture, not read", text.name) for text in texts[1:])
+        with contextlib.suppress(BadSampleError):
+            taken = captions_of(group, column)
+            why = "captions in .json members that differ from those beside them, not read"
+            yield from ((why, name) for name, captions in in_json if captions != taken)
+
+
+def _captions_in_json(group: Group) -> Iterator[tuple[str, ...]]:
+    """Yield the captions of the ``.json`` member, if it has some."""
+    with contextlib.suppress(BadSampleError, BadCaptionError):
+        fields = _fields(group)
+        named = next((fields[name] for name in ("caption", "text") if fields.get(name)), None)
+        if named is not None:
+            yield clean_captions(named)
 
 
 def label_of(group: Group) -> int:

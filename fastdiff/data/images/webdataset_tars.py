@@ -8,7 +8,7 @@ import itertools
 import os
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,12 @@ from fastdiff.data.images.tar_members import (
     Group,
     Leftovers,
     NoCaptionError,
+    Use,
     captions_of,
     groups,
     image_of,
     label_of,
+    unread_texts,
 )
 from fastdiff.data.selection import Selection, Tally
 from fastdiff.data.shards.remote import is_remote, open_url, resource, shown
@@ -149,6 +151,9 @@ class WebDatasetSource:
 
     def _item(self, unit: int, row: int, group: Group, leftovers: Leftovers) -> ImageItem | BadItem:
         key, name = f"{unit:06d}-{row:06d}", f"{_called(self._tars[unit])}!{escape(group.key)}"
+        use: Use = "captions" if self.captioned else "nothing" if self.classes is None else "classes"
+        for why, member in unread_texts(group, self._column, use):
+            leftovers.noted.add(why, member)
         try:
             image = image_of(group)
             if self.captioned:
@@ -202,7 +207,7 @@ class WebDatasetSource:
         if samples > 0:
             self._left_out.add(f"beyond --max-samples {self._most}", count=samples)
 
-    def _look(self) -> Literal["captions", "classes", "nothing"]:
+    def _look(self) -> Use:
         """Return what the first sample with a caption or a class has; nothing if the first samples are images alone."""
         everything = itertools.chain.from_iterable(_read(tar, kinds=KINDS) for tar in self._tars)
         tried, alone = 0, self._column == "text"

@@ -322,6 +322,42 @@ def test_members_of_a_tar_that_no_sample_uses_are_counted(tmp_path: Path) -> Non
     assert reasons(source(tmp_path / "s.tar")) == {"s.tar!1": f"1.heic is {not_read('HEIC')}"}
 
 
+def test_texts_of_a_tar_that_are_not_read_are_counted(tmp_path: Path) -> None:
+    """The first sample with a text decides what is read."""
+    other, same = (json.dumps({"caption": text}).encode() for text in ("other", "a"))
+    as_captions: Members = [
+        ("0.jpg", picture(0)), ("0.txt", b"a"), ("0.caption", b"b"), ("0.json", other),
+        ("1.jpg", picture(1)), ("1.txt", b"a"), ("1.json", same), ("1.cls", b"1"),
+    ]  # fmt: skip
+    as_classes: Members = [
+        ("0.jpg", picture(0)), ("0.cls", b"0"),
+        ("1.jpg", picture(1)), ("1.cls", b"1"), ("1.txt", b"a"), ("1.json", b"{}"),
+        ("2.jpg", picture(2)), ("2.cls", b"1"), ("2.json", other),
+    ]  # fmt: skip
+    alone: Members = [(f"{n}.jpg", picture(n % 8)) for n in range(100)]
+    late: Members = [("a.jpg", picture(0)), ("a.txt", b"a"), ("b.jpg", picture(1)), ("b.cls", b"1")]
+    found = [_noted_in(tmp_path, members) for members in (as_captions, as_classes, [*alone, *late])]
+    assert found == [
+        {
+            "caption members beside another one of their picture, not read": (1, ("0.caption",)),
+            "captions in .json members that differ from those beside them, not read": (1, ("0.json",)),
+            "class members, not read beside captions": (1, ("1.cls",)),
+        },
+        {"caption members, not read beside classes": (2, ("1.txt", "2.json"))},
+        {
+            "caption members, not read: the first samples are pictures alone": (1, ("a.txt",)),
+            "class members, not read: the first samples are pictures alone": (1, ("b.cls",)),
+        },
+    ]
+
+
+def _noted_in(folder: Path, members: Members) -> dict[str, tuple[int, tuple[str, ...]]]:
+    (folder / "s.tar").write_bytes(tar(members))
+    found = source(folder / "s.tar")
+    contents(found)
+    return noted(found)
+
+
 def test_a_tar_of_images_alone(tmp_path: Path) -> None:
     (tmp_path / "s.tar").write_bytes(tar([(f"{n}.jpg", picture(n)) for n in range(2)]))
     found = source(tmp_path / "s.tar")
