@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,7 @@ class WandbRun:
         import wandb
 
         self._wandb: Any = wandb
+        sys.argv[1:] = map(sanitize.argument, sys.argv[1:])  # which wandb records, whenever it looks
         if state.config.output.failed_saves:
             logging.raiseExceptions = False  # a full disk fails wandb's own log, with a traceback for every line
         if os.environ.get("WANDB_DISABLED"):

@@ -48,7 +48,7 @@ def found_in(text: bytes) -> list[str]:
 @pytest.mark.parametrize("ends", ["well", "in an error", "before it begins"])
 def test_no_secret_is_in_any_file_or_line_of_a_run(served: str, tmp_path: Path, ends: str) -> None:
     out = tmp_path / "out"
-    config = tiny(Path("x"), out / "run", steps=2)
+    config = tiny(Path("x"), out / "run", steps=2, output__report_to=("tensorboard", "wandb", "trackio"))
     data = dataclasses.replace(config.data, path="")
     wrong = {"well": 8, "in an error": 8, "before it begins": 16}[ends]
     config = dataclasses.replace(config, data=data, model=dataclasses.replace(config.model, size=wrong))
@@ -62,6 +62,7 @@ def test_no_secret_is_in_any_file_or_line_of_a_run(served: str, tmp_path: Path, 
     given = ["--data.path", served, "--data.cache", str(out / "cache"), "--deepspeed_config", str(tmp_path / "ds.json")]
     environment = {
         "HF_TOKEN": SECRETS["hub"], "WANDB_API_KEY": SECRETS["wandb"], "AWS_SECRET_ACCESS_KEY": SECRETS["aws"],
+        "WANDB_MODE": "offline", "TRACKIO_DIR": str(out / "trackio"), "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     command = [*flags(config), *given]
     done = run_script(TRAIN, *command, **environment)
