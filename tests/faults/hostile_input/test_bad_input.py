@@ -268,7 +268,7 @@ def test_three_non_finite_steps_in_a_row_stop_the_run(
     assert main([*flags(config), "--deepspeed_config", "deepspeed_configs/zero3.json"]) == 70
     message = capsys.readouterr().err
     assert "3 steps in a row had to be skipped" in message
-    assert ".tar:" in message
+    assert "none of its 16 losses is finite" in message
     with pytest.raises(DivergedError):
         train(tiny(all_nan, tmp_path / "again"), launch(0), world)
 
