@@ -190,13 +190,24 @@ def _job(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> tupl
     return job, job.check(elsewhere=arguments.target != "local")
 
 
-def _scheduled(arguments: argparse.Namespace) -> tuple[Job, int]:
-    """Return the job of a scheduler and the GPUs to ask for on each node; with any, a rank without one is an error."""
+def _scheduled(arguments: argparse.Namespace) -> tuple[Job, RunConfig, int]:
+    """Return the job of a scheduler, its run, and the GPUs to ask for on each node.
+
+    With any, a rank without one is an error.
+    """
     ranks, gpus = arguments.ranks_per_node, arguments.gpus_per_node
     job, config = _job(arguments, arguments.nodes, ranks)
     if gpus is None:
         gpus = 0 if config.performance.device == "cpu" else ranks
-    return job.on_gpus(config) if gpus else job, gpus
+    return job.on_gpus(config) if gpus else job, config, gpus
+
+
+def _tell_variables(config: RunConfig, what: str) -> None:
+    """Name the variables of trackers of this shell that the job will not have, and say ``what`` is of them."""
+    from fastdiff.config.trackers import variables
+
+    if names := variables(config.output.report_to):
+        write_line(f"fastdiff: warning: {', '.join(names)}: {what}")
 
 
 def _cores(given: int | None, ranks: int) -> int:
@@ -241,9 +252,10 @@ def _hosts(arguments: argparse.Namespace) -> None:
     from fastdiff.cluster.launchers.job import write
 
     found = read_hostfile(arguments.hostfile)
-    job, _ = _job(arguments, len(found.names), found.slots)
+    job, config = _job(arguments, len(found.names), found.slots)
     if arguments.submit:
         sys.exit(hosts.run(job, found, arguments.ssh_config))
+    _tell_variables(config, "not passed on by DeepSpeed's launcher; write them into ~/.deepspeed_env, or give --submit")
     command = hosts.deepspeed_command(job, arguments.hostfile)
     start = f"cd -- {shlex.quote(os.getcwd())} || exit 1\nexec {shlex.join(command)}\n"
     write(arguments.output, f"#!/bin/sh\n# Written by `fastdiff launch hosts`.\n{start}")
@@ -257,7 +269,7 @@ def _slurm(arguments: argparse.Namespace) -> None:
 
     pairs = [option.partition("=") for option in arguments.sbatch]
     options = _unique("--sbatch", [(key, value) for key, _, value in pairs])
-    job, gpus = _scheduled(arguments)
+    job, _, gpus = _scheduled(arguments)
     batch = slurm.Batch(
         name=arguments.name,
         time=arguments.time,
@@ -282,7 +294,7 @@ def _k8s(arguments: argparse.Namespace) -> None:
 
     pairs = [volume.partition(":") for volume in arguments.pvc]
     labels = [label.partition("=") for label in arguments.node_selector]
-    job, gpus = _scheduled(arguments)
+    job, config, gpus = _scheduled(arguments)
     memory = _GIB_PER_RANK * arguments.ranks_per_node if arguments.memory is None else arguments.memory
     pods = kubernetes.Pods(
         name=arguments.name,
@@ -299,6 +311,8 @@ def _k8s(arguments: argparse.Namespace) -> None:
     )
     if not pods.volumes:
         write_line("fastdiff: warning: without --pvc the run folder, its checkpoints and the data end with their pod")
+    if not pods.secrets:
+        _tell_variables(config, "not in the manifest; put them into a Secret, and name it by --secret")
     write(arguments.output, kubernetes.manifest(job, pods))
     if arguments.submit:
         show(kubernetes.submit(arguments.output))

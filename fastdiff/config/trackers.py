@@ -56,3 +56,9 @@ def warn_of_problems(report_to: Sequence[str], seen_from: str = "") -> None:
     """
     for problem in problems(report_to):
         write_line(f"fastdiff: warning: {seen_from}{problem}")
+
+
+def variables(report_to: Sequence[str]) -> list[str]:
+    """Return the names of the environment variables that are set for these trackers."""
+    prefixes = tuple(f"{name.upper()}_" for name in report_to if name in _LOGINS)
+    return sorted(name for name, value in os.environ.items() if prefixes and name.startswith(prefixes) and value)

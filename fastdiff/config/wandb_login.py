@@ -31,7 +31,8 @@ def missing_wandb_login(environment: Mapping[str, str]) -> str | None:
     mode = environment.get("WANDB_MODE") or settings.get("mode") or "online"
     if mode not in _MODES:
         return f"WANDB_MODE {mode}: expected {', '.join(_MODES[:4])}"
-    if mode not in _ONLINE or _manages_keys(environment):
+    anonymous = environment.get("WANDB_ANONYMOUS") in ("allow", "must")  # of older versions, without a key
+    if mode not in _ONLINE or anonymous or _manages_keys(environment):
         return None
     key = environment.get("WANDB_API_KEY")
     if key and len(key) < _SHORTEST:

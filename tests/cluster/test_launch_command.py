@@ -143,6 +143,27 @@ def test_variables_of_trackers_are_forwarded_and_their_keys_are_named() -> None:
     assert hosts.withheld({**given, **keys}) == list(keys)
 
 
+def test_a_job_that_lacks_the_variables_of_a_tracker_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setenv("TRACKIO_DIR", "/nowhere")
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    out = ["--output", str(tmp_path / "job")]
+    flags = ["--", "--preset", "digits", "--output.report_to", "wandb"]
+    sizes = ["--nodes", "2", "--ranks-per-node", "1", "--image", "i"]
+    for target, told in (
+        (["hosts", "--hostfile", str(tmp_path / "hosts")], "write them into ~/.deepspeed_env"),
+        (["k8s", *sizes], "put them into a Secret"),
+        (["k8s", *sizes, "--secret", "mine"], ""),
+    ):
+        assert main(["launch", *target, *out, *flags]) == 0
+        said = capsys.readouterr().err
+        named = re.findall(r"(WANDB_\w+(?:, WANDB_\w+)*): not [^\n]*" + re.escape(told), said)
+        assert named == (["WANDB_MODE, WANDB_PROJECT"] if told else [])
+
+
 # --- Slurm
 
 

@@ -132,6 +132,12 @@ def test_no_key_is_needed_without_a_server(home: Path, monkeypatch: pytest.Monke
     require_usable(("wandb",))
 
 
+@pytest.mark.parametrize("variable", ["WANDB_ANONYMOUS", "SM_TRAINING_ENV"])
+def test_a_key_may_come_from_elsewhere(home: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "must")
+    require_usable(("wandb",))
+
+
 def test_a_mode_that_wandb_does_not_know_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "ofline")
     with pytest.raises(ConfigError, match="WANDB_MODE ofline: expected online, offline"):
