@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastdiff import sanitize
 from fastdiff.dashboard.pictures import FOLDER as SAMPLES
 from fastdiff.dashboard.pictures import Picture, pictures_of
 from fastdiff.dashboard.series import Series, finite, plain
@@ -69,7 +70,7 @@ def glance(run: Path) -> dict[str, Any]:
     return {
         "kind": status.kind,
         "text": status.text,
-        "message": status.message,
+        "message": sanitize.message(status.message),
         "samples": samples,
         "steps": steps,
         "network": _text(_inner(config, "model").get("kind")),
@@ -213,12 +214,12 @@ class _Last:
 
     def add(self, record: Record) -> None:
         """Take the next record."""
-        self.records.append(plain(record))
+        self.records.append(_shown(record))
         self.count += 1
 
 
 def _read_about(run: Path) -> _Read:
-    """Read ``run.json``, which is replaced as a whole and has no secrets."""
+    """Read ``run.json``, which is replaced as a whole; one of an older version or of a stranger may hold secrets."""
     try:
         found = parsed(read_inside(run, "run.json", _MOST_RECORD))
     except FileNotFoundError:
@@ -227,14 +228,14 @@ def _read_about(run: Path) -> _Read:
         return _Read(None, [error.strerror or "it cannot be read"])
     except MALFORMED as error:
         return _Read(None, [f"no JSON that can be read: {error}"])
-    return _Read(plain(found), []) if isinstance(found, dict) else _Read(None, ["no JSON object"])
+    return _Read(sanitize.tree(_shown(found)), []) if isinstance(found, dict) else _Read(None, ["no JSON object"])
 
 
 def _read_time(run: Path) -> _Read:
     try:
         sums = read_ledger(run)
         lines = [*sums.left_out[:_MOST_LINES], *_more(len(sums.left_out) - _MOST_LINES)]
-        return _Read(plain(time_of(run, sums)), lines)
+        return _Read(_shown(time_of(run, sums)), lines)
     except ConfigError:  # without a start
         return _Read(None, [])
     except OSError as error:
@@ -263,6 +264,15 @@ def _read_ledger(run: Path) -> Sums | None:
         return read_ledger(run)
     except (ConfigError, OSError):
         return None  # as `sections` tells
+
+
+def _shown(found: Any) -> Any:
+    """Return JSON values as a page can show them: finite, and without the credentials of addresses."""
+    if isinstance(found, dict):
+        return {str(name): _shown(inner) for name, inner in found.items()}
+    if isinstance(found, list | tuple):
+        return [_shown(inner) for inner in found]
+    return sanitize.argument(found) if isinstance(found, str) else plain(found)
 
 
 def _inner(found: Any, *names: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from fastdiff.config.run_record import claim
 from fastdiff.dashboard.facts import RunFacts, glance, signature
 from fastdiff.dashboard.folders import Folders
 from fastdiff.dashboard.pictures import Picture, content
+from fastdiff.dashboard.report import write_report
 from fastdiff.dashboard.series import Series
 from fastdiff.dashboard.timeline import timeline
 from fastdiff.errors import ConfigError
@@ -225,6 +226,24 @@ def test_validations_and_events_are_counted(tmp_path: Path) -> None:
     assert [one["val_loss"] for one in found["validation"]["data"]] == [0.5, 0.4]
     spikes = found["events"]["data"]["spikes"]
     assert (spikes["count"], len(spikes["last"]), spikes["last"][-1]["step"]) == (600, 500, 599)
+
+
+def test_nothing_of_a_run_is_shown_with_credentials(tmp_path: Path) -> None:
+    """Its files may be of a stranger, or of a version that wrote an address as it was given."""
+    secret = "https://me:hunter2@host/x?token=hunter2"
+    folder = run_folder(tmp_path / "run", data={"path": secret}, api_key="hunter2")
+    (folder / "damaged.jsonl").write_text(lines([{"step": 1, "error": f"cannot read {secret}"}]))
+    (folder / "validation.jsonl").write_text(lines([validation(50, 0.5) | {"data": secret}]))
+    told = [{"message": f"shard 3 of {secret}"} if one["event"] == "end" else {} for one in ledger()]
+    (folder / "ledger.jsonl").write_text(lines(one | more for one, more in zip(ledger(), told, strict=True)))
+    write_report([folder], tmp_path / "page.html")
+    shown = [
+        json.dumps(RunFacts(folder).sections({})),
+        json.dumps(glance(folder)),
+        (tmp_path / "page.html").read_text(),
+    ]
+    assert [text.count("hunter2") for text in shown] == [0, 0, 0]
+    assert "https://host/x" in shown[0]
 
 
 def test_a_start_in_a_slurm_job_has_no_throughput_before_its_first_step(tmp_path: Path) -> None:
