@@ -265,3 +265,20 @@ def test_a_small_file_is_on_the_disk_before_its_rename_and_its_name_after_it(tmp
     assert [done[1]["path"], done[1]["size"]] == [done[0]["path"], len(b"content")], "whole when it is synced"
     assert done[2]["to"] == str(folder / "file")
     assert done[3]["path"] == str(folder)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_folder_is_on_the_disk_before_its_rename_and_its_name_after_it(tmp_path: Path, replace: bool) -> None:
+    place, journal = tmp_path / "place", tmp_path / "journal"
+    place.mkdir()
+    out = place / "out"
+    if replace:
+        out.mkdir()
+        (out / "earlier").write_text("of the last export")
+    with CrashPoints(place, journal).watched(), unfinished_folder(out, replace=replace) as folder:
+        (folder / "file").write_text("content")
+    assert [path.name for path in place.iterdir()] == ["out"]
+    assert [path.name for path in out.iterdir()] == ["file"]
+    synced = [record["path"] for record in operations([journal]) if record["op"] == "fsync"]
+    content = place / "out.unfinished" / "content"
+    assert synced == [str(content / "file"), str(content), str(place)]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fastdiff.patient_files import AppendedFile, WholeFiles
+from tests.support.injected.crash_points import CrashPoints, operations
 from tests.support.injected.tiny_disk import fill, tiny_disk
 
 RECORD = b"x" * 5000
@@ -64,3 +65,23 @@ def test_a_file_that_waits_for_another_reason_is_reported_by_its_name(
     assert len(said) == 2
     for path, line in zip(paths, said, strict=True):
         assert f"WARNING {path}: Is a directory; it waits in memory" in line
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_whole_file_waits_for_the_disk_unless_it_may_be_lost(tmp_path: Path, durable: bool) -> None:
+    folder, journal = tmp_path / "folder", tmp_path / "journal"
+    with CrashPoints(folder, journal).watched():
+        WholeFiles().write(folder / "file", RECORD, durable=durable)
+    assert any(record["op"] == "fsync" for record in operations([journal])) == durable
+    assert (folder / "file").read_bytes() == RECORD
+
+
+def test_a_disk_whose_files_are_lost_is_reported_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with tiny_disk(tmp_path / "a", 0.25, stand_in=True) as disk:
+        fill(disk)
+        for _ in range(2):
+            whole = WholeFiles(patient=True)
+            whole.write(disk / "file", RECORD)
+            whole.close()
+    said = [line for line in capsys.readouterr().err.splitlines() if f"WARNING {disk}: No space" in line]
+    assert len(said) == 2
