@@ -26,7 +26,7 @@ from fastdiff.data.images.items import (
     stamp,
     unit_count,
 )
-from fastdiff.data.images.kinds import READ
+from fastdiff.data.images.kinds import READ, UNPACKED, is_archive
 from fastdiff.data.images.listing import Listing
 from fastdiff.data.images.metadata import LISTS, METADATA, Table, read_table
 from fastdiff.data.images.walk import Names, is_folder, nfc, unreadable, visible
@@ -256,7 +256,9 @@ class ImageFolder:
             if file in taken:
                 continue
             stem, ending = os.path.splitext(file)
-            if ending.lower() in _TABLES and stem not in beside:
+            if is_archive(file):
+                self._noted.add(UNPACKED, file)
+            elif ending.lower() in _TABLES and stem not in beside:
                 self._noted.add("tables, not read; a .json, .jsonl or .csv is read if it is the source", file)
             elif is_like_captions(file):
                 self._noted.add(why(file), file)
@@ -359,7 +361,10 @@ def _substitute(root: Path, caption: str, caption_from: CaptionFrom) -> Callable
 def _no_images(listing: Listing) -> str:
     others = listing.described_others()
     files = len(listing.files) + len(listing.others)
-    return f"{listing.root} holds no images ({READ}) among its {files} files{f': {others}' if others else ''}"
+    packed = next(filter(is_archive, listing.files), None)
+    told = [others, f"{UNPACKED} (first: {escape(packed)})" if packed else ""]
+    why = "; ".join(filter(None, told))
+    return f"{listing.root} holds no images ({READ}) among its {files} files{f': {why}' if why else ''}"
 
 
 def _require_inside(path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,14 @@ from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.files import read_bounded
 from fastdiff.optional_packages import pip_install
 from fastdiff.sanitize import escape
+from fastdiff.terminal import redraws
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 _LABEL = "label"
+_OF_ADDRESSES = frozenset({"url", "urls", "image_url"})
+"""Columns with addresses of pictures, in lower case."""
 
 
 class HuggingFaceSource:
@@ -190,7 +194,11 @@ class HuggingFaceSource:
             raise ConfigError(f"captions and images cannot both be in the column {self._image!r} of {self.name}")
         given = f"{self.name} has the columns {', '.join(features)}"
         if self._image not in features:
-            raise ConfigError(f"{given}, but no image column {self._image!r}; name it with --image-column")
+            addresses = any(name.lower() in _OF_ADDRESSES for name in features)
+            hint = "; pictures are not fetched from addresses: download them first, for example with img2dataset"
+            raise ConfigError(
+                f"{given}, but no image column {self._image!r}; name it with --image-column{hint * addresses}"
+            )
         texts = [name for name, feature in features.items() if name != self._image and _holds_texts(feature)]
         alone = self._caption == "text" and not texts and _LABEL not in features
         if not self.captioned and self.classes is None and not alone:
@@ -243,6 +251,8 @@ def _load(path: str, split: str, config: str | None) -> Dataset:
         raise ConfigError(
             f"reading the data set {path} needs the package datasets; {pip_install('datasets')}"
         ) from error
+    if not redraws(sys.stderr):
+        datasets.disable_progress_bars()
     folder = Path(path)
     if config is not None and is_saved_dataset(folder):
         raise ConfigError(f"{path} was saved as one data set, without configurations; leave {config} out")

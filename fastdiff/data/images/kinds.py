@@ -102,9 +102,10 @@ _TEXTS = (
     "txt caption captions tags cap text json jsonl csv tsv xml yaml yml toml md rst html htm log cls py ipynb sh ini"
 )
 _ARRAYS = "npy npz pt pth ckpt safetensors pkl parquet arrow feather h5 hdf5 lmdb db"
-_ARCHIVES = "tar gz zip 7z rar bz2 xz pdf exe dll lnk url"
+_ARCHIVES = "gz tgz zst zip 7z rar bz2 xz"
+_OTHERS = "tar pdf exe dll lnk url"
 _FILMS = "mp4 mov avi mkv webm m4v 3gp mp3 wav flac aac m4a aae"
-_NO_PICTURES = frozenset(ending for group in (_TEXTS, _ARRAYS, _ARCHIVES, _FILMS) for ending in group.split())
+_NO_PICTURES = frozenset(ending for group in (_TEXTS, _ARRAYS, _ARCHIVES, _OTHERS, _FILMS) for ending in group.split())
 """Endings that promise no picture; such files are not opened."""
 
 
@@ -160,3 +161,12 @@ def head_of(path: str) -> bytes:
 def not_read(kind: Kind) -> str:
     """Return the reason for which pictures of a kind are left out."""
     return f"of kind {kind.name}, which is not read (convert to JPEG or PNG)"
+
+
+UNPACKED = "archives, not read (only .tar is): unpack them"
+"""Why they are no data."""
+
+
+def is_archive(name: str) -> bool:
+    """Return whether a file of this name is an archive that is not read."""
+    return ending_of(name) in _ARCHIVES.split()

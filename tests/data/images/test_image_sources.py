@@ -293,6 +293,9 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
         source(tmp_path / "splits", split="val")
     with pytest.raises(ConfigError, match="columns image, text, but no image column 'pixels'"):
         source(tmp_path / "plain", image_column="pixels")
+    datasets.Dataset.from_dict({"URL": ["http://a/b.jpg"], "TEXT": ["x"]}).save_to_disk(tmp_path / "laion")
+    with pytest.raises(ConfigError, match="pictures are not fetched from addresses"):
+        source(tmp_path / "laion")
     with pytest.raises(ConfigError, match="no caption column 'caption' and no ClassLabel column"):
         source(tmp_path / "plain", caption_column="caption")
     with pytest.raises(ConfigError, match="captions and images cannot both be in the column 'text'"):

@@ -322,6 +322,15 @@ def test_members_of_a_tar_that_no_sample_uses_are_counted(tmp_path: Path) -> Non
     assert reasons(source(tmp_path / "s.tar")) == {"s.tar!1": f"1.heic is {not_read('HEIC')}"}
 
 
+def test_archives_are_told(tmp_path: Path) -> None:
+    (tmp_path / "more.zip").write_bytes(b"PK")
+    with pytest.raises(DataError, match=r"among its 1 files: archives, not read .*: unpack them \(first: more.zip\)"):
+        source(tmp_path)
+    (tmp_path / "a.png").write_bytes(picture(0))
+    (tmp_path / "s.tar.gz").write_bytes(b"-")
+    assert noted(source(tmp_path)) == {"archives, not read (only .tar is): unpack them": (2, ("more.zip", "s.tar.gz"))}
+
+
 def test_texts_of_a_tar_that_are_not_read_are_counted(tmp_path: Path) -> None:
     """The first sample with a text decides what is read."""
     other, same = (json.dumps({"caption": text}).encode() for text in ("other", "a"))
