@@ -35,7 +35,7 @@ from fastdiff.errors import ConfigError, DataError
 from fastdiff.sanitize import escape
 
 _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"}
-_TABLES = (*LISTS, ".tsv", ".parquet")
+_TABLES = (*LISTS, ".tsv", ".parquet", ".arrow")
 _REPEATED = re.compile(r"[1-9]\d{0,3}_(.+)", re.DOTALL)
 """A folder of kohya's sd-scripts: repeats, underscore, caption or class."""
 

@@ -20,7 +20,7 @@ from fastdiff.config.networks.pretrained import HUB_ID
 from fastdiff.data.images.folder import ImageFolder
 from fastdiff.data.images.hugging_face import HuggingFaceSource, holds_rows, is_saved_dataset
 from fastdiff.data.images.items import BadItem, CaptionFrom, ClassesFrom, ImageItem, ImageSource
-from fastdiff.data.images.kinds import USUAL, Kind, ending_of, head_of, kind_of_file
+from fastdiff.data.images.kinds import UNPACKED, USUAL, Kind, ending_of, head_of, is_archive, kind_of_file
 from fastdiff.data.images.listing import Listing
 from fastdiff.data.images.metadata import LISTS, METADATA
 from fastdiff.data.images.user_source import UserSource
@@ -201,8 +201,9 @@ def _beside(text: str, tars: Sequence[str]) -> Selection:
         listing = Listing.below(folder)
         listing.count(left_out, noted)
         for file in sorted({*listing.files} - {os.path.relpath(tar, folder) for tar in tars}):
-            is_tar = ".tar" in file.lower()
-            noted.add("tars in subfolders or compressed, not read" if is_tar else "other files beside the tars", file)
+            is_tar = file.lower().endswith(".tar")
+            packed = UNPACKED if is_archive(file) else "other files beside the tars"
+            noted.add("tars in subfolders, not read" if is_tar else packed, file)
     return Selection(left_out=left_out.counted(), noted=noted.counted())
 
 

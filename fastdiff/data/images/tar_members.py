@@ -187,7 +187,11 @@ def unread_texts(group: Group, column: str, use: Use) -> Iterator[tuple[str, str
     if use != "captions":
         why = f"caption members, {alone if use == 'nothing' else 'not read beside classes'}"
         yield from ((why, name) for name in (*(text.name for text in texts), *(name for name, _ in in_json)))
-    elif column == "text" and texts:
+    elif column != "text":
+        yield from (
+            (f"caption members, not read: the captions are {column!r} in .json members", text.name) for text in texts
+        )
+    elif texts:
         yield from (("caption members beside another one of their picture, not read", text.name) for text in texts[1:])
         with contextlib.suppress(BadSampleError):
             taken = captions_of(group, column)

@@ -47,6 +47,18 @@ def with_table(folder: Path) -> Path:
     return folder
 
 
+def with_rows(folder: Path) -> Path:
+    """A table of a data set whose pictures lie beside it."""
+    import datasets
+
+    pictures = with_texts(folder.with_name("pictures"))
+    paths = [str(pictures / f"{number}.png") for number in range(IMAGES)]
+    rows = datasets.Dataset.from_dict({"image": paths, "text": [f"picture {number}" for number in range(IMAGES)]})
+    folder.mkdir()
+    rows.to_parquet(folder / "rows.parquet")
+    return folder
+
+
 def write(path: Path, number: int) -> None:
     picture(number).save(path)
 
@@ -79,6 +91,7 @@ EDITS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], int, st
     "a caption": (with_texts, lambda f: (f / "0.txt").write_text("a new caption"), 1, "0.png (its caption or class)"),
     "a picture": (with_texts, lambda f: write(f / "3.png", 77), 1, "3.png"),
     "a row": (with_table, replace_row, 1, "3.png (its caption or class)"),
+    "a picture of a row": (with_rows, lambda f: write(f.with_name("pictures") / "3.png", 77), 1, "row 3"),
     "a picture added": (with_texts, add, 1, "6.png (new)"),
     "a picture removed": (with_texts, lambda f: (f / "5.png").unlink(), 1, "5.png (gone)"),
     "a picture renamed": (with_texts, rename, 1, "4a.png (new)"),

@@ -191,8 +191,9 @@ def test_what_lies_beside_tars_and_beyond_the_limit_is_counted(tmp_path: Path) -
         (tmp_path / name).write_bytes(tar([(f"{number}.jpg", picture(number)) for number in range(3)]))
     (tmp_path / "4.tar.gz").write_bytes(b"")
     (tmp_path / "notes.md").write_text("")
-    beside = {"tars in subfolders or compressed, not read": (2, ("4.tar.gz", "sub/3.tar")),
-              "other files beside the tars": (1, ("notes.md",))}  # fmt: skip
+    beside = {"archives, not read (only .tar is): unpack them": (1, ("4.tar.gz",)),
+              "other files beside the tars": (1, ("notes.md",)),
+              "tars in subfolders, not read": (1, ("sub/3.tar",))}  # fmt: skip
     whole = source(tmp_path)
     assert (whole.units, noted(whole)) == (3, beside)
     some = source(tmp_path, max_samples=4)
@@ -358,6 +359,15 @@ def test_texts_of_a_tar_that_are_not_read_are_counted(tmp_path: Path) -> None:
             "class members, not read: the first samples are pictures alone": (1, ("b.cls",)),
         },
     ]
+
+
+def test_captions_beside_a_chosen_column_are_counted(tmp_path: Path) -> None:
+    fields = json.dumps({"alt": "b"}).encode()
+    members: Members = [("0.jpg", picture(0)), ("0.txt", b"a"), ("0.json", fields)]
+    (tmp_path / "s.tar").write_bytes(tar(members))
+    found = source(tmp_path / "s.tar", caption_column="alt")
+    assert [captions for _, captions, _ in contents(found)] == [("b",)]
+    assert noted(found) == {"caption members, not read: the captions are 'alt' in .json members": (1, ("0.txt",))}
 
 
 def _noted_in(folder: Path, members: Members) -> dict[str, tuple[int, tuple[str, ...]]]:
