@@ -35,6 +35,7 @@ from fastdiff.errors import ConfigError, DataError
 from fastdiff.sanitize import escape
 
 _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"}
+_UNREAD_TABLES = "tables, not read; a .json, .jsonl or .csv is read as the source, a .parquet in a folder of its own"
 _TABLES = (*LISTS, ".tsv", ".parquet", ".arrow")
 _REPEATED = re.compile(r"[1-9]\d{0,3}_(.+)", re.DOTALL)
 """A folder of kohya's sd-scripts: repeats, underscore, caption or class."""
@@ -259,7 +260,7 @@ class ImageFolder:
             if is_archive(file):
                 self._noted.add(UNPACKED, file)
             elif ending.lower() in _TABLES and stem not in beside:
-                self._noted.add("tables, not read; a .json, .jsonl or .csv is read if it is the source", file)
+                self._noted.add(_UNREAD_TABLES, file)
             elif is_like_captions(file):
                 self._noted.add(why(file), file)
             else:

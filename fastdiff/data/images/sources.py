@@ -20,7 +20,7 @@ from fastdiff.config.networks.pretrained import HUB_ID
 from fastdiff.data.images.folder import ImageFolder
 from fastdiff.data.images.hugging_face import HuggingFaceSource, holds_rows, is_saved_dataset
 from fastdiff.data.images.items import BadItem, CaptionFrom, ClassesFrom, ImageItem, ImageSource
-from fastdiff.data.images.kinds import UNPACKED, USUAL, Kind, ending_of, head_of, is_archive, kind_of_file
+from fastdiff.data.images.kinds import UNPACKED, Kind, ending_of, head_of, is_archive, kind_of_file
 from fastdiff.data.images.listing import Listing
 from fastdiff.data.images.metadata import LISTS, METADATA
 from fastdiff.data.images.user_source import UserSource
@@ -252,15 +252,16 @@ def _most_expansions(text: str) -> int:
 
 
 def _holds_only_rows(folder: Path) -> bool:
-    """Return whether a folder holds files of rows and no images; the first image of a usual kind ends the walk.
+    """Return whether a folder holds files of rows and no pictures that are read; the first of these ends the walk.
 
-    Images of other kinds beside parquet or arrow files are no data.
+    Pictures of other kinds count in a folder of pictures alone.
     """
     rows, others = [], False
     for file in walk_files(folder):
-        if ending_of(file) in USUAL:
+        kind = _kind(file, str(folder))
+        if kind is not None and kind.taken:
             return False
-        others = others or _kind(file, str(folder)) is not None
+        others = others or kind is not None
         if holds_rows(file) and Path(file).name not in METADATA:
             rows.append(file)
     return any(ending_of(file) in ("parquet", "arrow") for file in rows) or (bool(rows) and not others)

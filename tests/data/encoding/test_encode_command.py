@@ -194,7 +194,11 @@ def test_old_data_sets_have_no_selection_and_the_same_digest(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("files", "options", "message"),
     [
-        (["a.png", "captions.csv"], [], "have no captions (tables, not read; a .json, .jsonl or .csv is read if it is"),
+        (
+            ["a.png", "captions.csv"],
+            [],
+            "have no captions (tables, not read; a .json, .jsonl or .csv is read as the source",
+        ),
         (
             ["a.png"],
             ["--classes-from", "none"],

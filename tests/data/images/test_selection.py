@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from fastdiff.data.images.items import ImageSource
 from fastdiff.data.selection import Counted, Selection, Tally
 from fastdiff.errors import ConfigError, DataError
 from tests.data.images.test_image_sources import contents, dataset, everything, picture, reasons, source, write
 from tests.data.images.test_image_tars import Members, tar
+
+TABLES_UNREAD = "tables, not read; a .json, .jsonl or .csv is read as the source, a .parquet in a folder of its own"
 
 Form = Callable[[str], str]
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100)
@@ -125,7 +128,7 @@ def test_caption_files_that_are_not_read_are_counted(tmp_path: Path) -> None:
     assert noted(found) == {
         "caption files beside another one of their picture, not read": (2, ("a.caption", "a.jpg.txt")),
         "files that may hold captions, not read (a caption file is NAME.txt or NAME.caption)": (1, ("a.json",)),
-        "tables, not read; a .json, .jsonl or .csv is read if it is the source": (1, ("list.csv",)),
+        TABLES_UNREAD: (1, ("list.csv",)),
         "caption files of no picture, not read": (1, ("orphan.txt",)),
         "caption files that several pictures share": (1, ("b.TXT",)),
     }
@@ -321,6 +324,17 @@ def test_members_of_a_tar_that_no_sample_uses_are_counted(tmp_path: Path) -> Non
     }
     (tmp_path / "s.tar").write_bytes(tar([*members[:2], ("1.heic", b"-"), ("1.txt", b"-")]))
     assert reasons(source(tmp_path / "s.tar")) == {"s.tar!1": f"1.heic is {not_read('HEIC')}"}
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.bmp"])
+def test_rows_beside_pictures_are_told(tmp_path: Path, name: str) -> None:
+    """The package datasets takes of such a folder what has more files, and says nothing."""
+    Image.new("RGB", (16, 16)).save(tmp_path / name)
+    rows = dataset({"image": [{"bytes": picture(1), "path": None}]})
+    rows.to_parquet(tmp_path / "rows.parquet")  # type: ignore[attr-defined]
+    found = source(tmp_path)
+    assert len(contents(found)) == 1
+    assert noted(found) == {TABLES_UNREAD: (1, ("rows.parquet",))}
 
 
 def test_archives_are_told(tmp_path: Path) -> None:
