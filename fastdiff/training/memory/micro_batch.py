@@ -6,10 +6,13 @@ The losses do not depend on micro-batch, accumulation and ranks beyond rounding,
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fastdiff.batch import Condition
 from fastdiff.checkpoint.reader import Checkpoint
@@ -103,7 +106,8 @@ def largest(
     """
     share = config.batch.samples // ranks
     network = dry_network(config)
-    per_sample = _saved_bytes(config, network, info, device)
+    with _linear_layers_of(ds_config):
+        per_sample = _saved_bytes(config, network, info, device)
     if config.performance.recompute:
         per_sample *= RECOMPUTED
     sizes = [size for size in range(share, 0, -1) if share % size == 0]
@@ -127,6 +131,20 @@ def largest(
         f"{_gib(per_sample)} GiB saved per sample" + (f", encoders {_gib(encoders)} GiB" if encoders else "")
     )
     return micro
+
+
+@contextmanager
+def _linear_layers_of(ds_config: DsConfig) -> Iterator[None]:
+    """Count with the linear layers of the run: DeepSpeed's under ZeRO-3 save the inputs of frozen layers, too."""
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    before = functional.linear
+    zero3 = ds_config.get("zero_optimization", {}).get("stage") == 3
+    functional.linear = zero3_linear_wrap if zero3 else torch._C._nn.linear  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        functional.linear = before
 
 
 def _saved_bytes(config: RunConfig, network: Model, info: DatasetInfo, device: torch.device) -> float:

@@ -34,7 +34,7 @@ def there(world: World, digits: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 def wrong(answer: Answer) -> str | None:
     """What is wrong with an answer, if anything is."""
-    if "Traceback (most recent call last)" in answer.output:
+    if "Traceback (most recent call last)" in answer.output and "--verbose" not in answer.line.words:
         return "a traceback"
     if SECRET in answer.output:
         return "a secret"

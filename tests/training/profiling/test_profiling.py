@@ -141,13 +141,13 @@ def test_a_resumed_run_profiles_what_is_left(
 def test_no_profile_ends_a_run(world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither a folder that cannot be made nor a full disk, which torch does not report."""
     blocked = tmp_path / "blocked"
-    blocked.mkdir()
+    (blocked / "checkpoints").mkdir(parents=True)
     (blocked / "profile").write_text("a file")
     train(tiny(digits, blocked, 2, performance__profile="0:1"), launch(1), world)
     assert "no profile of this rank" in capsys.readouterr().err
     with tiny_disk(tmp_path / "disk", 1) as disk:
         fill(disk)
-        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "checkpoints").mkdir(parents=True)
         (tmp_path / "full" / "profile").symlink_to(disk)
         train(tiny(digits, tmp_path / "full", 2, performance__profile="0:1"), launch(1), world)
         assert [path.name for path in disk.iterdir()] == ["ballast"]
