@@ -270,10 +270,9 @@ def test_a_small_file_is_on_the_disk_before_its_rename_and_its_name_after_it(tmp
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_folder_is_on_the_disk_before_its_rename_and_its_name_after_it(tmp_path: Path, replace: bool) -> None:
     place, journal = tmp_path / "place", tmp_path / "journal"
-    place.mkdir()
     out = place / "out"
     if replace:
-        out.mkdir()
+        out.mkdir(parents=True)
         (out / "earlier").write_text("of the last export")
     with CrashPoints(place, journal).watched(), unfinished_folder(out, replace=replace) as folder:
         (folder / "file").write_text("content")

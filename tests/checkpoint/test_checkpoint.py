@@ -155,6 +155,17 @@ def test_the_cause_of_a_failure_is_reported_even_if_cleaning_up_fails(
         folders.commit(draft)
 
 
+def test_a_checkpoint_is_pruned_beside_the_leftover_of_another_prune(world: World, tmp_path: Path) -> None:
+    """A kill in a removal leaves a part of the folder under the name to which the next removal renames."""
+    folders = StepFolders(tmp_path, world, "a checkpoint")
+    final = folders.commit(folders.draft(world, 1, {"a": torch.ones(3)}, {"a": 0}, {}))
+    leftover = tmp_path / "step-00000001.tmp"
+    leftover.mkdir()
+    (leftover / "rank-00000.safetensors").write_bytes(b"-")
+    folders.remove([final])
+    assert not list(tmp_path.iterdir())
+
+
 def test_weights_do_not_depend_on_ranks_or_stage(world: World, digits: Path, tmp_path: Path) -> None:
     """The same run written by one rank at ZeRO-0 and by two at ZeRO-3: equal parameters, equal averages."""
     train(tiny(digits, tmp_path / "one", batch__micro=8), launch(0), world)

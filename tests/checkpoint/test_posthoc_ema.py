@@ -190,6 +190,12 @@ def test_an_average_is_made_of_nothing_later_than_its_step(run: Path) -> None:
     assert steps == {2, 4, 6, 8, 10, 12}
 
 
+def test_a_run_without_power_function_averages_makes_no_width(world: World, digits: Path, tmp_path: Path) -> None:
+    train(tiny(digits, tmp_path / "run", steps=1), launch(0), world)
+    with pytest.raises(ConfigError, match=r"no power-function average to make width 0.1 from; train with --ema"):
+        reconstruct(newest(tmp_path / "run"), 0.1)
+
+
 def test_widths_far_from_the_snapshots_are_refused(two_widths: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = newest(two_widths)
     with pytest.raises(ConfigError, match=r"width 0.01 at step 24 cannot be made .* the fit misses \d+%"):

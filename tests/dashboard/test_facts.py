@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from fastdiff.config.run_record import claim
 from fastdiff.dashboard.facts import RunFacts, glance, signature
@@ -320,6 +322,19 @@ def test_a_picture_that_would_cost_much_is_not_made_smaller(tmp_path: Path) -> N
     assert content(large)[1] == "image/png"
     edge = png(tmp_path, 4, 2**13, 2**12, [(b"IDAT", data)])
     assert "whole" not in edge.as_json()
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1"])
+def test_a_thumbnail_has_the_colour_of_its_picture(tmp_path: Path, mode: str) -> None:
+    """Also of pictures that somebody else drew: a palette has no mean, and WebP no single bits."""
+    folder = run_folder(tmp_path / "run")
+    (folder / "samples").mkdir(exist_ok=True)
+    Image.new("RGB", (800, 400), (250, 250, 250)).convert(mode).save(folder / "samples" / "step-00000050.png")
+    found = RunFacts(folder).picture(50)
+    assert found is not None
+    with Image.open(io.BytesIO(content(found, 40)[0])) as small:
+        assert small.size == (40, 20)
+        assert min(small.convert("RGB").getpixel((20, 10))) > 230
 
 
 def test_a_picture_beyond_the_limit_of_pixels_is_named_and_not_shown(tmp_path: Path) -> None:
