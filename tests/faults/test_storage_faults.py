@@ -418,3 +418,16 @@ def beat_while_waiting(world: World, folder: Path) -> None:
 @pytest.mark.fault(11)
 def test_a_save_that_is_slower_than_a_hang_is_none(tmp_path: Path) -> None:
     values(forked_ranks(beat_while_waiting, tmp_path / "run", ranks=1))
+
+
+def test_a_failed_save_is_known_before_the_next_one_is_due(world: World) -> None:
+    def fail() -> None:
+        raise StorageError("no space")
+
+    with AsyncSaves(world, 1) as background:
+        for save, failed in ((lambda: None, False), (fail, True)):
+            background.begin("checkpoint", 2, save)
+            wait_until(lambda: not background.running, "the save to end")
+            assert background.failed == failed
+            background.wait("checkpoint")
+            assert not background.failed, "told"
