@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 import traceback
 
 from fastdiff import process_limits
@@ -124,6 +125,9 @@ def require_utf8(name: str, text: str) -> None:
         text: as given; an argument in another encoding has unpaired surrogates.
     """
     given = f"{name} {escape(text)}".lstrip()
+    encoding = sys.getfilesystemencoding()
+    if encoding != "utf-8":
+        require(is_utf8(text), f"{given}: Python reads names as {encoding} here; set LC_ALL=C.UTF-8 or PYTHONUTF8=1")
     remedy = "rename the file or folder, or give the text in UTF-8"
     require(is_utf8(text), f"{given}: no UTF-8, in which runs and data sets record names; {remedy}")
 

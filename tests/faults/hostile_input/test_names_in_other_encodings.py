@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,3 +98,11 @@ def test_a_configuration_has_no_such_text(field: str) -> None:
         replace(config, **{section: replace(getattr(config, section), **{name: value})})
     with pytest.raises(ConfigError, match=f"--config c.json: {field} caf.*: no UTF-8"):
         lay_over(RunConfig(), {section: {name: [LATIN] if name == "prompts" else LATIN}}, "--config c.json")
+
+
+def test_a_python_that_reads_names_in_ascii_says_so(tmp_path: Path) -> None:
+    environment = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-m", "fastdiff", "verify", "für".encode()]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "Python reads names as ascii here; set LC_ALL=C.UTF-8" in done.stderr
