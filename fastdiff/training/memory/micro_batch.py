@@ -6,13 +6,10 @@ The losses do not depend on micro-batch, accumulation and ranks beyond rounding,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fastdiff.batch import Condition
 from fastdiff.checkpoint.reader import Checkpoint
@@ -29,6 +26,7 @@ from fastdiff.models.cost.dry_network import dry_network
 from fastdiff.models.cost.memory import RECOMPUTED, buffer_bytes, frozen_bytes, setup_of
 from fastdiff.parallel.world import World
 from fastdiff.training.engines import build as engines
+from fastdiff.training.zero.linear_layers import linear_layers_of
 
 _RESERVED = 3 * 2**30
 """Bytes of a GPU for the contexts and buffers of CUDA, cuBLAS, cuDNN and NCCL."""
@@ -106,7 +104,7 @@ def largest(
     """
     share = config.batch.samples // ranks
     network = dry_network(config)
-    with _linear_layers_of(ds_config):
+    with linear_layers_of(ds_config):
         per_sample = _saved_bytes(config, network, info, device)
     if config.performance.recompute:
         per_sample *= RECOMPUTED
@@ -131,20 +129,6 @@ def largest(
         f"{_gib(per_sample)} GiB saved per sample" + (f", encoders {_gib(encoders)} GiB" if encoders else "")
     )
     return micro
-
-
-@contextmanager
-def _linear_layers_of(ds_config: DsConfig) -> Iterator[None]:
-    """Count with the linear layers of the run: DeepSpeed's under ZeRO-3 save the inputs of frozen layers, too."""
-    from deepspeed.runtime.zero.linear import zero3_linear_wrap
-
-    before = functional.linear
-    zero3 = ds_config.get("zero_optimization", {}).get("stage") == 3
-    functional.linear = zero3_linear_wrap if zero3 else torch._C._nn.linear  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        functional.linear = before
 
 
 def _saved_bytes(config: RunConfig, network: Model, info: DatasetInfo, device: torch.device) -> float:
