@@ -57,7 +57,6 @@ class Job:
         try:
             if not launch.dry_run:
                 _check_trackers(config, elsewhere=elsewhere)
-            if not launch.dry_run:
                 check_run_folder(config, launch)
                 check_data_set(config, launch.preset)
                 _check_plugins(config, elsewhere=elsewhere)

@@ -97,7 +97,7 @@ class HuggingFaceSource:
                 f"{self.name}: column {image_column!r} does not hold images ({str(error)[:200]}); expected "
                 "datasets.Image, bytes or paths"
             ) from error
-        self._paths = self._rows.flatten().select_columns([f"{image_column}.path"])
+        self._in_arrow = self._rows.with_format("arrow")
         self._per_unit = samples_per_unit
         if total > len(found):
             noted.add(f"beyond --max-samples {max_samples}", count=total - len(found))
@@ -117,8 +117,11 @@ class HuggingFaceSource:
     def stamps(self, unit: int) -> dict[str, Any] | None:
         """See ``ImageSource``: the fingerprint of ``datasets``, and the pictures that the rows name by path."""
         rows = slice(unit * self._per_unit, (unit + 1) * self._per_unit)
-        paths = {path for path in self._paths[rows][self._paths.column_names[0]] if path and self._is_inside(path)}
-        return {"": [self._rows._fingerprint, unit, self._per_unit]} | {path: stamp(path) for path in sorted(paths)}
+        cells = self._in_arrow[rows][self._image]
+        parts = dict(zip((part.name for part in cells.type), cells.flatten(), strict=True))
+        paths = parts["path"].filter(parts["bytes"].is_null()).to_pylist()  # without reading the bytes
+        listed = {"": [self._rows._fingerprint, unit, self._per_unit]}
+        return listed | {path: stamp(path) for path in sorted(filter(None, paths))}
 
     def found_in(self, unit: int) -> Selection:
         """See ``ImageSource``."""
@@ -182,7 +185,7 @@ class HuggingFaceSource:
     def _file(self, name: str) -> bytes:
         try:
             path = Path(name).resolve()
-            if not self._is_inside(name):
+            if not any(path.is_relative_to(folder) for folder in self._folders):
                 raise _NoImageError(f"its image {escape(name)} is outside the data set")
             return read_bounded(path, LARGEST_IMAGE)
         except FileNotFoundError as error:
@@ -192,11 +195,6 @@ class HuggingFaceSource:
             raise StorageError(f"cannot read {where}: {error.strerror}; check its disk or network") from error
         except ValueError as error:
             raise _NoImageError(f"its image {escape(name)} cannot be used: {error}") from error
-
-    def _is_inside(self, name: str) -> bool:
-        """Return whether a path leads into a folder of the data set; ValueError, OSError: it cannot be resolved."""
-        path = Path(name).resolve()
-        return any(path.is_relative_to(folder) for folder in self._folders)
 
     def _require_columns(self, features: Mapping[str, Any]) -> None:
         if self._image == self._caption:

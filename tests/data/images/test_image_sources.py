@@ -375,3 +375,25 @@ def test_an_id_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"cannot load the data set no/such-data: it is neither a local path nor an id"):
         source("no/such-data")
+
+
+def test_rows_are_stamped_by_the_files_that_they_name(tmp_path: Path) -> None:
+    """Not by those inside of the rows, which the fingerprint covers; a name that is none is told when it is read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "rows").mkdir()
+    beside = tmp_path / "beside.png"
+    beside.write_bytes(picture(1))
+    cells = [{"bytes": picture(0), "path": "0.png"}, {"bytes": None, "path": str(beside)}, {"path": "a\0b"}, None]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.table({"image": pa.array(cells, kind), "text": ["a"] * 4})
+    pq.write_table(table, tmp_path / "rows" / "rows.parquet")
+    found = source(tmp_path / "rows")
+    stamps = [found.stamps(unit) or {} for unit in range(found.units)]
+    names = {name for each in stamps for name in each}
+    assert names == {"", str(beside), "a\0b"}
+    assert sorted(reason for reason in reasons(found).values()) == [
+        "its image a\\x00b cannot be used: embedded null byte",
+        "its image is missing",
+    ]
