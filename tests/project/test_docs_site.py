@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 import re
@@ -11,7 +10,6 @@ import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TypeGuard
 
 import pytest
 import yaml
@@ -77,38 +75,12 @@ def test_the_tables_of_large_plans_are_those_of_the_command(spec: str, table: st
     expected_of(spec, table)
 
 
-def test_the_page_of_messages_is_that_of_the_code() -> None:
-    module = script("troubleshooting")
-    page = module.page()
-    assert module.PAGE.read_text() == page, "python docs/scripts/troubleshooting.py"
-    assert page.count("\n- ") > 300
-
-
-def is_final(kind: object) -> TypeGuard[type[errors.FastdiffError]]:
-    """Whether it is an error of the module; other modules make subclasses, for example ``RunError`` of the API."""
-    if not isinstance(kind, type) or kind is errors.FastdiffError:
-        return False
-    return issubclass(kind, errors.FastdiffError) and kind.__module__ == errors.__name__
-
-
 def test_the_exit_codes_of_the_page_are_those_of_the_classes() -> None:
-    module = script("troubleshooting")
-    classes = {kind.__name__: kind.exit_code for kind in vars(errors).values() if is_final(kind)}
-    assert classes | {"NodeError": NodeError.exit_code} == module.CODES
-    assert set(module.MEANINGS) == set(module.CODES.values())
-
-
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        ("f'--model.{name} {value(self.size)}: at least 1'", "--model.NAME SIZE: at least 1"),
-        ("f'{run.folder} has {\", \".join(sorted(names))}; ' 'go'", "FOLDER has NAMES; go"),
-        ("f'a {x if y else z} b' + last_", "a ... bLAST"),
-        ("name.replace('_', '-')", "NAME"),
-    ],
-)
-def test_a_template_names_what_is_filled_in(code: str, text: str) -> None:
-    assert script("troubleshooting").template(ast.parse(code, mode="eval").body) == text
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    told = {int(code) for code in re.findall(r"^\| (\d+) \| [a-z]", page.split("## Faults")[0], re.MULTILINE)}
+    classes = {kind for kind in vars(errors).values() if isinstance(kind, type)}
+    raised = {kind.exit_code for kind in classes if issubclass(kind, errors.FastdiffError)}
+    assert told == raised | {0, NodeError.exit_code, 130}
 
 
 def test_every_page_is_in_the_navigation() -> None:
