@@ -95,13 +95,13 @@ def scaled(weights: Mapping[str, Tensor], config: LoraConfig, model: ModelConfig
     }
     converted = dict(convert_state_dict_to_diffusers(plain))
     named = plain if any(name in plain for name in converted) else converted
-    return {f"{family_of(model).lora_component}.{name}": value for name, value in named.items()}
+    return {f"{family_of(model).pipeline_part}.{name}": value for name, value in named.items()}
 
 
 def scaled_metadata(config: LoraConfig, model: ModelConfig) -> dict[str, str]:
     """Return diffusers' metadata of an adapter whose scale is 1."""
     facts = {"r": config.rank, "lora_alpha": config.rank, "target_modules": list(lora_targets(config, model))}
-    component = family_of(model).lora_component
+    component = family_of(model).pipeline_part
     named = {f"{component}.{name}": value for name, value in facts.items()}
     return {"lora_adapter_metadata": json.dumps(named, indent=2, sort_keys=True)}
 

@@ -153,13 +153,13 @@ def _autoencoder(config: RunConfig) -> Pretrained | None:
         return None
     found = pipeline_of(config, str(name))
     try:
-        described = found.json("vae/config.json")
+        space = found.latent_space
         found.weight_files("vae")
     except ConfigError as error:
         log.warning(f"without its autoencoder the export is no whole pipeline: {error}")
         return None
-    fits = described.get("latent_channels", 4) == model.channels
-    return found if fits and not described.get("shift_factor") else None
+    by_factor = not any(space.shift) and len({*space.scale}) == 1 and found.class_of("vae") == "AutoencoderKL"
+    return found if by_factor and space.channels == model.channels else None
 
 
 def _index(scheduler: str, exported: Exported) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A trained UNet as a pipeline in the layout of diffusers."""
+"""A trained network as a pipeline in the layout of diffusers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import importlib.metadata
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.objective import PREDICTION_TYPES, DdpmConfig, ObjectiveConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
@@ -19,8 +18,9 @@ from fastdiff.export.diffusers_model import Source, write_model
 from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.schedulers import noise_of, write_json
 from fastdiff.export.weights import ExportedWeights
+from fastdiff.models.family import family_of
 from fastdiff.models.load import pretrained
-from fastdiff.models.pretrained.pipeline import Pretrained
+from fastdiff.models.pretrained.pipeline import INDEX, Pretrained
 
 _OPTIONAL = ("safety_checker", "feature_extractor", "image_encoder")
 """Optional parts of a pipeline."""
@@ -28,41 +28,38 @@ _TEXT = (".json", ".txt", ".model")
 
 
 def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:
-    """Write ``unet/`` and, if the run has a pretrained pipeline, the rest of a complete pipeline.
+    """Write ``unet/`` or ``transformer/`` and, if the run has a pretrained pipeline, the rest of a complete pipeline.
 
     The other parts are copied from there unchanged, in their dtype. The scheduler gets the noise schedule and the
     prediction type of the run.
 
     Args:
         folder: exists and is empty.
-        weights: of the UNet.
+        weights: of the network.
         config: the run's.
-        dtype: of the UNet's weights.
+        dtype: of the network's weights.
 
     Raises:
         ConfigError: the pretrained pipeline or a required part of it is missing, or no pipeline supports the
             objective of the run.
         OSError: a file cannot be written, for example because the disk is full.
     """
-    model = cast(UNetConfig, config.model)
+    model, part = config.model, family_of(config.model).pipeline_part
     pipeline = pretrained(config) if config.pretrained.path else None
     scheduler = scheduler_config(pipeline.scheduler_config(), config.objective) if pipeline else {}
     sources = {name: Source(name) for name in weights.shapes}
-    write_model(folder / "unet", "UNet2DConditionModel", model.to_diffusers(), sources, weights, dtype)
+    write_model(folder / part, model.diffusers_class, model.to_diffusers(), sources, weights, dtype)
     if pipeline is None:
         return
     (folder / "scheduler").mkdir()
     write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
-    index = dict(pipeline.json("model_index.json"))
-    index |= {
-        "unet": ["diffusers", "UNet2DConditionModel"],
-        "scheduler": ["diffusers", scheduler["_class_name"]],
-    }
-    for part, kind in index.items():
-        own = part in ("unet", "scheduler") or not isinstance(kind, list) or kind[0] is None
-        if not own and not copy_part(pipeline, part, folder / part):
-            index[part] = [None, None]
-    write_json(folder / "model_index.json", index)
+    index = dict(pipeline.json(INDEX))
+    index |= {part: ["diffusers", model.diffusers_class], "scheduler": ["diffusers", scheduler["_class_name"]]}
+    for other, kind in index.items():
+        own = other in (part, "scheduler") or not isinstance(kind, list) or kind[0] is None
+        if not own and not copy_part(pipeline, other, folder / other):
+            index[other] = [None, None]
+    write_json(folder / INDEX, index)
 
 
 def scheduler_config(base: Mapping[str, Any], objective: ObjectiveConfig) -> dict[str, Any]:
@@ -149,8 +146,8 @@ def _write(folder: Path, exported: Exported) -> None:
 def _use(config: RunConfig, place: Place, step: int) -> str:
     if config.pretrained.path:
         return python(from_pretrained(str(place)) + drawing(config))
-    code = f'unet = UNet2DConditionModel.from_pretrained("{place}", subfolder="unet")'
-    return python(f"from diffusers import UNet2DConditionModel\n\n{code}")
+    kind, part = config.model.diffusers_class, family_of(config.model).pipeline_part
+    return python(f'from diffusers import {kind}\n\n{part} = {kind}.from_pretrained("{place}", subfolder="{part}")')
 
 
 DIFFUSERS = ExportFormat(write=_write, use=_use, library="diffusers")

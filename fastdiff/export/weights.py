@@ -104,7 +104,8 @@ def _base(config: RunConfig) -> tuple[Shapes, Read]:
     path = Path(config.pretrained.path)
     if path.suffix == ".pt":
         return _built(replace(config, lora=LoraConfig()))
-    files = [path] if path.suffix == ".safetensors" else pretrained(config).weight_files("unet")
+    pipeline = pretrained(config)
+    files = [path] if path.suffix == ".safetensors" else pipeline.weight_files(pipeline.denoiser)
     buffers = family_of(config.model).buffers(config.model)
     handles: dict[str, Any] = {}
     for file in files:

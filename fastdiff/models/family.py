@@ -83,8 +83,8 @@ class ModelFamily(Generic[C]):
     """Format of the script that usually trains it elsewhere; ``fastdiff compat`` prints its export."""
     adapter_formats: tuple[str, ...] = ("lora",)
     """Formats of an adapter, that of such a script last."""
-    lora_component: Literal["transformer", "unet"] = "transformer"
-    """Name of the network in diffusers' adapter files."""
+    pipeline_part: Literal["transformer", "unet"] = "transformer"
+    """Name of the network in pipelines of diffusers, and in adapter files."""
     quantized_blocks: tuple[type[nn.Module], ...] = ()
     """Classes of the blocks whose frozen linear layers ``--lora.quantize`` stores in 8 or 4 bits; empty: all blocks."""
     per_sample: tuple[type[nn.Module], ...] = ()

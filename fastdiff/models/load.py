@@ -23,7 +23,7 @@ from fastdiff.models.build import Model, build_deferred, build_model, load_model
 from fastdiff.models.family import family_of
 from fastdiff.models.lora import add_lora
 from fastdiff.models.pretrained.pickles import load_published
-from fastdiff.models.pretrained.pipeline import TEXT_ENCODERS, Pretrained, readable, tensors_of
+from fastdiff.models.pretrained.pipeline import Pretrained, readable, tensors_of
 from fastdiff.models.pretrained.sit_transport import check_transport
 from fastdiff.models.pretrained.training_state import read_published_training
 
@@ -48,7 +48,7 @@ def resolve(config: RunConfig) -> RunConfig:
     if found.commit is not None:
         config = replace(config, pretrained=replace(config.pretrained, revision=found.commit))
     if config.pretrained.weights:
-        config = replace(config, model=found.unet_config())
+        config = replace(config, model=found.network_config())
     objective = config.objective
     if not isinstance(objective, DdpmConfig):
         return _explicit(config)
@@ -81,9 +81,9 @@ def download(config: RunConfig) -> None:
     if not config.pretrained.path or config.pretrained.is_file:
         return
     found = pretrained(config)
-    parts = ["unet"] if config.pretrained.weights else []
+    parts = [found.denoiser] if config.pretrained.weights else []
     if config.data.online:
-        parts += ["vae", *(name for name in TEXT_ENCODERS if found.folder_of(name).is_dir())]
+        parts += ["vae", *found.text_parts]
     for part in parts:
         found.weight_files(part)
 
@@ -97,7 +97,8 @@ def base_digest(config: RunConfig) -> str | None:
     if not config.lora.rank:
         return None
     if not config.pretrained.is_file:
-        return pretrained(config).digest("unet")
+        found = pretrained(config)
+        return found.digest(found.denoiser)
     with readable(path := Path(config.pretrained.path)):
         return file_digest(path)
 
@@ -178,7 +179,8 @@ def build_on_meta(
         values = iter(found.items())
     else:
         pipeline = pretrained(config)
-        found, values = dict(pipeline.unet_parts(on_meta=True)), pipeline.unet_parts()
+        part = pipeline.denoiser
+        found, values = dict(pipeline.tensors(part, on_meta=True)), pipeline.tensors(part)
     with _of_this_network():
         # On meta it compares names and shapes, and copies nothing.
         deferred.network.load_state_dict({name: value.to("meta") for name, value in {**found, **buffers}.items()})
@@ -204,7 +206,8 @@ def null_label(config: RunConfig) -> Tensor:
 
 def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:
     if not config.pretrained.is_file:
-        return pretrained(config).unet_weights()
+        pipeline = pretrained(config)
+        return pipeline.weights(pipeline.denoiser)
     path, family = _weight_file(config), family_of(config.model)
     with readable(path):
         if config.pretrained.training:

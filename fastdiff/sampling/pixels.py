@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +14,10 @@ from fastdiff.config.run import RunConfig
 from fastdiff.console import log
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import ConfigError, DataError, StorageError
+from fastdiff.models.encoders.autoencoder import Autoencoder
 from fastdiff.models.load import pretrained
 from fastdiff.models.pretrained.pipeline import Pretrained
-from fastdiff.sampling.text import as_bytes, decode, scale_factor
+from fastdiff.sampling.text import as_bytes
 
 IDENTITY = "identity"
 """Name of the no-op autoencoder of pixel-space models."""
@@ -57,25 +57,26 @@ class PixelDecoder:
         self.name = name
         self.digest: str | None = None
         """Digest of the autoencoder's weights; None for ``identity``."""
-        self._vae: Any = None
+        self._autoencoder: Autoencoder | None = None
         channels, factor = model.channels, 1
         if name != IDENTITY:
             pipeline = pipeline_of(config, name)
             self.digest = pipeline.digest("vae")
             warn_of_another(name, self.digest, encoded_by)
-            self._vae = pipeline.vae(device)
-            channels, factor = int(self._vae.config.out_channels), scale_factor(pipeline)
-            if self._vae.config.latent_channels != model.channels:
+            space = pipeline.latent_space
+            self._autoencoder = pipeline.autoencoder(device)
+            channels, factor = space.pixel_channels, space.factor
+            if space.channels != model.channels:
                 raise ConfigError(
-                    f"--autoencoder {name} decodes {self._vae.config.latent_channels} channels, the model draws "
-                    f"{model.channels}; name the one that it was trained on"
+                    f"--autoencoder {name} decodes {space.channels} channels, the model draws {model.channels}; name "
+                    "the one that it was trained on"
                 )
         self.shape = model.size * factor, model.size * factor, channels
         """``(H, W, C)`` of an image."""
 
     def decoded(self, latents: Tensor) -> Tensor:
         """Decode ``[N, c, h, w]`` to ``[N, C, H, W]`` fp32 in about [-1, 1] on the CPU."""
-        return latents if self._vae is None else decode(self._vae, latents)
+        return latents if self._autoencoder is None else self._autoencoder.decode(latents)
 
     def __call__(self, latents: Tensor) -> npt.NDArray[np.uint8]:
         """Decode ``[N, c, h, w]`` finite fp32 to ``[N, H, W, C]`` uint8: [-1, 1] to [0, 255], clamped and rounded."""

@@ -158,12 +158,12 @@ class Run:
         Raises:
             ConfigError: the model was trained with classes, or without a pipeline.
         """
-        from fastdiff.sampling.text import decode, repeated
+        from fastdiff.sampling.text import repeated
 
         _require_picture(per_prompt * len(prompts), "--per-prompt")
         condition, null = self.embedded(prompts, negative=negative)
         latents = self.sample(repeated(condition, per_prompt), null, sampler)
-        pixels = decode(pretrained(self.config).vae(self.device), latents)
+        pixels = pretrained(self.config).autoencoder(self.device).decode(latents)
         save_picture(path, image_grid(pixels, rows=per_prompt))
 
     def embedded(self, prompts: Sequence[str], *, negative: str | None) -> tuple[Condition, Condition]:

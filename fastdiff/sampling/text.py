@@ -1,9 +1,8 @@
-"""Text-to-image sampling outside the network: embedding of prompts, decoding of latents."""
+"""Text-to-image sampling outside the network: embedding of prompts, and levels of decoded images."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ def encode_prompts(
     condition = encoder(prompts)
     null = encoder.null() if negative is None else {name: value[0] for name, value in encoder([negative]).items()}
     if "pooled" in model.text_widths:
-        pixels = float(model.size * scale_factor(pipeline))
+        pixels = float(model.size * pipeline.latent_space.factor)
         sizes = torch.tensor([pixels, pixels, 0.0, 0.0, pixels, pixels])
         condition["time_ids"] = sizes.expand(len(prompts), -1)
     return condition, null
@@ -41,30 +40,6 @@ def encode_prompts(
 def repeated(condition: Condition, times: int) -> Condition:
     """Repeat ``[N, ...] -> [times * N, ...]``, for the rows of a grid with one column per prompt."""
     return {name: value.repeat(times, *(1 for _ in value.shape[1:])) for name, value in condition.items()}
-
-
-def scale_factor(pipeline: Pretrained) -> int:
-    """Return the pixels per latent pixel along each side."""
-    return int(2 ** (len(pipeline.json("vae/config.json")["block_out_channels"]) - 1))
-
-
-@torch.no_grad()
-def decode(vae: Any, latents: Tensor) -> Tensor:
-    """Decode normalised latents to pixels, image by image, because the last layers of a decoder take much memory.
-
-    Args:
-        vae: an ``AutoencoderKL``.
-        latents: ``[N, C, H, W]`` on any device.
-
-    Returns:
-        ``[N, 3, h, w]`` fp32 in [-1, 1] on the CPU.
-    """
-    shift = getattr(vae.config, "shift_factor", None) or 0.0
-    images = []
-    for latent in latents:
-        stored = latent[None].to(device=vae.device, dtype=vae.dtype) / vae.config.scaling_factor + shift
-        images.append(vae.decode(stored).sample.float().clamp(-1, 1).cpu())
-    return torch.cat(images)
 
 
 def as_bytes(pixels: Tensor) -> Tensor:

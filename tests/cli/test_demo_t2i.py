@@ -32,7 +32,7 @@ def test_the_autoencoder_learns_and_its_scale_is_that_of_its_latents(tmp_path: P
     worse = demo_t2i.write_pipeline(tmp_path / "short", steps=1)
     better = demo_t2i.write_pipeline(tmp_path / "long", steps=12)
     assert better < 0.7 * worse
-    vae = Pretrained(str(tmp_path / "long")).vae()
+    vae = Pretrained(str(tmp_path / "long")).autoencoder().module
     with torch.no_grad():
         latents = vae.encode(demo_t2i._pixels()[::4]).latent_dist.mean * vae.config.scaling_factor
     assert float(latents.std()) == pytest.approx(1.0, rel=1e-3)

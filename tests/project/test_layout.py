@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "parallel": {""},
     "diffusion": {"", "config", "parallel"},
     "checkpoint": {"", "config", "parallel"},
-    "models": {"", "config", "diffusion"},
+    "models": {"", "plugins", "config", "diffusion"},
     "planning": {"", "config", "models"},
     "data": {"", "plugins", "config", "parallel", "models"},
     "sampling": {"", "config", "parallel", "diffusion", "checkpoint", "models", "data"},

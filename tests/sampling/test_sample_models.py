@@ -34,7 +34,7 @@ from fastdiff.sampling.pixels import PixelDecoder, autoencoder_of
 from fastdiff.sampling.run import Run
 from fastdiff.sampling.sample_set import SetOptions, draw_set
 from fastdiff.sampling.solvers import sample
-from fastdiff.sampling.text import as_bytes, decode
+from fastdiff.sampling.text import as_bytes
 from fastdiff.train import train
 from tests.support.inputs.text_runs import encode, text_run
 from tests.support.runs import launch, newest, tiny
@@ -248,7 +248,7 @@ def test_latents_are_decoded(latents: Path, pipeline: Path, tmp_path: Path) -> N
     drawn = run.sample(
         {"label": torch.from_numpy(labels)}, null, SamplerConfig(steps=2, cfg=1.0, clip=False), progress=False
     )
-    assert abs(images.astype(int) - channels_last(decode(Pretrained(str(pipeline)).vae(), drawn))).max() <= 1
+    assert abs(images.astype(int) - channels_last(Pretrained(str(pipeline)).autoencoder().decode(drawn))).max() <= 1
 
 
 def test_latents_without_an_autoencoder_are_no_images(latents: Path, tmp_path: Path, capsys: Any) -> None:
@@ -344,7 +344,7 @@ def test_prompts(world: World, pipeline: Path, tmp_path: Path, capsys: Any) -> N
     run = Run(tmp_path / "run")
     condition, null = run.embedded(["a red cat", "two birds"] * 2, negative=None)
     drawn = run.sample(condition, null, SamplerConfig(steps=2), progress=False)
-    expected = channels_last(decode(Pretrained(str(pipeline)).vae(), drawn))
+    expected = channels_last(Pretrained(str(pipeline)).autoencoder().decode(drawn))
     assert images.shape == expected.shape == (4, IMAGE_SIZE, IMAGE_SIZE, 3)
     assert abs(images.astype(int) - expected).max() <= 1
     assert "--num is not for text-to-image models; set" in refused([*command, "--num", "7"], capsys)

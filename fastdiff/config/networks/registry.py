@@ -71,6 +71,10 @@ class ModelConfig:
     any_size: ClassVar[bool] = False
     """Whether the network takes any height and width divisible by ``smallest_factor``, not only ``size``."""
 
+    diffusers_class: ClassVar[str] = ""
+    """Class of the network in pipelines of diffusers; empty: no pipeline has it. Otherwise the configuration has
+    ``from_diffusers`` and ``to_diffusers``, and the network the class's names of weights."""
+
     text_fields: ClassVar[Mapping[str, str]] = {}
     """Field with the width of each caption embedding, by the name of its input in ``text_widths``."""
 
@@ -92,6 +96,19 @@ class ModelConfig:
     def at_size(self, height: int, width: int) -> Self:
         """Return the configuration for maps of this size, for counting operations."""
         return self
+
+    @classmethod
+    def from_diffusers(cls, config: Mapping[str, Any]) -> Self:
+        """Return the configuration in the class's ``config.json`` in a pipeline of diffusers.
+
+        Raises:
+            ConfigError: an entry does not describe such a network; the message names it.
+        """
+        raise NotImplementedError
+
+    def to_diffusers(self) -> dict[str, Any]:
+        """Return the entries of the class's ``config.json`` that describe this network."""
+        raise NotImplementedError
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
@@ -168,6 +185,21 @@ def network_called(kind: object, source: str) -> type[ModelConfig]:
             f"package that registers it under the entry points {ENTRY_POINTS}, or name its file: PATH.py:NAME"
         )
     return known[kind]
+
+
+def network_of_class(name: str, pipeline: str) -> type[ModelConfig]:
+    """Return the configuration type of the network that pipelines of diffusers call by this class.
+
+    Raises:
+        ConfigError: unknown class; ``pipeline`` names its origin.
+    """
+    known = {config.diffusers_class: config for config in networks().values() if config.diffusers_class}
+    if name not in known:
+        raise ConfigError(
+            f"{pipeline} has a network of class {name}; expected {' or '.join(known)}, or install the package that "
+            f"registers it under the entry points {ENTRY_POINTS}"
+        )
+    return known[name]
 
 
 @cache

@@ -51,6 +51,7 @@ class UNetConfig(ModelConfig):
     title: ClassVar[str] = "a UNet of Stable Diffusion"
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     any_size: ClassVar[bool] = True
+    diffusers_class: ClassVar[str] = "UNet2DConditionModel"
     text_fields: ClassVar[Mapping[str, str]] = {"context": "cross_attention_dim", "pooled": "pooled_dim"}
 
     def __post_init__(self) -> None:
@@ -105,7 +106,7 @@ class UNetConfig(ModelConfig):
         return replace(self, size=factor * max(1, round(math.sqrt(height * width) / factor)))
 
     @classmethod
-    def from_diffusers(cls, config: Mapping[str, Any]) -> UNetConfig:
+    def from_diffusers(cls, config: Mapping[str, Any]) -> Self:
         """Return the configuration in diffusers' ``unet/config.json``.
 
         Raises:

@@ -378,7 +378,7 @@ class _ImageEncode:
             ),
             classes=self._source.classes,
             class_names=self._source.class_names,
-            kind="mean" if self._in_pixels else "posterior",
+            kind=encoder.kind,
             buckets=sizes if options.buckets else (),
             flipped=options.flip,
             captions=self._folder.captions,

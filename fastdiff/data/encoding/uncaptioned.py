@@ -9,12 +9,12 @@ from fastdiff.data.encoding.options import EncodeOptions
 from fastdiff.data.images.folder import without_repeats
 from fastdiff.data.images.items import ImageSource
 from fastdiff.errors import ConfigError
-from fastdiff.models.pretrained.pipeline import TEXT_ENCODERS, Pretrained
+from fastdiff.models.pretrained.pipeline import Pretrained
 
 
 def lacks_captions(source: ImageSource, pretrained: Pretrained) -> bool:
     """Return whether a pipeline has text encoders and the source nothing for them."""
-    return not source.captioned and any((pretrained.folder / name).is_dir() for name in TEXT_ENCODERS)
+    return not source.captioned and bool(pretrained.text_parts)
 
 
 def require_captions(options: EncodeOptions, source: ImageSource) -> None:

@@ -114,7 +114,7 @@ class OnlineImages:
         return self.encoder.held_bytes(_ENCODED_TOGETHER, self.info.latent.shape[-1] * self.encoder.factor)
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Return the posteriors of ``[B, H, W, 3]`` uint8 as ``LatentEncoder.encode``, a few images at a time."""
+        """Return the latents of ``[B, H, W, 3]`` uint8 as ``LatentEncoder.encode``, a few images at a time."""
         return torch.cat([self.encoder.encode(part) for part in torch.split(pixels, _ENCODED_TOGETHER)])
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class OnlineImages:
         ]  # fmt: skip
         facts += [] if self._chosen is None else [self._chosen.tolist()]
         digest = hashlib.sha256(canonical_json(facts)).hexdigest()
-        columns = {LATENT: Column(dtype="float16", shape=(2 * self.encoder.channels, side, side))}
+        columns = {LATENT: Column(dtype="float16", shape=(len(self.encoder.normalisation.shift), side, side))}
         columns |= {name: Column(dtype="float16", shape=value.shape) for name, value in self._null.items()}
         if "pooled" in columns:
             columns["time_ids"] = Column(dtype="float32", shape=(6,))
@@ -155,7 +155,7 @@ class OnlineImages:
             columns=columns,
             normalisation=self.encoder.normalisation,
             provenance=provenance,
-            kind="posterior",
+            kind=self.encoder.kind,
             shards=tuple(
                 ShardInfo(name=f"{number}", samples=size, bytes=1, sha256=digest, index_sha256="")
                 for number, size in enumerate(runs)

@@ -1,4 +1,4 @@
-"""A Stable Diffusion pipeline on disk or on the Hugging Face hub, opened part by part.
+"""A pipeline of diffusers on disk or on the Hugging Face hub, opened part by part.
 
 Parts are loaded on demand. Each part has a digest of its weights, to check that latents, text embeddings and the run
 belong together.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,34 +21,35 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fastdiff.config.networks.pretrained import HUB_ID
-from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.networks.registry import ModelConfig, network_of_class
 from fastdiff.errors import ConfigError
 from fastdiff.files import read_bounded
+from fastdiff.models.encoders.autoencoder import Autoencoder
+from fastdiff.models.encoders.family import AutoencoderFamily, LatentSpace, TextEncoder, TextEncoderFamily
+from fastdiff.models.encoders.registry import encoder_of
 
-TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
+INDEX = "model_index.json"
+"""Class of each part of a pipeline."""
+_DENOISERS = ("unet", "transformer")
+_TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 _DESCRIPTIONS = ("*.json", "*.txt", "*.model")
 _LARGEST_DESCRIPTION = 64 << 20
 """Maximum size of a JSON file in bytes; the vocabulary of CLIP is one."""
-_WEIGHTS = {
-    "unet": "diffusion_pytorch_model",
-    "vae": "diffusion_pytorch_model",
-    "text_encoder": "model",
-    "text_encoder_2": "model",
-    "safety_checker": "model",
-    "image_encoder": "model",
-}
-"""Parts with weights, and the names of their files up to the first dot or dash."""
+_OF_TRANSFORMERS = (*_TEXT_ENCODERS, "safety_checker", "image_encoder")
+"""Parts whose files of weights are named as transformers names them."""
+_USUAL_CLASSES = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL"}
+"""Classes of parts for which neither the pipeline nor their configuration names one, as in old pipelines."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A pipeline in the layout of diffusers: ``unet/``, ``vae/``, ``text_encoder/``, ``tokenizer/``, ``scheduler/``.
+    """A pipeline in the layout of diffusers: ``unet/`` or ``transformer/``, ``vae/``, ``text_encoder/``, ...
 
     Args:
         path: folder, or id on the Hugging Face hub, which is downloaded into its cache once.
         revision: branch, tag or commit of an id.
-        variant: variant of the weight files, for example ``fp16``; parts other than the UNet fall back to files without
-            it.
+        variant: variant of the weight files, for example ``fp16``; parts other than the network fall back to files
+            without it.
         flag: that gave the path, for messages.
 
     Raises:
@@ -81,53 +82,78 @@ class Pretrained:
         """Whether this is only an autoencoder, such as stabilityai/sd-vae-ft-ema."""
         return not (self.folder / "vae").is_dir() and (self.folder / "config.json").is_file()
 
-    def unet_config(self) -> UNetConfig:
-        """Return the shape of its UNet."""
-        return UNetConfig.from_diffusers(self.json("unet/config.json"))
+    @cached_property
+    def denoiser(self) -> str:
+        """Folder of its network: ``unet`` or ``transformer``."""
+        return next((part for part in _DENOISERS if (self.folder / part).is_dir()), _DENOISERS[0])
 
-    def unet_weights(self) -> dict[str, Tensor]:
-        """Return the parameters of its UNet, fp32 on the CPU."""
-        return dict(self.unet_parts())
+    @cached_property
+    def text_parts(self) -> tuple[str, ...]:
+        """Folders of its text encoders; empty: it has none."""
+        return tuple(part for part in _TEXT_ENCODERS if (self.folder / part).is_dir())
 
-    def unet_parts(self, *, on_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Read the parameters of its UNet one after another, fp32 on the CPU; ``on_meta``: only their shapes."""
-        for path in self.weight_files("unet"):
-            yield from tensors_of(path, on_meta=on_meta)
+    def class_of(self, part: str) -> str:
+        """Return the class of a part that ``model_index.json`` names, otherwise that of its own ``config.json``."""
+        index = self.json(INDEX) if (self.folder / INDEX).is_file() else {}
+        match index.get(part):
+            case [str(), str(name)]:
+                return name
+        config = self.json(f"{part}/config.json")
+        names = [config.get("_class_name"), *(config.get("architectures") or ()), _USUAL_CLASSES.get(part)]
+        return next((name for name in names if isinstance(name, str)), "that nothing names")
+
+    def network_config(self) -> ModelConfig:
+        """Return the shape of its network."""
+        part = self.denoiser
+        described = self.json(f"{part}/config.json")
+        return network_of_class(self.class_of(part), self.path).from_diffusers(described)
 
     def scheduler_config(self) -> dict[str, Any]:
         """Return the configuration of its scheduler: ``prediction_type``, ``beta_schedule`` and others."""
         return self.json("scheduler/scheduler_config.json")
 
-    def vae(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
-        """Load its autoencoder (diffusers' ``AutoencoderKL``), frozen."""
-        from diffusers import AutoencoderKL
+    @cached_property
+    def _autoencoder(self) -> AutoencoderFamily:
+        return encoder_of(AutoencoderFamily, (self.class_of("vae"),), self.path)
 
-        return self._frozen(AutoencoderKL, "vae", device, dtype)
+    @cached_property
+    def latent_space(self) -> LatentSpace:
+        """The latents of its autoencoder."""
+        return self._autoencoder.space(self)
+
+    def autoencoder(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Autoencoder:
+        """Load its autoencoder, frozen."""
+        return Autoencoder(self._autoencoder, self.latent_space, self._autoencoder.load(self, device, dtype))
+
+    @cached_property
+    def text_family(self) -> TextEncoderFamily:
+        """The record of its text encoders."""
+        names = self.text_parts
+        if "text_encoder" not in names:
+            alone = f" but {names[0]}, like the refiner of SDXL" if names else ""
+            raise ConfigError(f"{self.path} has no text_encoder{alone}; expected a text-to-image pipeline")
+        return encoder_of(TextEncoderFamily, tuple(map(self.class_of, names)), self.path)
 
     def text(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> TextEncoder:
-        """Load its one or two text encoders with their tokenizers, frozen."""
-        from transformers import CLIPTextModel, CLIPTextModelWithProjection
+        """Load its text encoders with their tokenizers, frozen."""
+        return self.text_family.load(self, device, dtype)
 
-        kinds = {"text_encoder": CLIPTextModel, "text_encoder_2": CLIPTextModelWithProjection}
-        names = [name for name in TEXT_ENCODERS if (self.folder / name).is_dir()]
-        if "text_encoder" not in names:
-            alone = " but text_encoder_2, like the refiner of SDXL" if names else ""
-            raise ConfigError(f"{self.path} has no text_encoder{alone}; expected a Stable Diffusion pipeline")
-        encoders = [self._frozen(kinds[name], name, device, dtype) for name in names]
-        tokenizers = [
-            self._tokenizer(name.replace("text_encoder", "tokenizer"), encoder.config.max_position_embeddings)
-            for name, encoder in zip(names, encoders, strict=True)
-        ]
-        zeros = bool(self.json("model_index.json").get("force_zeros_for_empty_prompt"))
-        return TextEncoder(tokenizers, encoders, torch.device(device), null_is_zero=zeros)
+    def weights(self, part: str) -> dict[str, Tensor]:
+        """Return the tensors of a part by name, fp32 on the CPU."""
+        return dict(self.tensors(part))
+
+    def tensors(self, part: str, *, on_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Read the tensors of a part one after another, fp32 on the CPU; ``on_meta``: only their shapes."""
+        for path in self.weight_files(part):
+            yield from tensors_of(path, on_meta=on_meta)
 
     def digest(self, part: str) -> str:
-        """Return the sha256 of weights and architecture of ``vae``, ``unet`` or ``text_encoder`` (one or two).
+        """Return the sha256 of weights and architecture of ``vae``, ``unet`` or ``text_encoder`` (all of them).
 
         It covers the names, dtypes, shapes and bytes of the tensors, not their distribution over files.
         """
         total = hashlib.sha256()
-        for name in TEXT_ENCODERS if part == "text_encoder" else (part,):
+        for name in self.text_parts if part == "text_encoder" else (part,):
             if self.folder_of(name).is_dir():
                 total.update(self._digest_of(name).encode())
         return total.hexdigest()
@@ -139,24 +165,24 @@ class Pretrained:
             part: folder of the part; see ``has_weights``.
             required: whether missing files are an error.
         """
-        variants = [self.variant] if part == "unet" else [self.variant, None]
+        variants = [self.variant] if part == self.denoiser else [self.variant, None]
         for variant in dict.fromkeys(variants):
             if files := self._files_of(part, variant):
                 return files
         if not required:
             return []
-        folder, stem = self.folder_of(part), _WEIGHTS[part]
-        wanted = f"{stem}.{self.variant}.safetensors" if self.variant and part == "unet" else f"{stem}.safetensors"
+        folder, stem = self.folder_of(part), _stem(part)
+        alone = self.variant and part == self.denoiser
+        wanted = f"{stem}.{self.variant}.safetensors" if alone else f"{stem}.safetensors"
         there = ", ".join(sorted(path.name for path in folder.glob("*"))) or "nothing"
         raise ConfigError(
             f"{folder} has no {wanted}; it has {there}. Use another --pretrained.variant, or save the pipeline "
             "again with safe_serialization=True"
         )
 
-    @staticmethod
-    def has_weights(part: str) -> bool:
-        """Whether the part, such as ``vae`` but not ``tokenizer``, has weights."""
-        return part in _WEIGHTS
+    def has_weights(self, part: str) -> bool:
+        """Whether the part is a model, such as ``vae`` but not ``tokenizer``."""
+        return (self.folder_of(part) / "config.json").is_file()
 
     def folder_of(self, part: str) -> Path:
         """Return the folder with the files of a part."""
@@ -171,9 +197,7 @@ class Pretrained:
             if not isinstance(content, dict):
                 raise ValueError("it holds no object")
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{path} cannot be read ({error}); expected a Stable Diffusion pipeline as diffusers saves it"
-            ) from None
+            raise ConfigError(f"{path} cannot be read ({error}); expected a pipeline as diffusers saves it") from None
         return content
 
     def _digest_of(self, part: str) -> str:
@@ -188,19 +212,18 @@ class Pretrained:
         return hashlib.sha256(json.dumps([config, found], sort_keys=True).encode()).hexdigest()
 
     def _files_of(self, part: str, variant: str | None) -> list[Path]:
-        folder, stem = self.folder_of(part), _WEIGHTS[part] + (f".{variant}" if variant else "")
+        folder, stem = self.folder_of(part), _stem(part) + (f".{variant}" if variant else "")
         if not self._is_local:
             place = (folder / stem).relative_to(self.folder)
             self._download([f"{place}.safetensors", f"{place}-*.safetensors"], self.commit)
         name = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors")
         return sorted(path for path in folder.glob("*.safetensors") if name.fullmatch(path.name))
 
-    def _frozen(self, kind: Any, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
+    def load_part(self, kind: Any, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
+        """Load a part, frozen, by ``from_pretrained`` of its class in diffusers or transformers; no pickle is read."""
         import transformers
 
         files, folder = self.weight_files(part), self.folder_of(part)
-        if part in TEXT_ENCODERS and (found := self.json(f"{part}/config.json").get("model_type")) != "clip_text_model":
-            raise ConfigError(f"{folder / 'config.json'} has model_type {found}, expected clip_text_model: CLIP's text")
         has_variant = self.variant is not None and any(f".{self.variant}" in path.name for path in files)
         transformers.utils.logging.disable_progress_bar()
         with readable(folder):
@@ -221,21 +244,6 @@ class Pretrained:
             )
         return model.to(device).requires_grad_(False).eval()
 
-    def _tokenizer(self, name: str, length: int) -> Any:
-        from transformers import CLIPTokenizer
-
-        folder = self.folder / name
-        if not any((folder / file).is_file() for file in ("vocab.json", "tokenizer.json")):
-            raise ConfigError(f"{folder} has no vocab.json and no tokenizer.json; expected a tokenizer of CLIP")
-        with readable(folder):
-            tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
-        if tokenizer.model_max_length > length:
-            raise ConfigError(
-                f"{folder}/tokenizer_config.json has model_max_length {tokenizer.model_max_length}, the text encoder "
-                f"has room for {length}; expected at most that"
-            )
-        return tokenizer
-
     def _download(self, patterns: Sequence[str], revision: str | None) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError
@@ -252,6 +260,11 @@ class Pretrained:
                 f"{self.flag} {self.path}: neither a folder on this machine nor a pipeline on the Hugging Face "
                 f"hub that can be reached ({str(error).splitlines()[0]})"
             ) from None
+
+
+def _stem(part: str) -> str:
+    """Return the name of the part's files of weights, up to the first dot or dash."""
+    return "model" if part in _OF_TRANSFORMERS else "diffusion_pytorch_model"
 
 
 def tensors_of(path: Path, *, on_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -276,68 +289,3 @@ def readable(path: Path) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{path} cannot be read ({reason}); is it complete? Copy or download it again") from None
-
-
-class TextEncoder:
-    """Text encoder of a pipeline: captions to embeddings for the UNet, as in the pipelines of diffusers.
-
-    Args:
-        tokenizers: one per encoder.
-        encoders: CLIP text models; with two, as in SDXL, the penultimate layers are concatenated and the second encoder
-            gives the pooled embedding (Podell et al. 2023, arXiv:2307.01952, section 2).
-        device: device of the encoders.
-        null_is_zero: whether "no caption" is a tensor of zeros (SDXL) and not the embedding of the empty caption.
-    """
-
-    def __init__(
-        self, tokenizers: Sequence[Any], encoders: Sequence[Any], device: torch.device, *, null_is_zero: bool = False
-    ) -> None:
-        self._tokenizers, self._encoders, self._device = tokenizers, encoders, device
-        self._null_is_zero = null_is_zero
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Yield the weights of all encoders."""
-        for encoder in self._encoders:
-            yield from encoder.parameters()
-
-    @torch.no_grad()
-    def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return ``context [N, L, D]`` and, with two encoders, ``pooled [N, P]``, in the encoders' dtype.
-
-        A caption that is longer than the encoder's limit (77 tokens) is truncated.
-        """
-        outputs = [
-            encoder(self._tokens(tokenizer, captions), output_hidden_states=True)
-            for tokenizer, encoder in zip(self._tokenizers, self._encoders, strict=True)
-        ]
-        if len(outputs) == 1:
-            return {"context": outputs[0].last_hidden_state}
-        return {
-            "context": torch.cat([output.hidden_states[-2] for output in outputs], dim=-1),
-            "pooled": outputs[-1].text_embeds,
-        }
-
-    def cut(self, captions: Sequence[str]) -> int | None:
-        """Return how many tokens an encoder reads of a caption, if one of these has more; None: all are read whole."""
-        for tokenizer in self._tokenizers:
-            limit = int(tokenizer.model_max_length)
-            # A token has at least one byte, and two mark the ends: most captions need not be tokenized.
-            long = [caption for caption in captions if len(caption.encode()) + 2 > limit]
-            if any(len(tokenizer(caption, verbose=False)["input_ids"]) > limit for caption in long):
-                return limit
-        return None
-
-    def null(self) -> dict[str, Tensor]:
-        """Return the null condition of classifier-free guidance, ``context [L, D]`` and ``pooled [P]``."""
-        empty = {name: value[0] for name, value in self([""]).items()}
-        return {name: torch.zeros_like(value) for name, value in empty.items()} if self._null_is_zero else empty
-
-    def _tokens(self, tokenizer: Any, captions: Sequence[str]) -> Tensor:
-        tokens: Mapping[str, Tensor] = tokenizer(
-            list(captions),
-            padding="max_length",
-            max_length=tokenizer.model_max_length,
-            truncation=True,
-            return_tensors="pt",
-        )
-        return tokens["input_ids"].to(self._device)

@@ -75,7 +75,7 @@ UNET = ModelFamily(
         "lora": "fastdiff.export.adapters:KOHYA",
         "lora-diffusers": "fastdiff.export.adapters:SCALED",
     },
-    lora_component="unet",
+    pipeline_part="unet",
     quantized_blocks=(TransformerBlock,),
     usual_guidance=7.5,
     sampling_batch=4,

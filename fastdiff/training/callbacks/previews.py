@@ -24,7 +24,7 @@ from fastdiff.sampling.class_names import ClassNames
 from fastdiff.sampling.image_grid import encoded, image_grid
 from fastdiff.sampling.pixels import may_be_pixels
 from fastdiff.sampling.solvers import grid_classes, sample
-from fastdiff.sampling.text import as_bytes, decode, encode_prompts, repeated
+from fastdiff.sampling.text import as_bytes, encode_prompts, repeated
 from fastdiff.training.callbacks.base import Callback, preempted
 from fastdiff.training.state import TrainState
 from fastdiff.training.trackers.build import Trackers
@@ -72,7 +72,7 @@ class PromptImages(Callback):
             self._draw(state)
 
     def _load_autoencoder(self) -> None:
-        self._vae = self._pipeline.vae()
+        self._autoencoder = self._pipeline.autoencoder()
 
     def _draw(self, state: TrainState) -> None:
         self._drawn = state.progress.steps
@@ -99,9 +99,9 @@ class PromptImages(Callback):
         prompts, device = state.config.validation.prompts, state.world.device
         with memory_beside_training(device):
             try:
-                pixels = decode(self._vae.to(device), latents)
+                pixels = self._autoencoder.to(device).decode(latents)
             finally:
-                self._vae.to("cpu")
+                self._autoencoder.to("cpu")
         rows = state.config.validation.images_per_prompt
         state.files.write(_path(state), encoded(image_grid(pixels, rows=rows), ".png"))
         shown = {prompt: as_bytes(pixels[column :: len(prompts)]) for column, prompt in enumerate(prompts)}

@@ -74,7 +74,7 @@ def meta(folder: Path) -> dict[str, dict[str, Any]]:
 
 def posterior(pipeline: Path, images: list[Image.Image]) -> np.ndarray[Any, Any]:
     """Mean and standard deviation as diffusers computes them."""
-    vae = Pretrained(str(pipeline)).vae()
+    vae = Pretrained(str(pipeline)).autoencoder().module
     pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2)
     with torch.no_grad():
         found = vae.encode(pixels.float() / 127.5 - 1).latent_dist

@@ -42,7 +42,7 @@ def test_pixels_are_rounded_once(pretrained: Pretrained, dtype: torch.dtype) -> 
     encoder = open_encoder(pretrained, dtype)
     every = torch.arange(256, dtype=torch.uint8).repeat(2 * 32 * 32 * 3 // 256).view(2, 32, 32, 3)
     seen: list[torch.Tensor] = []
-    encoder._vae.encoder.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    encoder._autoencoder.module.encoder.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
     encoder.encode(every)
     assert seen[0].dtype == dtype
     assert torch.equal(seen[0], (every.permute(0, 3, 1, 2).float() / 127.5 - 1).to(dtype))

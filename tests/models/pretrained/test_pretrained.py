@@ -94,7 +94,7 @@ def test_variants_are_told_apart(copied: Path) -> None:
     save_file({name: value.half() for name, value in load_file(path).items()}, path.with_suffix(".fp16.safetensors"))
     assert Pretrained(str(copied)).weight_files("unet") == [path]
     assert Pretrained(str(copied), variant="fp16").weight_files("unet")[0].name.endswith(".fp16.safetensors")
-    weights = Pretrained(str(copied), variant="fp16").unet_weights()
+    weights = Pretrained(str(copied), variant="fp16").weights("unet")
     assert {value.dtype for value in weights.values()} == {torch.float32}
     parts = [path.with_name(f"diffusion_pytorch_model.fp16-0000{n}-of-00002.safetensors") for n in (1, 2)]
     path.with_suffix(".fp16.safetensors").rename(parts[0])
@@ -102,14 +102,14 @@ def test_variants_are_told_apart(copied: Path) -> None:
     assert Pretrained(str(copied), variant="fp16").weight_files("unet") == parts
     assert Pretrained(str(copied)).weight_files("unet") == [path]
     with pytest.raises(ConfigError, match=r"no diffusion_pytorch_model\.non_ema\.safetensors; it has .*variant"):
-        Pretrained(str(copied), variant="non_ema").unet_weights()
+        Pretrained(str(copied), variant="non_ema").weights("unet")
 
 
 def test_a_variant_of_the_unet_alone(copied: Path) -> None:
     """As in Stable Diffusion 1.5, where only the UNet has non_ema."""
     plain, with_variant = Pretrained(str(copied)), Pretrained(str(copied), variant="non_ema")
     assert torch.equal(with_variant.text()(CAPTIONS)["context"], plain.text()(CAPTIONS)["context"])
-    assert with_variant.vae().config == plain.vae().config
+    assert with_variant.latent_space == plain.latent_space
     assert with_variant.digest("vae") == plain.digest("vae")
 
 
@@ -119,11 +119,11 @@ def test_an_autoencoder_alone(pipelines: dict[str, Path]) -> None:
     assert not whole.is_autoencoder
     assert alone.digest("vae") == whole.digest("vae")
     pixels = torch.zeros(1, 3, 32, 32)
-    assert torch.equal(alone.vae().encode(pixels).latent_dist.mean, whole.vae().encode(pixels).latent_dist.mean)
+    assert torch.equal(alone.autoencoder().encode(pixels), whole.autoencoder().encode(pixels))
 
 
 def test_parts_are_frozen(pipelines: dict[str, Path]) -> None:
-    vae = Pretrained(str(pipelines["sd15"])).vae(dtype=torch.bfloat16)
+    vae = Pretrained(str(pipelines["sd15"])).autoencoder(dtype=torch.bfloat16).module
     assert not vae.training
     assert {(p.requires_grad, p.dtype) for p in vae.parameters()} == {(False, torch.bfloat16)}
 
@@ -134,7 +134,7 @@ def test_parts_are_frozen(pipelines: dict[str, Path]) -> None:
 def test_folders_that_are_no_pipeline_are_refused(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=message):
-        Pretrained(text).unet_config()
+        Pretrained(text).network_config()
 
 
 def test_the_message_names_the_flag_that_was_typed() -> None:
@@ -142,7 +142,7 @@ def test_the_message_names_the_flag_that_was_typed() -> None:
         with pytest.raises(
             ConfigError, match=rf"^--pretrained {re.escape(path)}: neither a folder .*; check the path$"
         ):
-            Pretrained(path, flag="--pretrained").unet_config()
+            Pretrained(path, flag="--pretrained").network_config()
 
 
 def test_an_incomplete_pipeline_is_refused(copied: Path) -> None:
@@ -151,10 +151,10 @@ def test_an_incomplete_pipeline_is_refused(copied: Path) -> None:
         Pretrained(str(copied)).text()
     (copied / "unet" / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
-        Pretrained(str(copied)).unet_config()
+        Pretrained(str(copied)).network_config()
 
 
-@pytest.mark.parametrize(("part", "load"), [("text_encoder", "text"), ("vae", "vae")])
+@pytest.mark.parametrize(("part", "load"), [("text_encoder", "text"), ("vae", "autoencoder")])
 def test_missing_weights_are_no_random_ones(copied: Path, part: str, load: str) -> None:
     [path] = (copied / part).glob("*.safetensors")
     weights = load_file(path)
@@ -173,7 +173,7 @@ def test_a_truncated_file_is_named(copied: Path, part: str) -> None:
     [path] = (copied / part).glob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-100])
     found = Pretrained(str(copied))
-    loads = {"text_encoder": found.text, "vae": found.vae, "unet": found.unet_weights}
+    loads = {"text_encoder": found.text, "vae": found.autoencoder, "unet": lambda: found.weights("unet")}
     for load in (lambda: found.digest(part), loads[part]):
         with pytest.raises(ConfigError, match=rf"{part}.* cannot be read"):
             load()

@@ -80,7 +80,7 @@ def pretrained_pickle(folder: Path) -> None:
     with (folder / "vae" / "diffusion_pytorch_model.bin").open("wb") as file:
         pickle.dump(Payload(folder.parent / "executed"), file)
     (folder / "model_index.json").write_text("{}")
-    Pretrained(str(folder)).vae()
+    Pretrained(str(folder)).autoencoder()
 
 
 def pretrained_header(folder: Path) -> None:
@@ -90,7 +90,7 @@ def pretrained_header(folder: Path) -> None:
     (folder / "unet").mkdir()
     lying = HUGE.to_bytes(8, "little") + b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     (folder / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(lying)
-    Pretrained(str(folder)).unet_weights()
+    Pretrained(str(folder)).weights("unet")
 
 
 def pretrained_values(folder: Path) -> None:
@@ -101,7 +101,7 @@ def pretrained_values(folder: Path) -> None:
     header = json.dumps({"w": {"dtype": "F32", "shape": [HUGE // 4], "data_offsets": [0, HUGE]}}).encode()
     content = len(header).to_bytes(8, "little") + header
     (folder / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(content)
-    Pretrained(str(folder)).unet_weights()
+    Pretrained(str(folder)).weights("unet")
 
 
 def pretrained_json(folder: Path) -> None:
@@ -109,7 +109,7 @@ def pretrained_json(folder: Path) -> None:
 
     (folder / "unet").mkdir()
     sparse(folder / "unet" / "config.json", HUGE)
-    Pretrained(str(folder)).unet_config()
+    Pretrained(str(folder)).network_config()
 
 
 def shards(folder: Path) -> Path:

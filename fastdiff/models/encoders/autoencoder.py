@@ -1,0 +1,68 @@
+"""The autoencoder of a pipeline, loaded: images to latents and back, whatever its class."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from fastdiff.models.encoders.family import AutoencoderFamily, LatentSpace
+
+
+class Autoencoder:
+    """A frozen autoencoder on a device.
+
+    Attributes:
+        module: Its module.
+        space: Its latents.
+    """
+
+    def __init__(self, family: AutoencoderFamily, space: LatentSpace, module: nn.Module) -> None:
+        self.space, self.module = space, module
+        self._family = family
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move it."""
+        self.module.to(device)
+        return self
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        """Encode ``[B, 3, H, W]`` fp32 in [-1, 1]; H and W are multiples of the factor.
+
+        Returns:
+            ``[B, C, h, w]`` float32, not normalised, or ``[B, 2C, h, w]`` mean and standard deviation of a posterior.
+            Values are not finite where the autoencoder overflowed.
+        """
+        return self._family.encode(self.module, images.to(self._of_weights.dtype))
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decode normalised latents to pixels, image by image, because the last layers take much memory.
+
+        Args:
+            latents: ``[N, C, H, W]`` on any device.
+
+        Returns:
+            ``[N, 3, h, w]`` fp32 in [-1, 1] on the CPU.
+        """
+        weights, images = self._of_weights, []
+        shift, scale = self._per_channel(self.space.shift), self._per_channel(self.space.scale)
+        for latent in latents:
+            stored = latent[None].to(device=weights.device, dtype=weights.dtype) / scale + shift
+            images.append(self._family.decode(self.module, stored).float().clamp(-1, 1).cpu())
+        return torch.cat(images)
+
+    @property
+    def _of_weights(self) -> Tensor:
+        """A tensor with the device and the dtype of its weights."""
+        return next(chain(self.module.parameters(), self.module.buffers()))
+
+    def _per_channel(self, values: tuple[float, ...]) -> Tensor | float:
+        """Return ``[C, 1, 1]``, or the number where all channels have the same, as diffusers computes with it."""
+        if len(set(values)) == 1:
+            return values[0]
+        weights = self._of_weights
+        return torch.tensor(values, dtype=weights.dtype, device=weights.device)[:, None, None]

@@ -1,0 +1,88 @@
+"""Records of frozen encoders: what the other packages need to know of an autoencoder or of text encoders.
+
+A pipeline names the classes of its parts in ``model_index.json``; ``registry`` finds the record by them. So an encoder
+can come from another package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from fastdiff.models.pretrained.pipeline import Pretrained
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentSpace:
+    """The latents of an autoencoder, known without its weights in memory. They become x0 by ``(z - shift) * scale``."""
+
+    channels: int
+    """Channels C of a latent."""
+    factor: int
+    """Pixels per latent position, in height and in width."""
+    shift: tuple[float, ...]
+    """One value per channel."""
+    scale: tuple[float, ...]
+    """One value per channel."""
+    posterior: bool = False
+    """Whether the encoder returns mean and standard deviation, of which training draws samples, instead of a latent."""
+    pixel_channels: int = 3
+    """Channels of a decoded image."""
+    values_per_pixel: int
+    """Values per pixel of the encoder's largest activation, which the memory of online encoding is predicted from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AutoencoderFamily:
+    """An autoencoder that a pipeline holds in ``vae/``, or that a folder holds alone."""
+
+    title: ClassVar[str] = "an autoencoder"
+    classes: tuple[str]
+    """Its class in ``model_index.json``."""
+    space: Callable[[Pretrained], LatentSpace]
+    """Describes its latents, by its ``config.json`` or by statistics among its weights."""
+    load: Callable[[Pretrained, torch.device | str, torch.dtype], nn.Module]
+    """Loads it frozen, with weights and activations of this dtype."""
+    encode: Callable[[Any, Tensor], Tensor]
+    """Maps the module and images ``[B, 3, H, W]`` in [-1, 1], in its dtype, to latents ``[B, C, h, w]`` float32, not
+    normalised; for a posterior to ``[B, 2C, h, w]``, the mean and then the standard deviation."""
+    decode: Callable[[Any, Tensor], Tensor]
+    """Maps the module and latents ``[B, C, h, w]``, not normalised, in its dtype, to images in about [-1, 1]."""
+
+
+class TextEncoder(Protocol):
+    """Text encoders of a pipeline with their tokenizers, on a device."""
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the weights of all encoders."""
+
+    def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Return the conditions of N captions, ``[N, ...]`` each and of equal shape for any caption.
+
+        A caption that is longer than the encoder's limit is truncated. A shorter one is padded; if the network must
+        tell padding from text, the mask is a condition of its own.
+        """
+
+    def cut(self, captions: Sequence[str]) -> int | None:
+        """Return how many tokens an encoder reads of a caption, if one of these has more; None: all are read whole."""
+
+    def null(self) -> dict[str, Tensor]:
+        """Return the null condition of classifier-free guidance: the conditions of one caption, ``[...]`` each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextEncoderFamily:
+    """The text encoders of a pipeline, which work together."""
+
+    title: ClassVar[str] = "text encoders"
+    classes: tuple[str, ...]
+    """Their classes in ``model_index.json``, in the order of the folders ``text_encoder``, ``text_encoder_2``, ..."""
+    conditions: tuple[str, ...]
+    """Names of the conditions that they produce."""
+    load: Callable[[Pretrained, torch.device | str, torch.dtype], TextEncoder]
+    """Loads them frozen, with weights and activations of this dtype."""
