@@ -93,7 +93,7 @@ endif
 .PHONY: anew
 anew:
 
-SETUP := install.py pyproject.toml kernels/pyproject.toml fastdiff/__init__.py kernels/fastdiff_kernels/__init__.py \
+SETUP := install.py pyproject.toml kernels/pyproject.toml fastdiff/version.py kernels/fastdiff_kernels/__init__.py \
 	constraints-common.txt constraints.txt constraints-cu12.txt
 $(INSTALLED): $(SETUP)
 	CUDA=$(CUDA) $(PYTHON) install.py

@@ -7,6 +7,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from fastdiff.standard_streams import open_closed_descriptors
+from fastdiff.version import __version__
 
 if TYPE_CHECKING:
     from fastdiff.api.config import Config, preset, presets
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
         ProcessLimitError,
         StorageError,
     )
-
-__version__ = "0.2.0"
 
 __all__ = [
     "Config",

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import fastdiff
 from fastdiff.api.config import for_ranks
 from fastdiff.api.display import open_display
 from fastdiff.api.run import Run
@@ -33,6 +32,7 @@ from fastdiff.errors import (
     ProcessLimitError,
     StorageError,
 )
+from fastdiff.version import PACKAGE
 
 _ERRORS: dict[int, type[FastdiffError]] = {
     2: ConfigError,
@@ -173,7 +173,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _environment() -> dict[str, str]:
     """Return the environment of the ranks, which import the same packages as this process."""
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    roots = [str(Path(fastdiff.__file__).parents[1])]
+    roots = [str(PACKAGE.parent)]
     kernels = importlib.util.find_spec("fastdiff_kernels")
     if kernels is not None and kernels.origin is not None:
         roots.append(str(Path(kernels.origin).parents[1]))

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-import fastdiff
 from fastdiff import process_limits, verbosity
 from fastdiff.cli import bench, check, completion, encode, evaluate, export, launch, runs, sample, schema
 from fastdiff.cli.compat import command
@@ -23,6 +22,7 @@ from fastdiff.errors import FastdiffError, StorageError, report, report_any, req
 from fastdiff.files import raise_open_files
 from fastdiff.parallel.launcher import leave_job
 from fastdiff.standard_streams import lossy_output
+from fastdiff.version import __version__
 
 _OF_NETWORKS = ("sample", "evaluate", "export")
 """Commands that read runs and, with ``--preset`` and flags of its fields, published files."""
@@ -71,7 +71,7 @@ def _run(argv: Sequence[str]) -> int:
         elif argv[:1] == [launch.TRAIN]:
             argv, arguments.flags = argv[:1], argv[1:]
         _parser().parse_args(argv, arguments)
-        log.debug(f"fastdiff {fastdiff.__version__}, Python {platform.python_version()}, {platform.platform()}")
+        log.debug(f"fastdiff {__version__}, Python {platform.python_version()}, {platform.platform()}")
         run: Callable[[argparse.Namespace], None] = arguments.run
         run(arguments)
     except KeyboardInterrupt:
@@ -100,7 +100,7 @@ def _leave_job(argv: Sequence[str]) -> None:
 
 def _parser() -> Parser:
     parser = Parser(prog="fastdiff", description="Train diffusion models from sharded latents.")
-    parser.add_argument("-V", "--version", action="version", version=f"fastdiff {fastdiff.__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"fastdiff {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in (demo, encode, plan, launch, schema, command, check, sample, evaluate, runs, export, bench):
         module.add(commands)

@@ -15,6 +15,7 @@ from typing import Any
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.files import read_bounded
+from fastdiff.version import PACKAGE
 
 DsConfig = dict[str, Any]
 
@@ -44,7 +45,7 @@ _FOREIGN = {
 
 def named() -> dict[str, Path]:
     """Return the files of ``deepspeed_configs`` by name: of the installed package, or else of the repository."""
-    installed, repository = (above / "deepspeed_configs" for above in Path(__file__).parents[1:3])
+    installed, repository = (above / "deepspeed_configs" for above in (PACKAGE, PACKAGE.parent))
     folder = installed if installed.is_dir() else repository
     return {file.stem: file for file in sorted(folder.glob("*.json"))}
 

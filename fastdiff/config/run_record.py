@@ -15,7 +15,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import fastdiff
 from fastdiff import sanitize
 from fastdiff.config.deepspeed import DsConfig
 from fastdiff.config.launch_options import Launch
@@ -26,6 +25,7 @@ from fastdiff.files import lock, of_other_program
 from fastdiff.outputs import require_own_folder
 from fastdiff.plugins.user_code import identity_of, names_file
 from fastdiff.run_files import read_inside
+from fastdiff.version import PACKAGE, __version__
 
 _LEFTOVER = re.compile(r"(run\.json|wandb-id|trackio-id|[a-z]+\.jsonl|step-[0-9]{8,}\.png)\.[0-9]+-[0-9a-f]{8}\.tmp")
 """Temporary names of ``files.publish`` that a killed training leaves; those of other commands may be in use."""
@@ -46,7 +46,7 @@ def as_json(config: RunConfig) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions of the packages that affect the numbers."""
     of_packages = {name: _version(name) for name in _PACKAGES}
-    return {"fastdiff": fastdiff.__version__, **of_packages, "python": sys.version.split()[0]}
+    return {"fastdiff": __version__, **of_packages, "python": sys.version.split()[0]}
 
 
 @cache
@@ -174,10 +174,9 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _git_state() -> str | None:
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():  # of a wheel: a repository around the environment is another project
+    if not (PACKAGE.parent / ".git").exists():  # of a wheel: a repository around the environment is another project
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    command = ["git", "-C", str(PACKAGE.parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -11,7 +11,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import fastdiff
 from fastdiff.config.run_record import require_run
 from fastdiff.console import log
 from fastdiff.dashboard.facts import RunFacts, glance, unreadable
@@ -19,6 +18,7 @@ from fastdiff.dashboard.folders import key_of, names_of
 from fastdiff.dashboard.page_files import inlined
 from fastdiff.dashboard.pictures import embedded
 from fastdiff.outputs import require_output, write_output
+from fastdiff.version import __version__
 
 _PARTS = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 
@@ -46,7 +46,7 @@ def _embedded_facts(runs: Sequence[Path]) -> str:
         folder = folders[run["key"]]
         found.append(run | _of_run(folder))
     written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    text = json.dumps({"runs": found, "written": written, "version": fastdiff.__version__}, allow_nan=False)
+    text = json.dumps({"runs": found, "written": written, "version": __version__}, allow_nan=False)
     # Nothing in it ends the element: no text of a run is ever markup.
     return f'<script type="application/json" id="facts">{text.replace("<", chr(92) + "u003c")}</script>'
 

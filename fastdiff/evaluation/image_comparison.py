@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fastdiff
 from fastdiff.console import log
 from fastdiff.errors import ConfigError, require
 from fastdiff.evaluation.features import Extractor, features_of, open_extractor
@@ -16,6 +15,7 @@ from fastdiff.evaluation.image_metrics import NEIGHBOURS, Features, Gaussian, ke
 from fastdiff.evaluation.image_sets import ImageSet, Reference, open_images, open_reference
 from fastdiff.evaluation.user_metrics import open_metrics
 from fastdiff.parallel.devices import select_device
+from fastdiff.version import __version__
 
 _PACKAGES = ("numpy", "torch", "pillow", "torch-fidelity")
 
@@ -132,7 +132,7 @@ def _size(images: ImageSet) -> str:
 
 def _versions() -> dict[str, str]:
     """Return the versions of the packages that affect the figures."""
-    found = {"fastdiff": fastdiff.__version__}
+    found = {"fastdiff": __version__}
     for name in _PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)

@@ -246,7 +246,7 @@ def test_an_installation_that_fails_is_not_marked_as_done_and_leaves_no_packages
 
 def touch_packages(root: Path) -> None:
     """Create the other files on which an installation depends."""
-    for name in ("kernels/pyproject.toml", "fastdiff/__init__.py", "kernels/fastdiff_kernels/__init__.py"):
+    for name in ("kernels/pyproject.toml", "fastdiff/version.py", "kernels/fastdiff_kernels/__init__.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).touch()
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import fastdiff
+
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "fastdiff").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
 BENCH = sorted((ROOT / "bench").rglob("*.py"))
@@ -53,7 +55,7 @@ ROOMS: dict[str, set[str]] = {
 GROUND = {
     "batch", "console", "durations", "errors", "exit_message", "files", "json_lines", "live_line", "optional_packages",
     "outputs", "patient_files", "process_limits", "progress", "progress_bar", "rng", "run_files", "sanitize",
-    "standard_streams", "starting", "tables", "terminal", "verbosity",
+    "standard_streams", "starting", "tables", "terminal", "verbosity", "version",
 }  # fmt: skip
 FREE_OF_TORCH = (
     "ledger",
@@ -76,6 +78,7 @@ FREE_OF_TORCH = (
     "outputs",
     "patient_files",
     "plugins.user_code",
+    "version",
     "api.config",
 )
 
@@ -124,7 +127,8 @@ def _imports(tree: ast.Module, *, type_checking: bool) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            if node.module != "fastdiff":  # from there come modules, or else the names of the facade
+                yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and _name(node.func).endswith("import_module"):
             # Of a name that is put together, what stands before the first part that varies.
@@ -185,6 +189,13 @@ def test_nobody_imports_the_entry_point_bench_or_tests() -> None:
         "fastdiff.cli.machines.plan",
         "fastdiff.cli.published_weights",
     }
+
+
+def test_nothing_below_imports_the_facade() -> None:
+    """The version and the folder of the package have a module of their own, ``fastdiff.version``."""
+    names = {"fastdiff", *(f"fastdiff.{name}" for name in fastdiff.__all__)}
+    for path in SOURCES:
+        assert not names.intersection(imports(path)) - {"fastdiff.train"}, path
 
 
 def test_bench_uses_the_loop_and_not_the_commands() -> None:

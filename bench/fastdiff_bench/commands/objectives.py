@@ -23,13 +23,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import fastdiff
 from fastdiff.config.sampler import SamplerConfig
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.evaluation.digits import evaluate_run, evaluation_labels
 from fastdiff.parallel.world import free_port
 from fastdiff.sampling.image_grid import image_grid, save_picture
 from fastdiff.sampling.run import Run
+from fastdiff.version import PACKAGE
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, open_log
 from fastdiff_bench.records.fingerprint import ROOT
@@ -181,7 +181,7 @@ def _train(*flags: str) -> None:
     launcher = Path(sysconfig.get_path("scripts")) / "deepspeed"
     command = [
         str(launcher), "--num_accelerators", "1", "--master_port", str(free_port()),
-        str(Path(fastdiff.__file__).with_name("train.py")), "--deepspeed_config", "zero1", *flags,
+        str(PACKAGE / "train.py"), "--deepspeed_config", "zero1", *flags,
     ]  # fmt: skip
     finish(command)
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import fastdiff
 from fastdiff.cli.compat.run import train_flags
 from fastdiff.cli.compat.translation import LAUNCH
 from fastdiff.models.pretrained import tiny_pipeline
+from fastdiff.version import PACKAGE
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_cases, cases, open_log
 from fastdiff_bench.measure.first_step import Start, environment, start
@@ -123,7 +123,7 @@ def _appears(mark: Path) -> Callable[[], bool]:
 def _programs(case: str, folder: Path, runs: Path) -> Iterator[_Program]:
     """Yield the programs of a case, with fresh run folders."""
     python, bin_ = sys.executable, Path(sys.executable).parent
-    train = str(Path(fastdiff.__file__).with_name("train.py"))
+    train = str(PACKAGE / "train.py")
     starts: dict[str, Sequence[str]] = {
         OURS[0]: (python, "-c", "from fastdiff.cli.main import entry; entry()", *LAUNCH[1:], "--ranks", "1", "--"),
         OURS[1]: (python, train),

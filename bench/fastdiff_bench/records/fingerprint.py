@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from pydantic import ConfigDict
 
-import fastdiff
+from fastdiff.version import __version__
 from fastdiff_kernels import launch
 
 _ABOVE = Path(__file__).parents[3]
@@ -109,7 +109,7 @@ def machine() -> str:
 
 def _commit() -> str:
     if CLONE is None:  # a repository around the working folder is another project
-        return os.environ.get("FASTDIFF_COMMIT") or f"wheel {fastdiff.__version__}"
+        return os.environ.get("FASTDIFF_COMMIT") or f"wheel {__version__}"
     found = _output("git", "-C", str(CLONE), "describe", "--always", "--dirty", "--abbrev=12")
     return found or os.environ.get("FASTDIFF_COMMIT") or "unknown"
 

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-import fastdiff
 from fastdiff import sanitize
 from fastdiff.cluster.launchers.hostfile import Hosts
 from fastdiff.cluster.launchers.job import SUPERVISOR, Job, random_port
 from fastdiff.cluster.supervisor.signals import STOP, heeded
 from fastdiff.console import write_line
 from fastdiff.errors import ConfigError, Preempted
+from fastdiff.version import PACKAGE
 
 _FORWARDED = ("CUDA_", "DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTHON", "TORCH", "TRACKIO_", "TRITON_", "WANDB_")
 """Prefixes of the environment variables to forward; a remote login does not set them."""
@@ -85,7 +85,7 @@ def deepspeed_command(job: Job, hostfile: Path) -> list[str]:
     Raises:
         ConfigError: DeepSpeed's launcher would pass a word to a shell unquoted.
     """
-    train = str(Path(fastdiff.__file__).with_name("train.py"))
+    train = str(PACKAGE / "train.py")
     for word in (*job.flags, train, os.getcwd(), sys.executable):
         if not _PLAIN.fullmatch(word):
             raise ConfigError(

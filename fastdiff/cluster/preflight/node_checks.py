@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-import fastdiff
 import fastdiff_kernels
 from fastdiff.checkpoint.manifest import committed, read_manifest
 from fastdiff.cluster.supervisor.waiting import value_of
@@ -29,6 +28,7 @@ from fastdiff.errors import StorageError, require
 from fastdiff.models import load
 from fastdiff.models.build import build_model
 from fastdiff.parallel.devices import require_gpu, usable_gpus
+from fastdiff.version import PACKAGE
 
 _CHECKPOINTS = 3
 """Checkpoints that must fit: two kept and one being written."""
@@ -85,8 +85,7 @@ def _gpus(asked: Device) -> dict[str, str]:
 
 def _source_digest() -> str:
     digest = hashlib.sha256()
-    for package in (fastdiff, fastdiff_kernels):
-        folder = Path(package.__path__[0])
+    for folder in (PACKAGE, Path(fastdiff_kernels.__path__[0])):
         for path in sorted(folder.rglob("*.py")):
             digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import fastdiff
 from fastdiff import process_limits, sanitize
 from fastdiff.cluster.supervisor import environment
 from fastdiff.cluster.supervisor.last_record import note_end
@@ -37,6 +36,7 @@ from fastdiff.errors import FastdiffError, Preempted, explained, report_any, req
 from fastdiff.files import raise_open_files
 from fastdiff.live_line import live_line
 from fastdiff.standard_streams import lossy_output
+from fastdiff.version import PACKAGE
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -198,7 +198,7 @@ def _start_ranks(job: argparse.Namespace, config: RunConfig, folder: Path, meeti
         )
         for local_rank in range(job.ranks_per_node)
     ]
-    train = Path(fastdiff.__file__).with_name("train.py")
+    train = PACKAGE / "train.py"
     command = [sys.executable, str(train), *job.flags]
     log.debug(f"each rank: {shlex.join(command)}")
     ranks = Ranks(command, environments, folder)

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-import fastdiff
 from fastdiff.data.shards.format import LATENT, Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.errors import ConfigError
 from fastdiff.progress_bar import Bar
+from fastdiff.version import __version__
 
 
 def encode_digits(out: str | os.PathLike[str], *, split: str = "all", samples_per_shard: int = 256) -> DatasetInfo:
@@ -75,7 +75,7 @@ def pixels_template(shape: tuple[int, int, int], classes: int | None, provenance
 def versions(*packages: str) -> dict[str, str]:
     """Return the versions that affect the bytes of a data set: fastdiff, Python, numpy and ``packages``."""
     found = {name: importlib.metadata.version(name) for name in ("numpy", *packages)}
-    return {"fastdiff": fastdiff.__version__, "python": platform.python_version(), **found}
+    return {"fastdiff": __version__, "python": platform.python_version(), **found}
 
 
 def write(
