@@ -24,7 +24,7 @@ _SHOWN = 3
 def require_own_folder(
     flag: str, folder: Path, is_own: Callable[[str], bool], is_beside: Callable[[str], bool] = of_other_program
 ) -> None:
-    """Refuse a folder of someone else: one that has entries, none of which is its own.
+    """Refuse a folder of someone else: one that has only entries of others.
 
     Args:
         flag: of the folder, for the message.

@@ -97,7 +97,7 @@ class Bar:
             self._refresh(now)
 
     def over(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield items, each of which counts as done when the next is asked for."""
+        """Yield items; each counts as done when the next is asked for."""
         for item in items:
             yield item
             self.update()

@@ -24,7 +24,7 @@ _PASSWORD_OF_WORDS = re.compile(
     r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+:[/\\]{2,}|(?:https?|s3):[/\\])[^\s@/\\?#:]{0,200}:"
     r"(?!\d+(?:[/?#'\",;:)\]\s]|$))[^\n@]{0,200}[ \t\r][^\n@]{0,200}@"
 )
-"""A password with blanks, whose words would pass one by one."""
+"""A password with blanks: its words would pass one by one."""
 _BROKEN_SCHEME = re.compile(r"(?<![A-Za-z0-9+.-])([A-Za-z0-9+.-]+):\s*([/\\])\s+(?=[/\\][^\s@]{0,400}@)")
 """Blanks between slashes, which programs skip."""
 _PORTS = ("http", "https", "ftp")

@@ -17,7 +17,7 @@ _USUAL = 80
 _HANGING = 4
 """Spaces before what did not fit on a line, beyond those of the line."""
 _COMMENT = "# "
-"""Begin of a comment of a shell, each line of which has it."""
+"""Begin of each line of a shell comment."""
 _COMMAND = re.compile(r"(fastdiff|python|deepspeed|torchrun|sbatch|pip) ")
 _SHELL_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+\s*""")
 _PROSE_WORD = re.compile(r"(?:`[^`]*`|\S)+\s*")

@@ -22,7 +22,7 @@ from fastdiff.errors import ConfigError, require
 
 
 class Config(RunConfig):
-    """The configuration of a run: frozen sections such as ``optim``, whose fields are the flags of ``fastdiff train``.
+    """The configuration of a run: frozen sections such as ``optim``, with the flags of ``fastdiff train`` as fields.
 
     ``changed`` returns a copy with other values.
     """
@@ -208,7 +208,7 @@ def _defaults(config: RunConfig) -> dict[str, Any]:
     same = {"model": {"kind": config.model.kind}, "objective": {"process": config.objective.process}}
     try:
         return as_json(config_file.with_kind(RunConfig(), same, "defaults"))
-    except ConfigError:  # of a process whose defaults need other fields
+    except ConfigError:  # the defaults of this process need other fields
         return as_json(RunConfig())
 
 

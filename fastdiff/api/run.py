@@ -134,7 +134,7 @@ class Run:
         """Draw images, with the pixels that ``fastdiff sample --npz`` writes for the same options.
 
         Args:
-            num: number of images, whose classes are drawn at random; None: it follows from the other arguments, or 8
+            num: number of images of random classes; None: it follows from the other arguments, or 8
                 of each class.
             classes: classes to draw: a list of names and numbers, or a text such as ``flower,temple`` or ``0-9``. A
                 number is the place of the class in ``class_names``. None: all.
@@ -360,7 +360,7 @@ class Run:
 
 
 def _code_of_training(fields: Mapping[str, Any]) -> set[object]:
-    """Return the texts by which a record names its objective and callbacks; nothing is executed."""
+    """Return the names of objective and callbacks in a record; nothing is executed."""
     objective, output = fields.get("objective"), fields.get("output")
     callbacks = output.get("callbacks") if isinstance(output, dict) else None
     texts = [objective.get("plugin") if isinstance(objective, dict) else None]

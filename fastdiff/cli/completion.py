@@ -1,4 +1,4 @@
-"""``fastdiff completion``: the script by which a shell completes commands, flags and their values."""
+"""``fastdiff completion``: a script for the shell that completes commands, flags and their values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ The script takes some seconds to write; write it again after an update.
 
 def add(commands: Subcommands, root: argparse.ArgumentParser) -> None:
     """Register the command; ``root`` is the parser of all commands."""
-    text = "print the script by which a shell completes commands, flags and their values"
+    text = "print a script for the shell that completes commands, flags and their values"
     parser: Parser = commands.add_parser(
         "completion",
         help=text,

@@ -18,7 +18,7 @@ def add(commands: Subcommands) -> None:
         "run_folder",
         type=local_path,
         metavar="RUN|FILE",
-        help="run folder, whose newest checkpoint is used, or .pt or .safetensors file",
+        help="run folder (its newest checkpoint), or .pt or .safetensors file",
     )
     parser.add_argument("out", type=local_path, metavar="OUT", help="folder to write")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The ``fastdiff`` command: one module per subject, each of which registers its subcommands."""
+"""The ``fastdiff`` command: one module per subject registers its subcommands."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from fastdiff.config.argument_types import Subcommands
 
 def add(commands: Subcommands) -> None:
     """Register the command."""
-    text = "print the JSON schema of --config files, by which editors complete and check them"
+    text = "print the JSON schema of --config files, for editors that complete and check them"
     parser = commands.add_parser("schema", help=text)
     parser.set_defaults(run=_schema)
 

@@ -37,7 +37,7 @@ _MISSING = "the following arguments are required: "
 
 class _Commands(argparse._SubParsersAction):  # type: ignore[type-arg]
     def add_parser(self, name: str, **options: Any) -> Any:
-        """Add a subcommand, whose purpose is its description unless it has one."""
+        """Add a subcommand; its purpose is its description unless it has one."""
         if options.get("help"):
             options.setdefault("description", sentence(options["help"]))
         return super().add_parser(name, **options)
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
             add_verbosity(self)
 
     def add_subparsers(self, **options: Any) -> Any:
-        """Add subcommands, each of which knows all of its flags."""
+        """Add subcommands that know all of their flags."""
         return super().add_subparsers(**({"parser_class": Command} | options))
 
     def parse_known_args(  # type: ignore[override]

@@ -248,7 +248,7 @@ def _as_fields(text: str, given: Iterable[str]) -> str:
 
 
 def _meant(key: str, value: Any, base: Mapping[str, Any], prefix: str) -> str:
-    """Say what an unknown field may be, by the table and the names by which unknown flags are answered."""
+    """Say what an unknown field may be, by the table and the names for unknown flags."""
     beside = () if prefix else BESIDE
     words = [str(each) for each in (value if isinstance(value, list) else [value]) if not isinstance(each, dict)]
     if not prefix and (said := answer(f"--{key}", [word for word in words if word != "None"], "train")):

@@ -63,8 +63,8 @@ class _OfEveryProcess:
     noise_offset: float = 0.0
     """Scale of a noise that is constant over each channel, added to the noise; 0.05-0.1 is usual."""
     multires_noise_iterations: int = 0
-    """Number of coarser resolutions, each half of the previous one, whose noise is added (multi-resolution or pyramid
-    noise); 6-8 is usual, 0: none."""
+    """Number of coarser resolutions of added noise, each half of the previous one (multi-resolution or pyramid noise);
+    6-8 is usual, 0: none."""
     multires_noise_discount: float = 0.3
     """Scale of the noise of each resolution relative to the next finer one."""
     low_res_noise: float = 0.0

@@ -32,7 +32,7 @@ _LEFTOVER = re.compile(r"(run\.json|wandb-id|trackio-id|[a-z]+\.jsonl|step-[0-9]
 _LARGEST = 1 << 24
 """Bytes of the largest ``run.json`` that is read."""
 _OF_RUN = (".lock", "run.json", "checkpoints", "nccl")
-"""Entries of which every run folder has one; the last one exists before the lock."""
+"""Entries that mark a run folder: each has at least one; the last exists before the lock."""
 _BESIDE = (".err", ".json", ".log", ".out", ".prom", ".sbatch", ".sh", ".toml", ".yaml", ".yml")
 """Endings of the configurations, scripts and logs that users and launchers place in a run folder before the run."""
 _PACKAGES = ("torch", "triton", "deepspeed", "diffusers", "transformers", "peft", "bitsandbytes", "torchao")

@@ -13,7 +13,7 @@ from fastdiff.errors import ConfigError
 
 DEFAULT = Path("runs")
 _MARKS = ("run.json", ".lock", "metrics.jsonl")
-"""Files of which a run folder has one from its start on."""
+"""Files that mark a run folder: it has one of them from its start on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ _CHUNK = 2**20
 _MOST_NAMED = 20
 """Lines that are no records which are kept with their reason; the others are counted."""
 _ANCHOR = 64
-"""Bytes before the place reached by which a file is known as the one that was read."""
+"""Bytes before the place reached; equal ones mean that the file is still the one that was read."""
 
 
 class Sink(Protocol):

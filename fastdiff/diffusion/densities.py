@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _SMALLEST = 2.0**-25
-"""Replaces 0, which philox can return and whose normal quantile is infinite; the middle of its rounding interval."""
+"""Replaces 0: philox can return it, and its normal quantile is infinite; the middle of its rounding interval."""
 _LARGEST = 1.0 - 2.0**-24
 """Largest fp32 below 1."""
 

@@ -16,7 +16,7 @@ from fastdiff.config.objective import FlowConfig, FlowPath
 from fastdiff.diffusion.levels import ALPHA, SIGMA, Levels, noise_per_error, rows, snr_weights
 
 TIME_SCALE = 1000.0
-"""Time input of the model per t in Stable Diffusion 3, whose time embedding is made for numbers up to 1000."""
+"""Time input of the model per t in Stable Diffusion 3: its time embedding is made for values up to 1000."""
 
 _BETA_MIN, _BETA_MAX = 0.1, 20.0
 """Ends of beta on the vp path (Song et al. 2021, arXiv:2011.13456, appendix C)."""

@@ -287,7 +287,7 @@ class Objective:
         return unit_scale(tuple(shape), self.config.multires_noise_iterations, self.config.multires_noise_discount)
 
     def _rows(self, table: Tensor, unit: float) -> Tensor:
-        """Return the rows for the kernels, whose noise is that of every pixel only; the correction has the rest."""
+        """Return the rows for the kernels: they add only the noise of every pixel; the correction has the rest."""
         if unit == 1.0:
             return table
         rows = table.clone()

@@ -1,4 +1,4 @@
-"""Means by noise level, with standard errors: 16 bins of the log SNR, whose edges are the same for every schedule."""
+"""Means by noise level, with standard errors: 16 bins of the log SNR, with equal edges for every schedule."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def _mean_of_bins(bins: Sequence[Mean]) -> Mean:
 
 
 def _loss_of(found: Validated) -> dict[str, object]:
-    """Return the fields that determine the loss; older records lack the newer ones, whose defaults hold for them."""
+    """Return the fields that determine the loss; defaults hold for those that older records lack."""
     recorded: dict[str, object] = found.about["objective"]
     return DEFAULTS | recorded | {"convention": DEFAULTS["convention"]}  # it changes no loss
 

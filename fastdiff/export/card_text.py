@@ -131,7 +131,7 @@ def conventions(config: RunConfig, *, diffusers: bool = False) -> str:
         time, returns = "c_in x and ln(sigma) / 4", "F of the denoiser c_skip x + c_out F (Karras et al. 2022)"
     if theirs := transport(objective):
         time = "x and t (t = 0: noise, 1: the data)"
-    if theirs and not diffusers:  # whose network returns an object, and SiT's sampler takes a tensor
+    if theirs and not diffusers:  # their network returns an object, and SiT's sampler takes a tensor
         use += f', that of SiT can: `create_transport("{theirs["path_type"]}", "{theirs["prediction"]}")`'
     return f"\nIts inputs are {time}; it returns {returns}{where}: {use}.\n"
 

@@ -27,7 +27,7 @@ _SAVING = """
 levels = (127.5 * image[0].clamp(-1, 1) + 127.5).round().byte().permute(1, 2, 0)
 Image.fromarray(levels.squeeze(2).numpy()).save("image.png")"""
 _NO_SIGNAL = 2.0**-24
-"""Abar of a level without signal, whose log SNR would be infinite."""
+"""Abar of a level without signal; at 0 its log SNR would be infinite."""
 
 
 def noise_of(objective: DdpmConfig) -> dict[str, Any]:

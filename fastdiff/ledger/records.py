@@ -4,13 +4,13 @@ Every record has its ``event``, the wall-clock time ``at`` in seconds since 1970
 
 - ``start``: rank 0 owns the folder. ``began``: start of the supervisor or, without one, of the process. ``nodes``: host
   of each rank; ``samples`` of a step; ``submitted`` and ``job_start``: times of the Slurm job, if there is one;
-  ``logged``: step and time of the last line of ``metrics.jsonl``, by which a kill is known that no supervisor saw.
+  ``logged``: step and time of the last line of ``metrics.jsonl``, for a kill without a supervisor.
 - ``resume``: the run continues from ``step``; all later ones so far are lost.
 - ``time``: where the ``seconds`` from ``from`` to ``at`` went, by ``Account``; they add up to ``at - from``.
   ``slowest``: the rank that was last to end its forward passes, if there are several. ``watts``: mean over the GPUs.
 - ``rewind``: the steps after ``to`` are lost; the run continues behind ``step``.
 - ``end``, by the trainer: it has closed the run; ``outcome``. By the supervisor: all ranks are gone; exit ``code``, and
-  ``beat`` and ``phase`` of the last heartbeat of rank 0, whose ``step`` it is. By both after an error: ``message``, its
+  ``step``, ``beat`` and ``phase`` of the last heartbeat of rank 0. By both after an error: ``message``, its
   text without secrets.
 """
 

@@ -162,7 +162,7 @@ def assemble(
         flats: flat tensors of this rank.
         tensors: the values of each flat, fp32 ``[N]``.
         shapes: shapes of the parameters.
-        room: destination, whose dtype the values are rounded to; None: new fp32 tensors.
+        room: destination; values are rounded to its dtype; None: new fp32 tensors.
     """
     room = room or Room.reserve(shapes, torch.float32, world.device)
     mine: dict[str, list[tuple[Fragment, Tensor]]] = {name: [] for name in shapes}

@@ -1,4 +1,4 @@
-"""The variables by which a launcher tells a process its place among the others.
+"""Environment variables of launchers: the place of a process among the others.
 
 They are inherited, so they may be those of a template, of an interactive shell of Slurm or of a job that has ended.
 Numbers that cannot be are refused here, before a process waits for ranks that nobody starts.

@@ -1,4 +1,4 @@
-"""Time of a rank's own work in a step, by which the rank is known that the others wait for."""
+"""Compute time of this rank per step, to detect stragglers."""
 
 from __future__ import annotations
 

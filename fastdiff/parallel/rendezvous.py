@@ -99,7 +99,7 @@ def _wait_for_all(store: TCPStore, note: Path, port: int, timeout: timedelta) ->
 
 
 def _met(rank: int) -> str:
-    """Return the key by which a rank tells rank 0 that it has met it."""
+    """Return the key that a rank sets once it has met rank 0."""
     return f"met/{rank}"
 
 

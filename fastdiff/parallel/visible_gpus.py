@@ -1,4 +1,4 @@
-"""The number of GPUs that a process would see, found without torch, whose import takes seconds."""
+"""Count the GPUs that a process would see, without the seconds that an import of torch takes."""
 
 from __future__ import annotations
 

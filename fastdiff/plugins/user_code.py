@@ -1,4 +1,4 @@
-"""Code of the user: an object named as ``PATH.py:NAME``, whose file is executed, or by an entry point.
+"""Code of the user: an object named as ``PATH.py:NAME`` (the file is executed) or by an entry point.
 
 A file is executed only if the user names it on the command line, in a ``--config`` file or in Python; what a run folder
 or a data set names is never executed. This module imports no torch.
@@ -30,7 +30,7 @@ Group = Literal[
     "fastdiff.metrics",
     "fastdiff.features",
 ]
-"""Groups of the entry points by which packages provide plug-ins."""
+"""Groups of the entry points of plug-ins in packages."""
 _LARGEST = 1 << 20
 """Maximum size of a file, in bytes."""
 _MODULE = "fastdiff_plugin_"

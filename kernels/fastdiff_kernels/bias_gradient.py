@@ -20,7 +20,7 @@ Bytes moved per element of u in 16 bits, backward; R is the number of rows that 
 The forward passes are plain torch, in compiled code fused with their neighbours, and the unpacking is a view. Sums are
 fp32, of a fixed order.
 
-They run wherever ``adaln`` does by its kernels, whose choice (``dispatch.choose``) is theirs: both belong to the DiT.
+They run wherever ``adaln`` runs by its kernels, by the same choice (``dispatch.choose``): both belong to the DiT.
 
 Limits: fp32, bf16 and fp16.
 """
@@ -284,7 +284,7 @@ def gelu(u: Tensor, bias: Tensor, *, backend: Backend | None = None) -> Tensor:
 
 
 def unpacked(u: Tensor, bias: Tensor, *, backend: Backend | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of queries, keys and values, whose gradients are joined to one; see ``gelu`` for ``bias`` and errors.
+    """Views of queries, keys and values; joins their gradients to one; see ``gelu`` for ``bias`` and errors.
 
     Args:
         u: ``[B, T, 3, H, D]``, contiguous, or a view of ``[B, T, H, 3, D]``.

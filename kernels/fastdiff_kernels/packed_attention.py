@@ -61,7 +61,7 @@ def packed_attention(qkv: Tensor, *, bias: Tensor | None = None, backend: Attent
 
     Args:
         qkv: ``[B, T, 3, H, D]``, of any strides; ``short`` takes it only if it is contiguous.
-        bias: ``[3 * H * D]``, contained in ``qkv``, whose gradient is the sum of that of ``qkv``; see
+        bias: ``[3 * H * D]``, contained in ``qkv``; its gradient is the sum of that of ``qkv``; see
             ``bias_gradient.unpacked``. None: the layer sums it.
         backend: as for ``attention.attention``.
 

@@ -1,4 +1,4 @@
-"""Self-attention of up to 256 tokens on a packed projection, whose backward pass adds in a fixed order.
+"""Self-attention of up to 256 tokens on a packed projection, with a backward pass that adds in a fixed order.
 
 For each sample and head, with queries, keys and values ``[T, D]`` and ``c = 1 / sqrt(D)`` (Vaswani et al. 2017,
 arXiv:1706.03762, eq. 1)::

@@ -75,7 +75,7 @@ def _call(inputs: Inputs, backend: Backend) -> Tensor:
 
 
 def _fused_adamw(inputs: Inputs) -> Callable[[], tuple[()]]:
-    """Prepare torch's AdamW with moments in fp32, whose outputs are others: the price of 8 bits is compared."""
+    """Prepare torch's AdamW with moments in fp32, to compare the price of 8 bits; its outputs differ."""
     parameter = nn.Parameter(inputs["param"])
     parameter.grad = inputs["grad"]
     optimizer = torch.optim.AdamW([parameter], lr=1e-4, fused=True)

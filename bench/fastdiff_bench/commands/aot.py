@@ -2,7 +2,7 @@
 
 The launches of each case are recorded instead of run. Triton's own launcher code derives types, constants and
 alignments from their arguments, so the result is what a GPU would launch at that shape. Compilation uses Triton's
-cache, whose key covers the source and everything that it calls.
+cache; its key covers the source and everything that it calls.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _QUANTITIES = {
 
 
 _RESIDENT = "high-water mark of the process, and what its workers alone hold in the end"
-"""Definition of peak resident memory: a sum over processes, whose peaks differ in time and share pages."""
+"""Definition of peak resident memory: a sum over processes; their peaks differ in time and share pages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ _NO_WORK = re.compile(
 _COMPILED = "## Call CompiledFxGraph"
 """Beginning of the range of compiled code on a CPU; what is not a call of an operator there is fused elementwise."""
 _KERNELS: tuple[tuple[str, Class], ...] = (
-    # Inductor names a kernel by the operators it fuses, also by those of which it has only a cast or a bias.
+    # Inductor names a kernel by the operators it fuses, also if it has only their cast or bias.
     (r"triton_(poi|red|per)_.*norm", "norms"),
     (r"triton_(poi|red|per)_", "elementwise"),
     (r"nccl", "communication"),

@@ -51,7 +51,7 @@ def trace(state: TrainState, step: Callable[[], object], folder: Path, steps: in
 
 
 def _work(state: TrainState, step: Callable[[], object]) -> budget.Work:
-    """Return the work of a step; nothing if it is out of memory, of which blocks that are not compiled need more."""
+    """Return the work of a step; nothing if it is out of memory: blocks that are not compiled need more."""
     try:
         return budget.count(state, step)
     except Exception as error:

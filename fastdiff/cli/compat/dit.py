@@ -143,7 +143,7 @@ def _is_here(folder: str) -> bool:
 
 
 def _sample(flags: argparse.Namespace, run: str, steps: int) -> list[str]:
-    """Return the equivalent of their sample.py, whose images are of eight classes of ImageNet.
+    """Return the equivalent of their sample.py: images of eight classes of ImageNet.
 
     The name has the steps, because a file of an earlier end is not replaced.
     """

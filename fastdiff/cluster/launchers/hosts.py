@@ -1,4 +1,4 @@
-"""A job started over ssh: one connection per host, whose end also ends the supervisor there."""
+"""Start a job over ssh: one connection per host; its end also ends the supervisor there."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def local_job(flags: Sequence[str], ranks: int | None, *, preflight: bool, besid
         beside: flags of the command itself, as of ``command_line.parse``.
 
     Returns:
-        The job; None after ``--dry-run``, whose result is printed.
+        The job; None after ``--dry-run``, which prints it.
 
     Raises:
         FastdiffError, SystemExit: as of ``Job.check``.

@@ -30,7 +30,7 @@ ROUNDS = 16
 _BYTES = 16 * 2**20
 _MEASURED_S = 0.3
 _TURNS = 3
-"""Repeats, of which the fastest counts: other load on a node only slows them down."""
+"""Repeats; the fastest counts, because other load on a node only slows them down."""
 _PAIR_S = 20.0
 """An exchange that takes longer counts as failed."""
 _FAILURES = 2

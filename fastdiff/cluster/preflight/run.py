@@ -29,7 +29,7 @@ from fastdiff.errors import ConfigError, StorageError
 from fastdiff.parallel.world import attempt
 
 _SLACK_S = 60.0
-"""Extra wait of the other nodes for node 0, whose verdict tells more than a timeout."""
+"""Extra wait of the other nodes for node 0: its verdict tells more than a timeout."""
 
 
 def run(

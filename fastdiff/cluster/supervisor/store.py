@@ -1,6 +1,6 @@
 """Where the supervisors keep their messages: node 0's TCPStore, or a dictionary if there is only one node.
 
-Torch, whose import takes seconds, is imported only for several nodes.
+Torch is imported only for several nodes, because its import takes seconds.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def short_help(preset: str | None, default: RunConfig) -> str:
     """Return the short help, in the width of the terminal.
 
     Args:
-        preset: name of the preset, whose description comes first.
+        preset: name of the preset; its description comes first.
         default: the run that the flags change.
     """
     room = get_terminal_size().columns

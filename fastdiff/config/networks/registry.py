@@ -30,7 +30,7 @@ _BUILT_IN = (
     "fastdiff.config.networks.adm:AdmConfig",
 )
 ENTRY_POINTS: Group = "fastdiff.networks"
-"""Group of the entry points (``module:CONFIGURATION``) by which other packages register networks."""
+"""Group of the entry points (``module:CONFIGURATION``) of networks from other packages."""
 _OF_PLAIN = "fastdiff.config.networks.plain:config_of"
 
 

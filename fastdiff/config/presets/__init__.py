@@ -226,7 +226,7 @@ PRESETS: dict[str, Preset] = {
 } | {name: _dit(letter, patch) for name, (letter, patch) in _DITS.items()}
 
 PATCHES: dict[str, Callable[[int], int]] = {"dit-small-images": small_images.patch_of}
-"""Presets whose patch follows from the size of the images."""
+"""Presets that choose the patch by the size of the images."""
 
 
 def shown_presets() -> str:

@@ -12,7 +12,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Device = Literal["auto", "cuda", "cpu"]
 EngineName = Literal["auto", "deepspeed", "flat"]
 _MOST_PROFILED = 50
-"""Steps of a profile, whose events the host holds until its end."""
+"""Steps of a profile at most: the host holds all of its events until the end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +39,8 @@ class PerformanceConfig:
     cuda_graph: bool = False
     """Capture the forward and backward pass of a micro-batch, noise and losses included, in a CUDA graph after three
     micro-batches, and replay it: the host then launches one graph instead of thousands of kernels, which matters where
-    it is slower than the GPU (small micro-batches). Losses are the same. For one GPU with the flat engine, whose
-    micro-batches all have one shape; everything else is refused."""
+    it is slower than the GPU (small micro-batches). Losses are the same. For one GPU, the
+    flat engine and micro-batches of one shape; everything else is refused."""
     allow_tf32: bool = False
     """Let fp32 matrix products and convolutions round their inputs to TF32 (Ampere and newer)."""
     fp8: bool = False

@@ -274,7 +274,7 @@ def gated_modulated_norm(
     """``h = x + gate * (branch + bias)`` and ``modulated_norm(h, shift, scale)``, each ``[B, T, D]``, in x's dtype.
 
     Arguments and errors as for ``modulated_norm``; ``branch`` has the shape of ``x``, ``gate`` that of ``shift``.
-    ``bias`` ``[D]``, or None, is that of the linear layer before, whose gradient then takes no pass of its own.
+    ``bias`` ``[D]``, or None, is that of the linear layer before; its gradient then takes no pass of its own.
     """
     chosen = choose("adaln", x, backend)
     given = {"branch": branch, "gate": gate} | ({} if bias is None else {"bias": bias})

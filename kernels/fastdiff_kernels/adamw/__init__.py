@@ -137,7 +137,7 @@ def adamw(
         skip: bool or fp32 scalar.
         copy: bf16 ``[N]``, receives the new parameters.
         averages: each fp32 ``[N]``, moved towards the new parameters.
-        shares: by which each is moved, fp32 ``[len(averages)]`` in [0, 1].
+        shares: of the weights in each new average, fp32 ``[len(averages)]`` in [0, 1].
         backend: implementation; None: the default of ``dispatch.choose``.
 
     Raises:

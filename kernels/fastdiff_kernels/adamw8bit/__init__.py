@@ -49,7 +49,7 @@ class AdamW8bit(torch.optim.Optimizer):
     copies: dict[Tensor, Tensor]
     """For an optimized tensor, a tensor of equal size and any float dtype that receives the new parameters."""
     averages: dict[Tensor, tuple[Sequence[Tensor], Tensor]]
-    """For an optimized tensor, fp32 averages of equal size, and the fp32 shares by which a step moves each, ``[K]``."""
+    """For an optimized tensor, fp32 averages of equal size, and the fp32 share of the weights in each, ``[K]``."""
 
     def __init__(
         self,

@@ -145,7 +145,7 @@ Piece = tuple[str, int, int, int]
 
 
 def find_straddling(layout: Sequence[Sequence[Slice]], group: ProcessGroup | None = None) -> list[list[Key]]:
-    """For each tensor of the layout, the blocks of which ranks hold different pieces, sorted; collective.
+    """For each tensor of the layout, the blocks that several ranks hold pieces of, sorted; collective.
 
     Args:
         layout: the slices of each tensor that this rank optimizes; tensors correspond by their index on all ranks.

@@ -2,7 +2,7 @@
 
 It is for the state that ZeRO offloads to host memory. One graph takes any number of blocks; the numbers of the step are
 a tensor, so that no step compiles anew. Whole blocks are updated where they lie. Blocks of which a slice has a part,
-and slices of a few blocks, are left to the reference, and so are parameters in bf16, whose rounding needs random words.
+and slices of a few blocks, are left to the reference, and so are parameters in bf16: their rounding needs random words.
 
 Inductor contracts no product and sum, and its roots and divisions are rounded correctly. ``unavailable`` compares steps
 with the reference before the first use, on the machine where it runs.
@@ -34,7 +34,7 @@ _AT_ONCE = 1024
 _VARIANTS = 64
 """Limit of the graphs: dtypes of gradient and copy, whether there are copy and scale, and how many averages."""
 _marked: set[tuple[torch.dtype | None, ...]] = set()
-"""Variants of which a call was marked."""
+"""Variants with a marked call."""
 
 
 def _update(

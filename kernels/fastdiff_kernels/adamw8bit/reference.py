@@ -173,7 +173,7 @@ def adamw8bit_reference(
 def _skipping(
     param: Tensor, grad: Tensor, moments: Moments, blocks: Blocks, step: Step | DeviceStep, extras: Extras, skip: Tensor
 ) -> None:
-    """Take the step on copies, of which nothing is kept if ``skip`` is not zero."""
+    """Take the step on copies; keep nothing of them if ``skip`` is not zero."""
     states = [param, moments.m_codes, moments.v_codes, moments.m_scales, moments.v_scales, *extras.averages]
     states += [] if extras.copy is None else [extras.copy]
     new = [state.clone() for state in states]

@@ -3,7 +3,7 @@
 ``python -m fastdiff_bench.trainers.scripts.first_step {t2i,t2i-lora} FILE FLAGS...`` takes the scripts' own flags, as
 far as ``diffusers.flags`` gives them, and writes FILE after the step. It imports what the published files do (argparse,
 accelerate, datasets, diffusers, huggingface_hub, torch, tqdm, transformers, with the adapter also peft), except
-torchvision, whose transforms are computed with Pillow; that favours the scripts. Nothing of fastdiff is imported.
+torchvision, with transforms by Pillow; that favours the scripts. Nothing of fastdiff is imported.
 """
 
 from __future__ import annotations
