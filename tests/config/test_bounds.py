@@ -13,6 +13,7 @@ from fastdiff.config import argument_types, command_line
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.data import DataConfig
 from fastdiff.config.presets import preset
+from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.images.sources import open_source
 from fastdiff.data.shards.cache import ShardCache
 from fastdiff.errors import ConfigError
@@ -105,7 +106,7 @@ def test_a_stage_that_is_none_is_named(stage: object) -> None:
 )
 def test_braces_that_stand_for_too_many_names_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="its braces stand for"):
-        open_source(text, samples_per_unit=1)
+        open_source(SourceOptions(source=text))
 
 
 def test_braces_of_many_shards_are_read(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_an_address_that_is_none_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"http://\*\*\*: not an address"):
         ShardCache("http://[::1/x", tmp_path)
     with pytest.raises(ConfigError, match=r"http://\*\*\*: not an address"):
-        open_source("http://[::1/x", samples_per_unit=1)
+        open_source(SourceOptions(source="http://[::1/x"))
 
 
 @pytest.mark.fault(28)

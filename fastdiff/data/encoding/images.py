@@ -76,21 +76,8 @@ class _ImageEncode:
         self._options, self._rank, self._say = options, rank, say
         self._device = rank.device()
         require_precision(options.precision, self._device, "--precision")
-        self._source: ImageSource = open_source(
-            options.source,
-            samples_per_unit=options.samples_per_shard,
-            image_column=options.image_column,
-            caption_column=options.caption_column,
-            split=options.split,
-            max_samples=options.max_samples,
-            classes_from=options.classes_from,
-            image_root=options.image_root,
-            dataset_config=options.dataset_config,
-            caption=options.caption,
-            caption_from=options.caption_from,
-            needs_captions=options.autoencoder != "identity",
-        )
-        self._in_pixels = options.autoencoder == "identity"
+        self._source: ImageSource = open_source(options)
+        self._in_pixels = options.in_pixels
         self._embeds_captions = self._source.captioned and not self._in_pixels
         pretrained = Pretrained(options.pretrained, options.revision, options.variant, "--pretrained")
         self._embeds_nothing = not self._in_pixels and lacks_captions(self._source, pretrained)

@@ -12,8 +12,7 @@ import torch
 
 from fastdiff.config.argument_types import require_local
 from fastdiff.config.networks.pretrained import HUB_ID
-from fastdiff.data.images.items import CaptionFrom, ClassesFrom
-from fastdiff.data.shards.format import MAX_SHARD_SAMPLES
+from fastdiff.data.images.options import SourceOptions
 from fastdiff.errors import require
 from fastdiff.parallel.devices import select_device, usable_gpus
 from fastdiff.parallel.launcher import place_in_any_job
@@ -34,11 +33,9 @@ _OF_PIPELINE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodeOptions:
+class EncodeOptions(SourceOptions):
     """Options of an encode."""
 
-    source: str
-    """Source of the images, see ``images.sources.open_source``."""
     out: Path
     autoencoder: Literal["pipeline", "identity"] = "pipeline"
     """identity: no autoencoder, a data set in pixel space (RGB in uint8)."""
@@ -61,19 +58,6 @@ class EncodeOptions:
     """all: embed every caption of an image; captions are counted first, without reading the images."""
     bad: Literal["fail", "skip"] = "fail"
     """Policy for unusable images."""
-    caption: str = ""
-    """Caption of each image without one of its own; empty: none."""
-    caption_from: CaptionFrom = "none"
-    """folder: the name of its folder is the caption of each image without one of its own."""
-    classes_from: ClassesFrom = "auto"
-    image_column: str = "image"
-    caption_column: str = "text"
-    image_root: str = ""
-    """Folder of the images of a file of metadata; empty: the folder of the file."""
-    dataset_config: str | None = None
-    split: str = "train"
-    max_samples: int | None = None
-    samples_per_shard: int = 1024
     batch: int = 16
     """Images or captions per pass through the models."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -83,9 +67,20 @@ class EncodeOptions:
     workers: int = 4
     """Decoding threads per rank."""
 
+    @property
+    def in_pixels(self) -> bool:
+        """Whether the data set holds pixels instead of latents."""
+        return self.autoencoder == "identity"
+
+    @property
+    def needs_captions(self) -> bool:
+        """Whether captions are read, and an image without one is unusable."""
+        return not self.in_pixels
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_local("--pretrained", self.pretrained)
-        if self.autoencoder == "identity":
+        if self.in_pixels:
             changed = [f.name for f in fields(self) if f.name in _OF_PIPELINE and getattr(self, f.name) != f.default]
             flag = "--" + changed[0].replace("_", "-") if changed else ""
             mirror = "; training mirrors pixels with --data.random_flip" if flag == "--flip" else ""
@@ -102,21 +97,8 @@ class EncodeOptions:
                 "such as stabilityai/sd-vae-ft-ema; check the path",
             )
         require(
-            1 <= self.samples_per_shard <= MAX_SHARD_SAMPLES,
-            f"--samples-per-shard {self.samples_per_shard}: expected 1 to {MAX_SHARD_SAMPLES}",
-        )
-        require(
             self.batch >= 1 and self.workers >= 1,
             f"--batch {self.batch}, --workers {self.workers}: expected at least 1",
-        )
-        require(
-            not self.caption or self.caption_from == "none",
-            f"--caption and --caption-from {self.caption_from} both give the caption of images without one; omit one",
-        )
-        flag = "--caption" if self.caption else "--caption-from"
-        require(
-            self.classes_from == "auto" or (not self.caption and self.caption_from == "none"),
-            f"{flag} needs captions, which --classes-from {self.classes_from} ignores; omit one",
         )
         require(self.bucket_step is None or self.buckets, "--bucket-step needs --buckets; add it or omit --bucket-step")
         # resolve() fails on a link in a circle, which the reader explains.

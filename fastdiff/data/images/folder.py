@@ -18,8 +18,6 @@ from fastdiff.data.images.items import (
     LARGEST_TEXT,
     BadCaptionError,
     BadItem,
-    CaptionFrom,
-    ClassesFrom,
     ImageItem,
     clean_captions,
     digest_of,
@@ -29,6 +27,7 @@ from fastdiff.data.images.items import (
 from fastdiff.data.images.kinds import READ, UNPACKED, is_archive
 from fastdiff.data.images.listing import Listing
 from fastdiff.data.images.metadata import LISTS, METADATA, Table, read_table
+from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.images.walk import Names, is_folder, nfc, unreadable, visible
 from fastdiff.data.selection import Selection, Tally
 from fastdiff.errors import ConfigError, DataError
@@ -70,17 +69,10 @@ class ImageFolder:
 
     Args:
         folder: The folder, or its parent if that holds only splits.
-        samples_per_unit: Images per unit.
-        caption_column: Column of the metadata with a caption or a list of captions.
-        split: Name of the subfolder, if ``folder`` holds only splits.
-        max_samples: Use only the first images, up to this number.
-        classes_from: See above.
+        options: What is read. ``image_column`` is the column of the metadata with the path of an image, absolute or
+            below ``folder``, if it has no ``file_name``. ``caption_from`` ``folder``: the name without the repeats of
+            kohya's ``10_sks dog``.
         metadata: File of metadata of images in ``folder``, instead of one in it; also a .json file with a list of rows.
-        image_column: Column of the metadata with the path of an image, absolute or below ``folder``, if it has no
-            ``file_name``.
-        caption: Caption of each image without one of its own; empty: none.
-        caption_from: ``folder``: instead, the name of its folder, without the repeats of kohya's ``10_sks dog``.
-        needs_captions: Whether captions are read, and an image without one is unusable.
 
     Raises:
         ConfigError: The metadata has no such column, or the folder holds only other splits.
@@ -88,32 +80,18 @@ class ImageFolder:
         StorageError: A folder or file cannot be read.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        samples_per_unit: int,
-        caption_column: str = "text",
-        split: str = "train",
-        max_samples: int | None = None,
-        classes_from: ClassesFrom = "auto",
-        metadata: Path | None = None,
-        image_column: str = "file_name",
-        caption: str = "",
-        caption_from: CaptionFrom = "none",
-        needs_captions: bool = True,
-    ) -> None:
-        self.root = folder if metadata else _root(folder, split)
+    def __init__(self, folder: Path, options: SourceOptions, *, metadata: Path | None = None) -> None:
+        self.root = folder if metadata else _root(folder, options.split)
         self.name = f"images {f'of {escape(str(metadata))} ' if metadata else ''}in {escape(str(self.root))}"
         self.class_names: tuple[str, ...] = ()
         self.captioned = False
-        self._per_unit, self._needs_captions = samples_per_unit, needs_captions
-        self._columns = caption_column, image_column
+        self._options, self._per_unit = options, options.samples_per_shard
         self._names = Names(self.root)
         self._left_out, self._noted = Tally(), Tally()
         self._note_splits(folder)
-        self._substitute = _substitute(self.root, caption, caption_from)
-        entries = sorted(self._list(metadata, classes_from), key=lambda entry: entry.path)
+        self._substitute = _substitute(self.root, options)
+        entries = sorted(self._list(metadata), key=lambda entry: entry.path)
+        max_samples = options.max_samples
         self.classes = len(self.class_names) or None
         self._entries = self._substituted(entries[:max_samples])
         for entry in entries[max_samples:] if max_samples is not None else ():
@@ -122,7 +100,7 @@ class ImageFolder:
         self.selection = Selection(left_out=self._left_out.counted(), noted=self._noted.counted())
         facts = ([entry.path, entry.captions, entry.label] for entry in self._entries)
         kind = "" if self.captioned or self.classes else ", no captions"
-        self.digest = digest_of(f"folder, {samples_per_unit} per unit, {self.classes} classes{kind}", facts)
+        self.digest = digest_of(f"folder, {self._per_unit} per unit, {self.classes} classes{kind}", facts)
 
     @property
     def units(self) -> int:
@@ -142,7 +120,9 @@ class ImageFolder:
 
     def _files(self, entry: _Entry) -> list[str]:
         """Return the relative paths of an image and its caption file."""
-        reads_text = self.captioned and self._needs_captions and entry.captions is None and entry.text is not None
+        reads_text = (
+            self.captioned and self._options.needs_captions and entry.captions is None and entry.text is not None
+        )
         return [entry.path, str(entry.text)] if reads_text else [entry.path]
 
     def found_in(self, unit: int) -> Selection:
@@ -184,7 +164,7 @@ class ImageFolder:
             raise _BadFileError(f"{error}{hint}") from error
 
     def _captions(self, entry: _Entry) -> tuple[str, ...]:
-        if not (self.captioned and self._needs_captions):
+        if not (self.captioned and self._options.needs_captions):
             return ()
         if entry.captions is not None:
             return clean_captions(entry.captions)
@@ -192,13 +172,13 @@ class ImageFolder:
             raise _BadFileError(f"it has no caption: expected {escape(expected(entry.path))}; or use --caption")
         return clean_captions(_lines(self.root / entry.text))
 
-    def _list(self, metadata: Path | None, classes_from: ClassesFrom) -> list[_Entry]:
+    def _list(self, metadata: Path | None) -> list[_Entry]:
         """List the images, count what is left out, and set ``captioned`` and ``class_names``."""
         if metadata is not None:
             table = self._table(metadata)
             listing = Listing.beside(self.root, table.captions)
             return self._by_table(metadata, table, listing)
-        listing = Listing.below(self.root)
+        listing, classes_from = Listing.below(self.root), self._options.classes_from
         described = [name for name in METADATA if name in listing.files] if classes_from == "auto" else []
         if len(described) > 1:
             raise DataError(f"{self.root} holds {' and '.join(described)}; keep only one")
@@ -216,9 +196,10 @@ class ImageFolder:
         return self._by_prefix(listing.images) if classes_from == "prefix" else list(map(_Entry, listing.images))
 
     def _table(self, path: Path) -> Table:
-        caption_column, image_column = self._columns
-        needed = self._needs_captions and self._substitute is None
-        return read_table(path, caption_column, image_column, self.root, self._names, needs_captions=needed)
+        options = self._options
+        needed = options.needs_captions and self._substitute is None
+        columns = options.caption_column, options.image_column
+        return read_table(path, *columns, self.root, self._names, needs_captions=needed)
 
     def _by_table(self, path: Path, table: Table, listing: Listing) -> list[_Entry]:
         self.captioned = table.captioned or self._substitute is not None
@@ -351,12 +332,12 @@ def without_repeats(name: str) -> str:
     return found[1].strip() if found else name
 
 
-def _substitute(root: Path, caption: str, caption_from: CaptionFrom) -> Callable[[str], str] | None:
+def _substitute(root: Path, options: SourceOptions) -> Callable[[str], str] | None:
     """Return the caption by path of images that have none; None: there is none."""
-    if caption_from == "folder":
+    if options.caption_from == "folder":
         own = os.path.basename(os.path.abspath(root))
         return lambda path: without_repeats(os.path.basename(os.path.dirname(path)) or own)
-    return (lambda path: caption) if caption else None
+    return (lambda path: options.caption) if options.caption else None
 
 
 def _no_images(listing: Listing) -> str:

@@ -18,6 +18,7 @@ from fastdiff.data.images.items import (
     stamp,
     unit_count,
 )
+from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.selection import Selection, Tally
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.files import read_bounded
@@ -39,41 +40,24 @@ class HuggingFaceSource:
     With an image column alone, the images have neither.
 
     Args:
-        path: A folder written by ``save_to_disk``, a folder of parquet, arrow, JSON or CSV files, or a hub id.
-        samples_per_unit: Images per unit.
-        image_column: Column of the images, as bytes or paths; they are not decoded here.
-        caption_column: Column of captions or lists of captions.
-        split: Name of the split, if there are several.
-        max_samples: Use only the first rows, up to this number.
-        config: Name of the configuration, if there are several.
-        caption: Caption of each row without one; empty: none.
-        needs_captions: Whether captions are read, and a row without one is unusable.
+        options: The source is a folder written by ``save_to_disk``, a folder of parquet, arrow, JSON or CSV files, or a
+            hub id. ``image_column`` holds images as bytes or paths; they are not decoded here.
 
     Raises:
         ConfigError: ``datasets`` is not installed, or the split or a column does not exist.
         DataError: The data set does not exist or cannot be read.
     """
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        samples_per_unit: int,
-        image_column: str = "image",
-        caption_column: str = "text",
-        split: str = "train",
-        max_samples: int | None = None,
-        config: str | None = None,
-        caption: str = "",
-        needs_captions: bool = True,
-    ) -> None:
+    def __init__(self, options: SourceOptions) -> None:
+        path, config, split = options.source, options.dataset_config, options.split
+        image_column, caption_column, caption = options.image_column, options.caption_column, options.caption
         self.name = f"data set {path}{f', configuration {config}' if config else ''}, split {split}"
         found = _load(path, split, config)
         import datasets
 
         if len(found) == 0:
             raise DataError(f"{self.name} holds no rows")
-        self._image, self._caption, self._needs_captions = image_column, caption_column, needs_captions
+        self._image, self._caption, self._needs_captions = image_column, caption_column, options.needs_captions
         # Rows may refer only to files that were downloaded with them or lie next to their folder.
         self._folders = [*_around(Path(path)), *(Path(str(each)).resolve() for each in _downloads(datasets.config))]
         self._has_column, self._substitute = caption_column in found.column_names, caption
@@ -88,8 +72,8 @@ class HuggingFaceSource:
         described = caption_column if self._has_column else _LABEL if self.classes else None
         used = [image_column, *([described] if described else [])]
         total, noted = len(found), Tally()
-        if max_samples is not None:
-            found = found.select(range(min(max_samples, len(found))))
+        if options.max_samples is not None:
+            found = found.select(range(min(options.max_samples, len(found))))
         try:
             self._rows = found.select_columns(used).cast_column(image_column, datasets.Image(decode=False))
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -98,11 +82,11 @@ class HuggingFaceSource:
                 "datasets.Image, bytes or paths"
             ) from error
         self._in_arrow = self._rows.with_format("arrow")
-        self._per_unit = samples_per_unit
+        self._per_unit = options.samples_per_shard
         if total > len(found):
-            noted.add(f"beyond --max-samples {max_samples}", count=total - len(found))
+            noted.add(f"beyond --max-samples {options.max_samples}", count=total - len(found))
         self.selection = Selection(left_out=noted.counted())
-        kind = f"datasets, {split}, {image_column}, {samples_per_unit} per unit{f', {caption}' if caption else ''}"
+        kind = f"datasets, {split}, {image_column}, {self._per_unit} per unit{f', {caption}' if caption else ''}"
         self.digest = digest_of(kind, self._facts(described))
 
     @property

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from fastdiff.data.selection import Selection
 from fastdiff.sanitize import CONTROL
@@ -18,10 +18,6 @@ LARGEST_TEXT = 10 << 20
 """Size limit of an image's text or JSON file in bytes."""
 LONGEST_CAPTION = 100_000
 """Size limit of a caption in UTF-8 bytes; text encoders read at most a few hundred."""
-ClassesFrom = Literal["auto", "folder", "prefix", "none"]
-"""Origin of the classes, see ``ImageFolder``."""
-CaptionFrom = Literal["none", "folder"]
-"""Origin of the captions of images that have none, see ``ImageFolder``."""
 
 
 @dataclass(frozen=True, slots=True)

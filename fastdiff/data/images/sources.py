@@ -11,18 +11,17 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from fastdiff.config.argument_types import require_local
 from fastdiff.config.networks.pretrained import HUB_ID
 from fastdiff.data.images.folder import ImageFolder
 from fastdiff.data.images.hugging_face import HuggingFaceSource, holds_rows, is_saved_dataset
-from fastdiff.data.images.items import BadItem, CaptionFrom, ClassesFrom, ImageItem, ImageSource
+from fastdiff.data.images.items import BadItem, ImageItem, ImageSource
 from fastdiff.data.images.kinds import UNPACKED, Kind, ending_of, head_of, is_archive, kind_of_file
 from fastdiff.data.images.listing import Listing
 from fastdiff.data.images.metadata import LISTS, METADATA
+from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.images.user_source import UserSource
 from fastdiff.data.images.walk import walk_files
 from fastdiff.data.images.webdataset_tars import WebDatasetSource
@@ -36,136 +35,47 @@ __all__ = ["BadItem", "ImageItem", "ImageSource", "open_source"]
 
 _MOST = 1_000_000
 """Largest number of names that braces may stand for."""
-_A_TABLE = "a file of metadata (.json, .jsonl or .csv)"
-_OF_HUGGING_FACE = "a data set of Hugging Face"
 
 
-def open_source(
-    text: str,
-    *,
-    samples_per_unit: int,
-    image_column: str = "image",
-    caption_column: str = "text",
-    split: str = "train",
-    max_samples: int | None = None,
-    classes_from: ClassesFrom = "auto",
-    image_root: str = "",
-    dataset_config: str | None = None,
-    caption: str = "",
-    caption_from: CaptionFrom = "none",
-    needs_captions: bool = True,
-) -> ImageSource:
+def open_source(options: SourceOptions) -> ImageSource:
     """Recognise the kind of a source, in the order that the module lists, and open it.
 
-    Args:
-        text: The argument of the user.
-        samples_per_unit: Per unit; a tar is always one unit.
-        image_column: Column of the images, in a data set.
-        caption_column: Column or field of the captions.
-        split: Name of the split, if there are several.
-        max_samples: Use only the first samples, up to this number.
-        classes_from: Origin of the classes of a folder of images, see ``ImageFolder``.
-        image_root: Folder of the images of a file of metadata; empty: that of the file.
-        dataset_config: Configuration of a data set that has several.
-        caption: Caption of each image without one of its own; empty: none.
-        caption_from: ``folder``: instead, the name of its folder.
-        needs_captions: Whether captions are read, and an image without one is unusable.
-
     Raises:
-        ConfigError: A column or split does not exist, a package is missing, or the source does not support an option.
+        ConfigError: A column or split does not exist, a package is missing, or the source does not read an option.
         DataError: The source does not exist, or holds both tars and images.
         StorageError: The source cannot be read.
     """
-    if samples_per_unit < 1 or (max_samples is not None and max_samples < 1):
-        raise ConfigError(f"{samples_per_unit} samples per unit, at most {max_samples} samples: expected at least 1")
+    text = options.source
     if names_file(text) or (not Path(text).exists() and text in installed("fastdiff.sources")):
-        _refuse_for_code(text, image_root, dataset_config, caption, caption_from)
-        return UserSource(text, samples_per_unit=samples_per_unit, max_samples=max_samples)
-    require_local("--image-root", image_root)
-    common: dict[str, Any] = {
-        "caption_column": caption_column,
-        "max_samples": max_samples,
-        "caption": caption,
-        "needs_captions": needs_captions,
-    }
-    per_unit = common | {"samples_per_unit": samples_per_unit, "image_column": image_column}
-    of_folder = {"classes_from": classes_from, "caption_from": caption_from}
-    tars = _tars(text)
-    if tars is None and (found := _of_folder(text, image_root, dataset_config, split, per_unit, of_folder)):
-        return found
-    _require_use("--image-root", image_root, _A_TABLE, False)
-    _require_use("--dataset-config", dataset_config, _OF_HUGGING_FACE, tars is None)
-    _require_no_folder_options(text, tars, classes_from, caption_from)
+        options.require_read("code")
+        return UserSource(options)
+    path, tars = Path(text), _tars(text)
     if tars is not None:
-        return WebDatasetSource(tars, name=_named(text), beside=_beside(text, tars), **common)
-    return HuggingFaceSource(text, split=split, config=dataset_config, **per_unit)
-
-
-def _of_folder(
-    text: str,
-    image_root: str,
-    dataset_config: str | None,
-    split: str,
-    per_unit: Mapping[str, Any],
-    choice: Mapping[str, Any],
-) -> ImageFolder | None:
-    """Open a file of metadata or a folder of images; None if the source is neither."""
-    folder = Path(text)
-    is_list = folder.suffix.lower() in LISTS and folder.is_file()
-    if not is_list and (not folder.is_dir() or is_saved_dataset(folder) or _holds_only_rows(folder)):
-        return None
-    _require_use("--image-root", image_root, _A_TABLE, is_list)
-    _require_use("--dataset-config", dataset_config, _OF_HUGGING_FACE, False)
-    if not is_list:
-        return ImageFolder(folder, split=split, **choice, **per_unit)
-    _require_list_alone(image_root, choice["classes_from"])
-    root = Path(image_root or folder.parent)
-    return ImageFolder(root, metadata=folder, caption_from=choice["caption_from"], **per_unit)
+        options.require_read("tars")
+        return WebDatasetSource(tars, options, beside=_beside(text, tars))
+    if path.suffix.lower() in LISTS and path.is_file():
+        options.require_read("table")
+        return ImageFolder(Path(options.image_root or path.parent), options, metadata=path)
+    if path.is_dir() and not is_saved_dataset(path) and not _holds_only_rows(path):
+        options.require_read("folder")
+        return ImageFolder(path, options)
+    options.require_read("rows")
+    if not path.is_dir() and (path.exists() or not re.fullmatch(HUB_ID, text)):
+        raise _no_source(text)
+    return HuggingFaceSource(options)
 
 
 def count_images(text: str, **columns: str | None) -> int:
     """Count the images of a source.
 
     Args:
-        text: As for ``open_source``.
-        columns: Its ``image_column``, ``caption_column`` and ``dataset_config``.
+        text: The argument of the user.
+        columns: Of ``SourceOptions``: ``image_column``, ``caption_column`` and ``dataset_config``.
 
     Raises:
         FastdiffError: They cannot be counted.
     """
-    return len(open_source(text, samples_per_unit=1, **columns))  # type: ignore[arg-type]
-
-
-def _refuse_for_code(text: str, *given: str | None) -> None:
-    require(
-        not any(value and value != "none" for value in given),
-        f"{escape(text)} is code, which reads its images and captions itself",
-    )
-
-
-def _require_use(flag: str, value: str | None, of: str, used: bool) -> None:
-    require(used or not value, f"{flag} {value} is for {of}, which the source is not; leave it out")
-
-
-def _require_list_alone(image_root: str, classes_from: ClassesFrom) -> None:
-    require(not image_root or Path(image_root).is_dir(), f"--image-root {image_root}: no such folder")
-    require(classes_from == "auto", f"--classes-from {classes_from} needs a folder of images; leave it out")
-
-
-def _require_no_folder_options(
-    text: str, tars: list[str] | None, classes_from: ClassesFrom, caption_from: CaptionFrom
-) -> None:
-    """Refuse what is no source, and options of folders for tars and data sets."""
-    folder = Path(text)
-    if tars is None and not folder.is_dir() and (folder.exists() or not re.fullmatch(HUB_ID, text)):
-        raise _no_source(text)
-    require(caption_from == "none", f"--caption-from {caption_from} needs a folder of images; use --caption TEXT")
-    needs = f"needs a folder of images, which {_named(text)} is not; omit it: tars and data sets contain their classes"
-    require(classes_from == "auto", f"--classes-from {classes_from} {needs}")
-
-
-def _named(text: str) -> str:
-    return shown(text) if is_remote(text) else escape(text)
+    return len(open_source(SourceOptions(source=text, **columns)))  # type: ignore[arg-type]
 
 
 def _no_source(text: str) -> DataError:

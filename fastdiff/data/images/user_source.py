@@ -23,6 +23,7 @@ from fastdiff.data.images.items import (
     digest_of,
     unit_count,
 )
+from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.selection import Selection, Tally
 from fastdiff.errors import ConfigError, require
 from fastdiff.files import read_bounded
@@ -34,19 +35,17 @@ class UserSource:
     """The images of a user's sequence, read by number.
 
     Args:
-        text: ``PATH.py:NAME``, or the name of an installed plug-in.
-        samples_per_unit: images per unit.
-        max_samples: use only the first images, up to this number.
+        options: the source is ``PATH.py:NAME``, or the name of an installed plug-in.
 
     Raises:
         ConfigError: it cannot be opened, or item 0 or the last item is not as described, or differs when it is read
             again.
     """
 
-    def __init__(self, text: str, *, samples_per_unit: int, max_samples: int | None = None) -> None:
-        self.name = escape(text)
-        self._plugin: Plugin = load(text, "fastdiff.sources", "source")
-        self._per_unit = samples_per_unit
+    def __init__(self, options: SourceOptions) -> None:
+        self.name = options.name
+        self._plugin: Plugin = load(options.source, "fastdiff.sources", "source")
+        self._per_unit, max_samples = options.samples_per_shard, options.max_samples
         with self._plugin.blamed(self.name):
             self._items: Any = self._plugin.found() if callable(self._plugin.found) else self._plugin.found
             self._count = len(self._items)
@@ -65,7 +64,7 @@ class UserSource:
             self._check(index)
         facts = [self._plugin.identity, self._count]
         self.selection = Selection(left_out=left_out.counted())
-        self.digest = digest_of(f"plug-in, {samples_per_unit} per unit", facts)
+        self.digest = digest_of(f"plug-in, {self._per_unit} per unit", facts)
 
     @property
     def units(self) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdiff.data.images.items import BadItem, ImageItem, clean_captions, digest_of, stamp
+from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.images.tar_members import (
     KINDS,
     TEXTS,
@@ -48,12 +49,8 @@ class WebDatasetSource:
 
     Args:
         tars: Paths and addresses, in the order of the units.
-        name: Name for the provenance.
-        caption_column: ``text``: the ``.txt`` member, or the caption in the ``.json`` member; any other name: a field
-            of the ``.json`` member.
-        max_samples: Use only the first samples, up to this number.
-        caption: Caption of each sample without one; empty: none.
-        needs_captions: Whether captions are read, and a sample without one is unusable.
+        options: What is read. ``caption_column`` ``text``: the ``.txt`` member, or the caption in the ``.json`` member;
+            any other name: a field of the ``.json`` member.
         beside: What lies beside the tars and is not read; None: nothing.
 
     Raises:
@@ -64,17 +61,8 @@ class WebDatasetSource:
 
     class_names: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        tars: Sequence[str],
-        *,
-        name: str,
-        caption_column: str = "text",
-        max_samples: int | None = None,
-        caption: str = "",
-        needs_captions: bool = True,
-        beside: Selection | None = None,
-    ) -> None:
+    def __init__(self, tars: Sequence[str], options: SourceOptions, *, beside: Selection | None = None) -> None:
+        name, caption, max_samples = options.name, options.caption, options.max_samples
         if not tars:
             raise DataError(f"{name}: there are no tars")
         missing = [tar for tar in tars if not is_remote(tar) and not os.path.isfile(tar)]
@@ -82,9 +70,9 @@ class WebDatasetSource:
             raise DataError(f"{missing[0]} is missing, and {len(missing) - 1} more of {len(tars)} tars of {name}")
         self.name = f"images in {name}"
         self._tars = list(tars)
-        self._column = caption_column
+        self._column = options.caption_column
         self._most = max_samples
-        self._caption, self._needs_captions = caption, needs_captions
+        self._caption, self._needs_captions = caption, options.needs_captions
         self._found: dict[int, Selection] = {}
         self._left_out, self._noted = Tally(), Tally()
         self._offsets: list[npt.NDArray[np.int64]] | None = None
@@ -97,7 +85,7 @@ class WebDatasetSource:
         names = [resource(tar) if is_remote(tar) else Path(tar).name for tar in self._tars]
         of_tars = Selection(left_out=self._left_out.counted(), noted=self._noted.counted())
         self.selection = of_tars.and_then([beside or Selection()])
-        kind = f"webdataset, {caption_column}, {max_samples} samples, {self.classes} classes"
+        kind = f"webdataset, {self._column}, {max_samples} samples, {self.classes} classes"
         self.digest = digest_of(f"{kind}, {caption}" if caption else kind, names)
 
     @property

@@ -22,6 +22,7 @@ from fastdiff.config.data import DataConfig
 from fastdiff.data.encoding.autoencoder import LatentEncoder, time_ids
 from fastdiff.data.images.decode import BadImage, Crop, Decoded, ImageTransform, open_decoder
 from fastdiff.data.images.items import BadItem, ImageItem
+from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.images.sources import open_source
 from fastdiff.data.loading.batches import Batches, Tensors
 from fastdiff.data.loading.order import RankPositions, SampleOrder, subset
@@ -65,13 +66,15 @@ class OnlineImages:
                 f"latent of {pretrained.path}"
             )
         self.source = open_source(
-            config.path,
-            samples_per_unit=_SHUFFLED_TOGETHER,
-            image_column=config.image_column,
-            caption_column=config.caption_column,
-            max_samples=config.max_samples if config.subset == "first" else None,
-            image_root=config.image_root,
-            dataset_config=config.dataset_config,
+            SourceOptions(
+                source=config.path,
+                samples_per_shard=_SHUFFLED_TOGETHER,
+                image_column=config.image_column,
+                caption_column=config.caption_column,
+                max_samples=config.max_samples if config.subset == "first" else None,
+                image_root=config.image_root,
+                dataset_config=config.dataset_config,
+            )
         )
         if not self.source.captioned:
             raise ConfigError(f"{self.folder} has no captions in {config.caption_column!r}; see --data.caption_column")

@@ -19,6 +19,7 @@ from fastdiff.data.encoding import builtin
 from fastdiff.data.encoding.images import _Expectation, encode_images
 from fastdiff.data.encoding.options import EncodeOptions
 from fastdiff.data.encoding.plan import BadRecord, EncodeFolder, UnitRecord
+from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.images.sources import open_source
 from fastdiff.data.selection import Selection
 from fastdiff.data.shards.format import DatasetInfo
@@ -142,7 +143,7 @@ def test_a_rank_says_that_it_waits_for_the_count_of_captions(images: Path, pipel
 
 
 def test_the_number_of_images_is_not_guessed_where_it_is_known(images: Path) -> None:
-    source = open_source(str(images), samples_per_unit=2)
+    source = open_source(SourceOptions(source=str(images), samples_per_shard=2))
     expected = _Expectation(source, 2, range(1, 2), {})
     assert expected.images == 1, "the last unit is not full"
     whole = _Expectation(source, 2, range(2), {})

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from fastdiff.data.images.items import BadItem, ImageItem, ImageSource
+from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.images.sources import open_source
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.optional_packages import pip_install
@@ -35,7 +36,7 @@ def write(folder: Path, files: dict[str, bytes | str]) -> Path:
 
 
 def source(text: object, **options: object) -> ImageSource:
-    return open_source(str(text), **({"samples_per_unit": 2} | options))  # type: ignore[arg-type]
+    return open_source(SourceOptions(source=str(text), **({"samples_per_shard": 2} | options)))  # type: ignore[arg-type]
 
 
 def everything(found: ImageSource) -> list[ImageItem | BadItem]:
@@ -86,7 +87,7 @@ def test_metadata_csv(tmp_path: Path) -> None:
     rows = [["file_name", "other", "words"], ["sub/b.PNG", "1", "two"], ["a.jpg", "2", 'a "quoted", long\ncaption']]
     csv.writer(table).writerows(rows)
     write(tmp_path, {**PICTURES, "metadata.csv": table.getvalue()})
-    found = source(tmp_path, caption_column="words", samples_per_unit=1)
+    found = source(tmp_path, caption_column="words", samples_per_shard=1)
     assert [captions for _, captions, _ in contents(found)] == [('a "quoted", long caption',), ("two",)]
     assert found.units == 2
     with pytest.raises(ConfigError, match=r"metadata.csv has no caption column 'text'.*: file_name, other, words"):
@@ -262,7 +263,7 @@ def test_the_digest_is_of_what_is_listed(tmp_path: Path) -> None:
     first = write(tmp_path / "first", {"a/1.jpg": picture(1), "b/1.jpg": picture(2)})
     second = write(tmp_path / "second", {"b/1.jpg": picture(2), "a/1.jpg": picture(1)})
     assert source(first).digest == source(second).digest
-    assert source(first).digest != source(first, samples_per_unit=3).digest
+    assert source(first).digest != source(first, samples_per_shard=3).digest
     write(second, {"b/2.jpg": picture(1)})
     assert source(first).digest != source(second).digest
 
@@ -349,12 +350,13 @@ def test_packages_that_are_not_installed_are_named(tmp_path: Path) -> None:
     code = """
 import sys
 sys.modules.update(dict.fromkeys(["s3fs", "aiohttp", "datasets"]))  # None: as if not installed
+from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.images.sources import open_source
 from fastdiff.optional_packages import pip_install
 from fastdiff.errors import ConfigError
 for text in ("https://host/a.tar", "s3://bucket/a.tar", "some/data-set"):
     try:
-        open_source(text, samples_per_unit=1)
+        open_source(SourceOptions(source=text))
     except ConfigError as error:
         print(error)
 """

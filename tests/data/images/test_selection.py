@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from fastdiff.data.encoding.options import EncodeOptions
 from fastdiff.data.images.items import ImageSource
+from fastdiff.data.images.sources import open_source
 from fastdiff.data.selection import Counted, Selection, Tally
 from fastdiff.errors import ConfigError, DataError
 from tests.data.images.test_image_sources import contents, dataset, everything, picture, reasons, source, write
@@ -20,6 +22,11 @@ TABLES_UNREAD = "tables, not read; a .json, .jsonl or .csv is read as the source
 
 Form = Callable[[str], str]
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100)
+
+
+def for_pixels(folder: Path) -> ImageSource:
+    """A source for a data set in pixel space, which reads no captions."""
+    return open_source(EncodeOptions(source=str(folder), out=folder.parent / "out", autoencoder="identity"))
 
 
 def left_out(found: ImageSource) -> dict[str, tuple[int, tuple[str, ...]]]:
@@ -163,7 +170,7 @@ def test_an_empty_caption_is_the_empty_prompt_and_no_caption_is_refused(tmp_path
         assert [item.captions for item in items[:2]] == [("",), ("a",)], name  # type: ignore[union-attr]
         assert len(reasons(source(tmp_path / name))) == 1, name
     assert [captions for _, captions, _ in contents(source(tmp_path / "csv"))] == [("",), ("a",), ("",)]
-    pixels = source(tmp_path / "rows", needs_captions=False)
+    pixels = for_pixels(tmp_path / "rows")
     assert len(contents(pixels)) == 3, "pixels need no captions"
 
 
@@ -211,7 +218,7 @@ def test_pictures_beside_the_splits_are_left_out(tmp_path: Path) -> None:
 
 def test_a_table_without_captions_serves_where_none_are_read(tmp_path: Path) -> None:
     write(tmp_path, {"a.jpg": picture(1), "b.jpg": picture(2), "metadata.csv": "file_name,label\na.jpg,3\n"})
-    found = source(tmp_path, needs_captions=False)
+    found = for_pixels(tmp_path)
     assert (len(found), found.captioned) == (1, False)
     assert left_out(found) == {"without a row in metadata.csv": (1, ("b.jpg",))}
 

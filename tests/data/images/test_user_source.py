@@ -9,6 +9,7 @@ import pytest
 
 from fastdiff.data.encoding.images import encode_images
 from fastdiff.data.encoding.options import EncodeOptions
+from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.images.sources import open_source
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
@@ -54,16 +55,16 @@ def test_items_become_samples_in_order(tmp_path: Path) -> None:
 
 
 def test_the_identity_follows_from_the_code(tmp_path: Path) -> None:
-    first = open_source(source(tmp_path, SQUARES), samples_per_unit=4)
-    again = open_source(source(tmp_path, SQUARES), samples_per_unit=4)
-    other = open_source(source(tmp_path, SQUARES + "#"), samples_per_unit=4)
+    first = open_source(SourceOptions(source=source(tmp_path, SQUARES), samples_per_shard=4))
+    again = open_source(SourceOptions(source=source(tmp_path, SQUARES), samples_per_shard=4))
+    other = open_source(SourceOptions(source=source(tmp_path, SQUARES + "#"), samples_per_shard=4))
     assert first.digest == again.digest != other.digest
-    assert len(open_source(source(tmp_path, SQUARES), samples_per_unit=4, max_samples=3)) == 3
+    assert len(open_source(SourceOptions(source=source(tmp_path, SQUARES), samples_per_shard=4, max_samples=3))) == 3
 
 
 def test_captions_and_paths(tmp_path: Path) -> None:
     content = SQUARES.replace('"label": i % 2', '"caption": ["a", "b"]')
-    found = open_source(source(tmp_path, content), samples_per_unit=4)
+    found = open_source(SourceOptions(source=source(tmp_path, content), samples_per_shard=4))
     assert found.captioned
     assert (found.classes, found.units, found.most_captions(0)) == (None, 5, 2)
 
@@ -83,5 +84,5 @@ def test_captions_and_paths(tmp_path: Path) -> None:
 )
 def test_what_breaks_a_promise_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     with pytest.raises((ConfigError, DataError)) as caught:
-        open_source(source(tmp_path, SQUARES.replace(old, new)), samples_per_unit=4)
+        open_source(SourceOptions(source=source(tmp_path, SQUARES.replace(old, new)), samples_per_shard=4))
     assert message in str(caught.value)

@@ -15,6 +15,7 @@ import pytest
 
 from fastdiff.data.images.hugging_face import HuggingFaceSource
 from fastdiff.data.images.items import BadItem, ImageItem
+from fastdiff.data.images.options import SourceOptions
 from fastdiff.files import read_bounded
 from tests.support.injected import hostile
 from tests.support.injected.hostile_files import png
@@ -116,7 +117,7 @@ def test_rows_name_no_file_of_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     for home in (tmp_path / "home", tmp_path / "home" / "me"):
         monkeypatch.setenv("HOME", str(home))
-        found = HuggingFaceSource(str(mine.parent), samples_per_unit=1)
+        found = HuggingFaceSource(SourceOptions(source=str(mine.parent), samples_per_shard=1))
         refused, taken = found.item(0), found.item(1)
         assert isinstance(refused, BadItem)
         assert refused.reason.endswith("is outside the data set")

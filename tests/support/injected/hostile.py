@@ -237,13 +237,14 @@ def verified_tar(folder: Path) -> None:
 def images(folder: Path, members: list[tuple[tarfile.TarInfo, bytes]]) -> None:
     """Read all of a tar of images, as ``fastdiff encode --bad fail`` does."""
     from fastdiff.data.images.items import BadItem
+    from fastdiff.data.images.options import SourceOptions
     from fastdiff.data.images.sources import open_source
     from fastdiff.errors import DataError
 
     good = png()
     first = [(member("0.png", len(good)), good), (member("0.txt", 5), b"a cat")]
     tar_of(folder / "images.tar", [*first, *members])
-    for item in open_source(str(folder / "images.tar"), samples_per_unit=8).items(0):
+    for item in open_source(SourceOptions(source=str(folder / "images.tar"), samples_per_shard=8)).items(0):
         if isinstance(item, BadItem):
             raise DataError(f"{item.name}: {item.reason}")
 
@@ -299,13 +300,14 @@ def rows_that_point_elsewhere(folder: Path) -> None:
 
     from fastdiff.data.images.hugging_face import HuggingFaceSource
     from fastdiff.data.images.items import BadItem
+    from fastdiff.data.images.options import SourceOptions
     from fastdiff.errors import DataError
 
     (folder / "rows").mkdir()
     image = {"bytes": None, "path": "/etc/passwd"}
     table = pyarrow.table({"image": [image], "text": ["a cat"]})
     pyarrow.parquet.write_table(table, folder / "rows" / "train.parquet")
-    item = HuggingFaceSource(str(folder / "rows"), samples_per_unit=1).item(0)
+    item = HuggingFaceSource(SourceOptions(source=str(folder / "rows"), samples_per_shard=1)).item(0)
     if isinstance(item, BadItem):
         raise DataError(item.reason)
 
