@@ -41,8 +41,8 @@ from typing import Any
 from fastdiff import sanitize
 from fastdiff.batch import Batch
 from fastdiff.cluster.preflight.single_node import check_files, check_if_requested
-from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.command_line import train_flags
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log, quieten, write_line
@@ -173,10 +173,10 @@ def main(argv: Sequence[str]) -> int:
 def _start(argv: Sequence[str], stop: StopRequest) -> int:
     raise_open_files()
     live_line.clear()  # help and wrong flags are printed by the parsers
-    launch, config = command_line.parse(argv)
+    launch, config = train_flags.parse(argv)
     if launch.dry_run:
         starting.give_up()
-        command_line.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, world_size()))
+        train_flags.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, world_size()))
         return 0
     config.batch.require_divisible(world_size())
     starting.enter("checking the data")

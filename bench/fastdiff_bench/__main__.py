@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import FrameType, ModuleType
 
-from fastdiff.config.argument_types import Parser
-from fastdiff.config.help_format import sentence
+from fastdiff.config.arguments.help_format import sentence
+from fastdiff.config.arguments.types import Parser
 from fastdiff.errors import ConfigError, report_any
 from fastdiff_bench import BenchError
 

@@ -11,10 +11,10 @@ from typing import Any, Self
 
 import yaml
 
-from fastdiff.config import config_file
 from fastdiff.config import presets as known
-from fastdiff.config.flags.data_set import network_flags
-from fastdiff.config.flags.run_length import OF_LENGTH, samples_flag
+from fastdiff.config.command_line import config_file
+from fastdiff.config.command_line.data_set import network_flags
+from fastdiff.config.command_line.run_length import OF_LENGTH, samples_flag
 from fastdiff.config.networks.of_user import file_of
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fastdiff.checkpoint.manifest import Manifest, committed, read_manifest, require_fields
-from fastdiff.config.config_file import with_kind
+from fastdiff.config.command_line.config_file import with_kind
 from fastdiff.config.launch_options import Resume
-from fastdiff.config.objective import DEFAULTS
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
+from fastdiff.config.sections.objective import DEFAULTS
 from fastdiff.errors import ConfigError, StorageError
 
 Facts = dict[str, Any]

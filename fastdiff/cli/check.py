@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fastdiff.config.argument_types import Subcommands, local_path
+from fastdiff.config.arguments.types import Subcommands, local_path
 from fastdiff.console import Colour, show
 from fastdiff.errors import DataError, StorageError
 

@@ -10,7 +10,7 @@ from functools import partial
 from fastdiff.cli import bench
 from fastdiff.cli.launch import TRAIN, train_parser
 from fastdiff.cli.machines import plan
-from fastdiff.config.argument_types import Parser, Subcommands, may_be_file
+from fastdiff.config.arguments.types import Parser, Subcommands, may_be_file
 
 _SHELLS = ("bash", "zsh", "fish")
 _WITH_FIELDS: dict[str, tuple[str, ...]] = {
@@ -47,7 +47,7 @@ def add(commands: Subcommands, root: argparse.ArgumentParser) -> None:
 def _completion(commands: Subcommands, root: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     import shtab
 
-    from fastdiff.config.flags.completion import add_fields
+    from fastdiff.config.command_line.completion import add_fields
 
     _fill_train(commands.choices[TRAIN])
     bench.add_flags(commands.choices[bench.NAME])
@@ -84,9 +84,9 @@ def _names() -> dict[str, list[str]]:
 
 def _fill_train(parser: argparse.ArgumentParser) -> None:
     """Give the command the flags that it hands on unparsed."""
-    from fastdiff.config import command_line
+    from fastdiff.config.command_line import train_flags
 
-    for flags in (train_parser(), command_line.pre_parser()):
+    for flags in (train_parser(), train_flags.pre_parser()):
         for action in flags._actions:
             if action.help != argparse.SUPPRESS and not parser._option_string_actions.keys() & set(
                 action.option_strings

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdiff.config.argument_types import Parser, local_path, picture
+from fastdiff.config.arguments.types import Parser, local_path, picture
 from fastdiff.errors import report_any, require
 from fastdiff.evaluation.digits import evaluate_digits, evaluation_labels, real_digits
 from fastdiff.files import unfinished_folder

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdiff.cli.published_weights import add_plugin, add_preset, parse_published
-from fastdiff.config.argument_types import (
+from fastdiff.config.arguments.types import (
     VECTORS,
     Subcommands,
     add_averages,

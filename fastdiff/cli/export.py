@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fastdiff.cli.published_weights import add_plugin, add_preset, parse_published
-from fastdiff.config.argument_types import Subcommands, add_averages, count, local_path
+from fastdiff.config.arguments.types import Subcommands, add_averages, count, local_path
 from fastdiff.console import show
 from fastdiff.errors import require
 from fastdiff.live_line import live_line

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from fastdiff.config.argument_types import Parser, Subcommands, count, count_or_zero, local_path
+from fastdiff.config.arguments.types import Parser, Subcommands, count, count_or_zero, local_path
 from fastdiff.console import show, write_line
 from fastdiff.errors import ConfigError
 

@@ -16,7 +16,7 @@ from fastdiff.cli.compat import command
 from fastdiff.cli.demo import command as demo
 from fastdiff.cli.machines import plan
 from fastdiff.cli.published_weights import split_fields
-from fastdiff.config.argument_types import Parser
+from fastdiff.config.arguments.types import Parser
 from fastdiff.console import log, quieten, write_line
 from fastdiff.errors import FastdiffError, StorageError, report, report_any, require_utf8
 from fastdiff.files import raise_open_files

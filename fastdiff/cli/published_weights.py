@@ -76,9 +76,9 @@ def parse_published(path: Path, name: str | None, flags: Sequence[str]) -> RunCo
 
     Raises:
         ConfigError: a run with a preset or flags, a file without a preset, or a network that no file can hold.
-        SystemExit: as ``command_line.parse``.
+        SystemExit: as ``train_flags.parse``.
     """
-    from fastdiff.config.command_line import parse
+    from fastdiff.config.command_line.train_flags import parse
     from fastdiff.config.networks.pretrained import WEIGHT_FILES
 
     is_file = path.suffix in WEIGHT_FILES and not path.is_dir()

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from fastdiff.config.argument_types import VECTORS, Subcommands, at_most, count, local_path, picture, positive
+from fastdiff.config.arguments.types import VECTORS, Subcommands, at_most, count, local_path, picture, positive
 from fastdiff.console import log, show
 from fastdiff.errors import ConfigError
 from fastdiff.outputs import require_output

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from fastdiff.cli.published_weights import add_plugin, add_preset, parse_published
-from fastdiff.config.argument_types import (
+from fastdiff.config.arguments.types import (
     Subcommands,
     add_averages,
     count,
@@ -17,7 +17,7 @@ from fastdiff.config.argument_types import (
     require_local,
     seed,
 )
-from fastdiff.config.sampler import SamplerConfig, SchedulerName
+from fastdiff.config.sections.sampler import SamplerConfig, SchedulerName
 from fastdiff.console import show
 from fastdiff.errors import ConfigError
 from fastdiff.live_line import live_line

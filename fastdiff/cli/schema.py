@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from fastdiff.config.argument_types import Subcommands
+from fastdiff.config.arguments.types import Subcommands
 
 
 def add(commands: Subcommands) -> None:
@@ -16,6 +16,6 @@ def add(commands: Subcommands) -> None:
 
 
 def _schema(arguments: argparse.Namespace) -> None:
-    from fastdiff.config.json_schema import config_schema
+    from fastdiff.config.command_line.json_schema import config_schema
 
     print(json.dumps(config_schema(), indent=2))

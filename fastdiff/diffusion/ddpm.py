@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import DdpmConfig, Prediction
+from fastdiff.config.sections.objective import DdpmConfig, Prediction
 from fastdiff.diffusion.levels import Levels, rows, snr_weights
 from fastdiff.diffusion.schedules import Schedule
 from fastdiff_kernels.noising import uniform_time

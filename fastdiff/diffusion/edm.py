@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import EdmConfig
+from fastdiff.config.sections.objective import EdmConfig
 from fastdiff.diffusion.densities import log_normal
 from fastdiff.diffusion.levels import Levels, rows, snr_weights
 

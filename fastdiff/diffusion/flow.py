@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import FlowConfig, FlowPath
+from fastdiff.config.sections.objective import FlowConfig, FlowPath
 from fastdiff.diffusion.levels import ALPHA, SIGMA, Levels, noise_per_error, rows, snr_weights
 
 TIME_SCALE = 1000.0

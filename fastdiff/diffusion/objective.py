@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch, Condition
-from fastdiff.config.objective import DdpmConfig, FlowConfig, ObjectiveConfig
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.objective import DdpmConfig, FlowConfig, ObjectiveConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.diffusion.ddpm import Ddpm
 from fastdiff.diffusion.levels import SIGMA, TARGET_NOISE, TARGET_X0, Corruption, Levels
 from fastdiff.diffusion.noise_shaping import pyramid, small_images, unit_scale

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fastdiff.config.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.diffusion.ddpm import Ddpm
 from fastdiff.diffusion.edm import Edm
 from fastdiff.diffusion.flow import Flow

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import DdpmConfig
+from fastdiff.config.sections.objective import DdpmConfig
 
 LARGEST_BETA = 0.999
 """Cap of the last betas of schedules that are defined by abar (Nichol & Dhariwal 2021, section 3.2)."""

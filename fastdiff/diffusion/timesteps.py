@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import ObjectiveConfig
-from fastdiff.config.timesteps import Density, TimestepConfig
+from fastdiff.config.sections.objective import ObjectiveConfig
+from fastdiff.config.sections.timesteps import Density, TimestepConfig
 from fastdiff.diffusion import densities
 from fastdiff.diffusion.ddpm import Ddpm
 from fastdiff.diffusion.levels import Process

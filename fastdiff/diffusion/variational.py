@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdiff.config.objective import DdpmConfig
+from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.diffusion.ddpm import coefficients
 from fastdiff.diffusion.levels import TARGET_NOISE, TARGET_X0, clean_per_error
 from fastdiff.diffusion.schedules import Schedule

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from fastdiff.config.objective import DEFAULTS
 from fastdiff.config.run_record import require_run
+from fastdiff.config.sections.objective import DEFAULTS
 from fastdiff.diffusion.snr_bins import BINS, SNR_CENTRES, SNR_EDGES, Floats, Mean, by_log_snr, name_of
 from fastdiff.errors import ConfigError
 from fastdiff.evaluation.figures import figure_for

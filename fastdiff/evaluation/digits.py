@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdiff.config.sampler import SamplerConfig
+from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.data.encoding.builtin import DIGITS_SOURCE, DIGITS_SPLITS, digits_source
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.diffusion.noise_shaping import small_images

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.config.data import DataConfig
-from fastdiff.config.objective import DdpmConfig
+from fastdiff.config.sections.data import DataConfig
+from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.data.loading.batches import per_channel
 from fastdiff.data.loading.training_set import check_provenance, open_data, open_held_out
 from fastdiff.data.shards.format import DatasetInfo

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.config.data import DataConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.loading.batches import normalised
 from fastdiff.data.loading.training_set import open_held_out
 from fastdiff.data.shards.format import LATENT, DatasetInfo

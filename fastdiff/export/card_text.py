@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastdiff.config.networks.registry import ModelConfig
-from fastdiff.config.objective import PREDICTION_TYPES, DdpmConfig, FlowConfig, Prediction
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.objective import PREDICTION_TYPES, DdpmConfig, FlowConfig, Prediction
 from fastdiff.models.family import PublishedClass, family_of
 from fastdiff.models.pretrained.sit_transport import transport
 

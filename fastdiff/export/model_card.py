@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fastdiff.config.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.run import RunConfig
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.console import log
 from fastdiff.diffusion.levels import GAMMA
 from fastdiff.export.card_text import Place, base_is_local, base_name

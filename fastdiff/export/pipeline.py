@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fastdiff.config.objective import PREDICTION_TYPES, DdpmConfig, ObjectiveConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.objective import PREDICTION_TYPES, DdpmConfig, ObjectiveConfig
 from fastdiff.errors import ConfigError
 from fastdiff.export.card_text import Place, drawing, from_pretrained, python
 from fastdiff.export.diffusers_model import Source, write_model

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastdiff.config.objective import PREDICTION_TYPES, DdpmConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.objective import PREDICTION_TYPES, DdpmConfig
 from fastdiff.diffusion.schedules import betas
 from fastdiff.export.card_text import Place
 from fastdiff.sampling.pixels import IDENTITY, autoencoder_of

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fastdiff.checkpoint.safetensors_writer import write_tensors
 from fastdiff.config.networks.unet import UNetConfig
-from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.objective import DdpmConfig, ObjectiveConfig
 from fastdiff.errors import ConfigError, require
 from fastdiff.export.card_text import Place, base_name, drawing, load_safetensors, python, where_base_is
 from fastdiff.export.formats import Exported, ExportFormat

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fastdiff.config.objective import PREDICTION_TYPES, DdpmConfig, DdpmPrediction
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.objective import PREDICTION_TYPES, DdpmConfig, DdpmPrediction
 from fastdiff.diffusion.schedules import alpha_bar_of, betas
 from fastdiff.errors import ConfigError
 from fastdiff.files import file_digest

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdiff.config import deepspeed as deepspeed_config
-from fastdiff.config.config_file import from_mapping
+from fastdiff.config.command_line.config_file import from_mapping
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.files import read_bounded

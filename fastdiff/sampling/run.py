@@ -16,12 +16,12 @@ from fastdiff.batch import Condition
 from fastdiff.checkpoint.manifest import committed, digest_of, step_of, verify
 from fastdiff.checkpoint.reader import Checkpoint, snapshot_folder
 from fastdiff.checkpoint.weights import select
-from fastdiff.config.config_file import from_mapping
+from fastdiff.config.command_line.config_file import from_mapping
 from fastdiff.config.networks.of_user import file_of
 from fastdiff.config.networks.registry import ModelConfig, networks
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json, require_run
-from fastdiff.config.sampler import SamplerConfig
+from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.console import log
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import ConfigError, DataError, StorageError, require

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastdiff.config.sampler import SamplerConfig
 from fastdiff.config.sections.performance import Precision
+from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.console import show
 from fastdiff.data.encoding.autoencoder import reproducible
 from fastdiff.data.encoding.options import Rank

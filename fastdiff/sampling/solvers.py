@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fastdiff.batch import Condition
 from fastdiff.config.networks.registry import ModelConfig
-from fastdiff.config.objective import DdpmConfig, EdmConfig, ObjectiveConfig, Variance
-from fastdiff.config.sampler import SamplerConfig
+from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, ObjectiveConfig, Variance
+from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.diffusion.levels import ALPHA, SIGMA, TARGET_NOISE, Process, determinant
 from fastdiff.diffusion.processes import build_process
 from fastdiff.errors import ConfigError

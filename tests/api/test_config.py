@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 import fastdiff
-from fastdiff.config.command_line import parse
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.presets import PRESETS
 from fastdiff.config.run_record import as_json
 from tests.support.processes import ROOT

@@ -22,8 +22,8 @@ from fastdiff.checkpoint.power_function import exponent, fit, product, share
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.checkpoint.step_folders import StepFolders
 from fastdiff.cli.main import main
-from fastdiff.config.data import ValidationConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.errors import ConfigError, FastdiffError, StorageError
 from fastdiff.parallel.world import World

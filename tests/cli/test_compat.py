@@ -15,13 +15,13 @@ from fastdiff.cli.compat import run as compat
 from fastdiff.cli.compat.run import SCRIPTS, in_words, translate
 from fastdiff.cli.compat.translation import Translation, program
 from fastdiff.cli.main import _parser, main
-from fastdiff.config.argument_types import count
-from fastdiff.config.command_line import parse
+from fastdiff.config.arguments.types import count
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
 from fastdiff.config.networks.registry import networks
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.ema import EmaConfig
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.family import family_of
 from tests.support.inputs.images import encode, natural

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from fastdiff.cli import demo_t2i
-from fastdiff.config.command_line import parse
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.models.pretrained.pipeline import Pretrained
 from tests.support.processes import ROOT
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from fastdiff.cli import main as commands
-from fastdiff.config.flags.short_help import SHOWN
+from fastdiff.config.command_line.short_help import SHOWN
 from fastdiff_bench.__main__ import COMMANDS, parser_of
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fastdiff.cli import main as command
-from fastdiff.config import command_line
+from fastdiff.config.command_line import train_flags
 from tests.support.runs import flags, tiny
 from tests.support.scripts import COMMAND, run_with_forks
 
@@ -30,7 +30,7 @@ def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
 def test_every_command_has_both() -> None:
     from fastdiff_bench.__main__ import parser_of
 
-    found = [*_parsers(command._parser()), command_line.pre_parser(), *_parsers(parser_of(["report"]))]
+    found = [*_parsers(command._parser()), train_flags.pre_parser(), *_parsers(parser_of(["report"]))]
     assert len(found) > 20
     for parser in found:
         assert {"--quiet", "--verbose"} <= parser._option_string_actions.keys(), parser.prog

@@ -23,7 +23,7 @@ from fastdiff.cluster.preflight import bandwidth, run, single_node
 from fastdiff.cluster.preflight.bandwidth import Exchange, pairings
 from fastdiff.cluster.preflight.node_checks import checkpoint_bytes, examine_data, examine_devices
 from fastdiff.cluster.preflight.report import NodeReport, as_error, compare
-from fastdiff.config import command_line
+from fastdiff.config.command_line import train_flags
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.parallel.world import World
 from fastdiff.train import train
@@ -198,7 +198,7 @@ def test_a_slow_node_is_named(tmp_path: Path, digits: Path) -> None:
 
 def test_a_node_that_does_not_come_is_named(digits: Path, tmp_path: Path) -> None:
     store = one_store()
-    config = command_line.parse([*FLAGS, "--data.path", str(digits), "--output.folder", str(tmp_path / "run")])[1]
+    config = train_flags.parse([*FLAGS, "--data.path", str(digits), "--output.folder", str(tmp_path / "run")])[1]
     with pytest.raises(ConfigError, match=r"of 3 nodes \(0 to 2\) these did not arrive: 1, 2"):
         run.run(store, 0, 3, config, ranks_per_node=1, timeout_s=1.0)
 
@@ -206,7 +206,7 @@ def test_a_node_that_does_not_come_is_named(digits: Path, tmp_path: Path) -> Non
 def test_a_disk_without_room_for_three_checkpoints(digits: Path, tmp_path: Path) -> None:
     """Room for two is not enough; three and a little is."""
     flags = ["--preset", "digits", "--data.path", str(digits), "--output.folder", str(tmp_path / "disk")]
-    config = command_line.parse(flags)[1]
+    config = train_flags.parse(flags)[1]
     size = checkpoint_bytes(config)
     with tiny_disk(tmp_path / "disk", 2.5 * size / 2**20):
         with pytest.raises(StorageError, match=r"node 0 .*no space on .*disk: 3 checkpoints need .* 0 are there"):
@@ -219,7 +219,7 @@ def test_a_disk_without_room_for_three_checkpoints(digits: Path, tmp_path: Path)
 def test_all_problems_of_a_single_node_are_reported_and_nothing_is_left(tmp_path: Path) -> None:
     """The output folder is made later; the disk is that of its nearest parent."""
     with tiny_disk(tmp_path / "disk", 0.1) as disk:
-        config = command_line.parse([*FLAGS, "--data.path", "/nothing", "--output.folder", str(disk / "a" / "run")])[1]
+        config = train_flags.parse([*FLAGS, "--data.path", "/nothing", "--output.folder", str(disk / "a" / "run")])[1]
         with pytest.raises(DataError, match=r"2 problems on 1 of 1 nodes\n  node 0 .*/nothing.*\n  node 0 .*no space"):
             single_node.check(config)
         assert not list(disk.iterdir())
@@ -229,7 +229,7 @@ def test_rank_0_checks_a_single_node(digits: Path, tmp_path: Path) -> None:
     """Before the first step, and only if asked to."""
     run_flags = ["--preset", "digits", "--data.path", str(digits), "--output.folder", str(tmp_path / "disk")]
     few_steps = ["--samples", "32", "--batch.samples", "16", "--output.sample_every", "0"]
-    size = checkpoint_bytes(command_line.parse(run_flags)[1])
+    size = checkpoint_bytes(train_flags.parse(run_flags)[1])
     with tiny_disk(tmp_path / "disk", 2.5 * size / 2**20):
         command = [COMMAND, "launch", "local", "--ranks"]
         done = run_with_forks(*command, "2", "--", *run_flags, *few_steps)
@@ -246,19 +246,19 @@ def test_the_size_of_a_checkpoint_is_foreseen(digits: Path, tmp_path: Path, worl
         "--preset", "digits", "--data.path", str(digits), "--output.folder", str(tmp_path / "run"),
         "--samples", "64", "--ema.power-stds", "0.05", "--optim.name", "adamw8bit", "--output.sample_every", "0",
     ]  # fmt: skip
-    launch, config = command_line.parse(flags)
+    launch, config = train_flags.parse(flags)
     foreseen = checkpoint_bytes(config)
     train(config, launch, world)
     newest = committed(tmp_path / "run" / "checkpoints")[0]
     written = sum(path.stat().st_size for path in newest.iterdir())
     assert foreseen == pytest.approx(written, rel=0.1)
-    assert checkpoint_bytes(command_line.parse(flags)[1]) == pytest.approx(written, rel=0.01), "now it is read"
+    assert checkpoint_bytes(train_flags.parse(flags)[1]) == pytest.approx(written, rel=0.01), "now it is read"
 
 
 def test_damage_in_the_last_sample_is_found(digits: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(digits, copy)
-    config = command_line.parse(["--preset", "digits", "--data.path", str(copy)])[1]
+    config = train_flags.parse(["--preset", "digits", "--data.path", str(copy)])[1]
     assert list(examine_data(config)) == [str(copy)]
     shard = sorted(copy.glob("*.tar"))[-1]
     with tarfile.open(shard) as archive:

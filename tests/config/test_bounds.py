@@ -9,10 +9,11 @@ import pytest
 
 from fastdiff.cli.main import main
 from fastdiff.cluster.launchers.hostfile import read_hostfile
-from fastdiff.config import argument_types, command_line
 from fastdiff.config import deepspeed as deepspeed_config
-from fastdiff.config.data import DataConfig
+from fastdiff.config.arguments import types as argument_types
+from fastdiff.config.command_line import train_flags
 from fastdiff.config.presets import preset
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.images.sources import open_source
 from fastdiff.data.shards.cache import ShardCache
@@ -84,7 +85,7 @@ def test_shapes_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
 def test_values_that_json_lacks_are_named(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
-        command_line.parse(["--preset", "digits", "--config", str(tmp_path / "run.yaml")])
+        train_flags.parse(["--preset", "digits", "--config", str(tmp_path / "run.yaml")])
 
 
 @pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig
-from fastdiff.config.objective import DdpmConfig, FlowConfig
 from fastdiff.config.presets import FID_400K, PRESETS, preset
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.objective import DdpmConfig, FlowConfig
 from fastdiff.config.sections.optim import OptimConfig
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import build_model
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdiff.config.command_line import parse, print_dry_run
+from fastdiff.config.command_line.train_flags import parse, print_dry_run
 from fastdiff.config.trackers import problems, require_usable
 from fastdiff.errors import ConfigError
 from tests.support.processes import ROOT

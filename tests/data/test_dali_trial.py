@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-from fastdiff.config.data import DataConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.data import dali_trial
 from fastdiff.data.dali_trial import dali_installed, dali_problem, install_dali, version_problem
 from fastdiff.data.images import decode
@@ -96,7 +96,7 @@ def test_a_broken_dali_is_named_and_not_used(content: str, why: str, tmp_path: P
     code = (
         f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}, {str(ROOT / 'kernels')!r}]\n"
         "import torch\n"
-        "from fastdiff.config.data import DataConfig\n"
+        "from fastdiff.config.sections.data import DataConfig\n"
         "from fastdiff.data.loading.build import choose_loader\n"
         "print(*choose_loader(DataConfig(loader='auto'), torch.device('cpu')))"
     )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch, Condition
-from fastdiff.config.objective import DdpmConfig
+from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.rng import Stream, uniform
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
+from fastdiff.config.sections.objective import DdpmConfig, ObjectiveConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.schedules import betas
 from fastdiff.errors import ConfigError

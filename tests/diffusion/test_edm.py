@@ -12,8 +12,8 @@ from scipy import stats
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.config.objective import EdmConfig, Process
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.objective import EdmConfig, Process
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.processes import build_process
 from fastdiff.rng import Stream, normal

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastdiff.batch import Batch
 from fastdiff.config.deepspeed import resolve
-from fastdiff.config.objective import FlowConfig, FlowPath
+from fastdiff.config.sections.objective import FlowConfig, FlowPath
 from fastdiff.diffusion.flow import Flow, interpolant
 from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import ConfigError

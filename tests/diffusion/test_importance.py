@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.config.objective import DdpmConfig
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.objective import DdpmConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.processes import build_process
 from fastdiff.diffusion.timesteps import HISTORY, UNIFORM_PROB, Timesteps, build_timesteps

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastdiff.batch import Batch
-from fastdiff.config.objective import DdpmConfig, ScheduleName
+from fastdiff.config.sections.objective import DdpmConfig, ScheduleName
 from fastdiff.diffusion.levels import SnrWeighting, loss_weights
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.schedules import Schedule

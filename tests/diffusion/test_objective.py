@@ -7,7 +7,7 @@ import torch
 
 from fastdiff.batch import Batch
 from fastdiff.config.networks.dit import DiTConfig
-from fastdiff.config.objective import DdpmConfig
+from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.diffusion.levels import loss_weights
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.schedules import Schedule, betas

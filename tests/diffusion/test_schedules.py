@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
+from fastdiff.config.sections.objective import DdpmConfig, ObjectiveConfig
 from fastdiff.diffusion.schedules import Schedule, alpha_bar_of, betas, zero_terminal_snr
 from fastdiff.errors import ConfigError
 

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from fastdiff.batch import Batch
 from fastdiff.checkpoint.unchanged import config_changes
-from fastdiff.config.config_file import from_mapping
+from fastdiff.config.command_line.config_file import from_mapping
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
-from fastdiff.config.objective import DdpmConfig, FlowConfig, FlowPath, ObjectiveConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
-from fastdiff.config.sampler import SamplerConfig
+from fastdiff.config.sections.objective import DdpmConfig, FlowConfig, FlowPath, ObjectiveConfig
 from fastdiff.config.sections.output import OutputConfig
+from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import ConfigError
 from fastdiff.export.original_checkpoint import _arguments

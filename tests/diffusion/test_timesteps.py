@@ -9,8 +9,8 @@ import scipy.special
 import torch
 
 from fastdiff.batch import Batch
-from fastdiff.config.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
-from fastdiff.config.timesteps import DENSITIES, TimestepConfig
+from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
+from fastdiff.config.sections.timesteps import DENSITIES, TimestepConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.processes import build_process
 from fastdiff.diffusion.timesteps import Tabulated, Timesteps, build_timesteps, golden_ranks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.config.objective import DdpmConfig
+from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.variational import Variational, log_probability
 from fastdiff.parallel.world import World

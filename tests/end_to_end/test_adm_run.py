@@ -16,14 +16,14 @@ from PIL import Image, ImageChops
 from safetensors.torch import save_file
 
 from fastdiff.cli.main import main
-from fastdiff.config.command_line import parse
-from fastdiff.config.data import ValidationConfig
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
-from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.run import RunConfig
-from fastdiff.config.sampler import SamplerConfig
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.data import ValidationConfig
+from fastdiff.config.sections.objective import DdpmConfig
+from fastdiff.config.sections.sampler import SamplerConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.data.loading.training_set import open_data
 from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance

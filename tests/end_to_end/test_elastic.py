@@ -22,7 +22,7 @@ import torch
 
 from fastdiff.batch import Batch
 from fastdiff.config.run import RunConfig
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.data.loading.order import Order
 from fastdiff.data.shards.reader import LatentReader

@@ -13,7 +13,7 @@ import torch
 
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.diffusion.timesteps import HISTORY
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World

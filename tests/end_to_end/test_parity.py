@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastdiff.batch import Batch, Condition
-from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
+from fastdiff.config.sections.objective import DdpmConfig, ObjectiveConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.models.build import load_model
 from fastdiff.models.pretrained.tiny_pipeline import UNETS, Kind, build

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fastdiff.batch import Batch, Condition
-from fastdiff.config.data import DataConfig
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.models.load import build_network, resolve
 from fastdiff.models.pretrained.tiny_pipeline import build

@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fastdiff.config.data import ValidationConfig
+from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.export.run import Choice, export
 from fastdiff.models.pretrained.tiny_pipeline import IMAGE_SIZE, build
 from tests.support.inputs.text_runs import encode, text_run, train_on_rank

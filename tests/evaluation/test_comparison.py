@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from fastdiff.cli.main import main
-from fastdiff.config.data import ValidationConfig
+from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.evaluation.comparison import Comparison, MeasuredRun, compare, draw, in_words, read_both
 from fastdiff.evaluation.validation_files import Validated, encode, path_of, read

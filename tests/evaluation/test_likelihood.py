@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastdiff.batch import Batch
 from fastdiff.cli.main import main
-from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
+from fastdiff.config.sections.objective import DdpmConfig, ObjectiveConfig
 from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.data.shards.writer import ShardWriter

@@ -13,14 +13,14 @@ from PIL import Image
 from torch import Tensor, nn
 
 from fastdiff.cli.main import main
-from fastdiff.config.data import DataConfig
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
-from fastdiff.config.objective import PREDICTION_TYPES, DdpmConfig, FlowConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
-from fastdiff.config.sampler import SamplerConfig
+from fastdiff.config.sections.data import DataConfig
+from fastdiff.config.sections.objective import PREDICTION_TYPES, DdpmConfig, FlowConfig
+from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.errors import ConfigError
 from fastdiff.export import diffusers_adm, diffusers_dit
 from fastdiff.export.card_text import Place

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from fastdiff.config.config_file import from_mapping
+from fastdiff.config.command_line.config_file import from_mapping
 from fastdiff.config.networks.adm import AdmConfig
-from fastdiff.config.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.config.sections.ema import EmaConfig
+from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.sections.output import OutputConfig
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.export.card_text import Place
 from fastdiff.export.model_card import objective_facts, use_of
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastdiff.config.networks.pretrained import PretrainedConfig
-from fastdiff.config.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig, ScheduleName
+from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig, ScheduleName
 from fastdiff.diffusion.schedules import alpha_bar_of, betas
 from fastdiff.errors import ConfigError
 from fastdiff.export.pipeline import scheduler_config, write_pipeline

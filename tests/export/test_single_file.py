@@ -16,9 +16,9 @@ from torch import Tensor
 from fastdiff.cli.main import main
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
-from fastdiff.config.objective import DdpmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.objective import DdpmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.errors import ConfigError
 from fastdiff.export.card_text import Place
 from fastdiff.export.formats import Exported

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from fastdiff.config.data import DataConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.encoding.builtin import encode_synthetic
 from fastdiff.data.loading.build import build_batches, build_order
 from fastdiff.data.shards.index import ShardIndex

@@ -18,9 +18,9 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fastdiff.config.data import ValidationConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import claim
+from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.evaluation import validation_files
 from fastdiff.parallel.heartbeat import Heartbeat, stacks_path

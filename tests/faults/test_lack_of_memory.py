@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.errors import NoMemoryError, Preempted
 from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World

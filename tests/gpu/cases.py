@@ -14,10 +14,10 @@ from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
-from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.config.sections.performance import PerformanceConfig
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.models.build import build_model
 from fastdiff.models.pretrained.tiny_pipeline import Kind
 from fastdiff_kernels.names import AttentionBackend

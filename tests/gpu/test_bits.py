@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.config.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
+from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.rng import Stream, normal, uniform
 from fastdiff_kernels import dispatch

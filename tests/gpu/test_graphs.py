@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
 from fastdiff.train import train

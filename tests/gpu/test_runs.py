@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from fastdiff.config.run import RunConfig
-from fastdiff.config.sampler import SamplerConfig
+from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.export.run import Choice, export
 from fastdiff.parallel.world import World

@@ -15,8 +15,8 @@ from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
-from fastdiff.config.sampler import SamplerConfig
 from fastdiff.config.sections.performance import PerformanceConfig
+from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models import kernel_choice
 from fastdiff.parallel.world import World

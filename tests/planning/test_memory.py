@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fastdiff.config.data import DataConfig
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
@@ -25,6 +24,7 @@ from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig

@@ -11,7 +11,7 @@ from PIL import Image
 
 from fastdiff.cli.main import main
 from fastdiff.config import deepspeed as deepspeed_config
-from fastdiff.config.command_line import parse
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.durations import in_words
 from fastdiff.planning import gpus
 from fastdiff.planning.options import OF_STAGE

@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 import torch
 
-from fastdiff.config.command_line import parse
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.performance import PerformanceConfig

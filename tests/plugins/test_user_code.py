@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastdiff.config.config_file import read
+from fastdiff.config.command_line.config_file import read
 from fastdiff.config.networks.of_user import add_network, file_of
 from fastdiff.config.networks.registry import networks
 from fastdiff.errors import ConfigError

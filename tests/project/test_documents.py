@@ -13,7 +13,7 @@ import pytest
 from fastdiff.cli.launch import train_parser
 from fastdiff.cli.machines import plan
 from fastdiff.cli.main import _parser
-from fastdiff.config.command_line import parse
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.presets import PRESETS, preset
 from tests.support.installed.standins import write_network
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fastdiff.batch import Batch
 from fastdiff.cli.main import _parser
-from fastdiff.config.command_line import parse
-from fastdiff.config.config_file import lay_over
+from fastdiff.config.command_line.config_file import lay_over
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig

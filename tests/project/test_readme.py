@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastdiff.config.command_line import parse
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.presets import digits
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError

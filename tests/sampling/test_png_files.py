@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from fastdiff.cli.main import main
-from fastdiff.config.sampler import SamplerConfig
+from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.data.encoding.options import Rank
 from fastdiff.models.pretrained.tiny_pipeline import build
 from fastdiff.parallel.world import World

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
-from fastdiff.config.sampler import SchedulerName
+from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
+from fastdiff.config.sections.sampler import SchedulerName
 from fastdiff.errors import ConfigError
 from tests.support.references.gaussian import MEANS, Gaussian, draw
 

@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 
 from fastdiff.cli.main import main
-from fastdiff.config.data import ValidationConfig
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.pretrained.tiny_pipeline import build
 from fastdiff.parallel import fragments

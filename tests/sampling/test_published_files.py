@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fastdiff.cli.main import main
 from fastdiff.cli.published_weights import split_fields
-from fastdiff.config.command_line import parse
-from fastdiff.config.objective import DdpmConfig
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.run import RunConfig
-from fastdiff.config.sampler import SamplerConfig
+from fastdiff.config.sections.objective import DdpmConfig
+from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError
 from fastdiff.evaluation.likelihood import NllOptions, measure, read_clean

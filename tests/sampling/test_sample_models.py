@@ -18,7 +18,7 @@ from torch import Tensor
 from fastdiff.cli.main import main
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
-from fastdiff.config.sampler import SamplerConfig
+from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.data.encoding.builtin import encode_synthetic
 from fastdiff.data.encoding.options import Rank
 from fastdiff.data.shards.format import DatasetInfo

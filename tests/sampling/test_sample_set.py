@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from fastdiff.cli.main import main
-from fastdiff.config.sampler import SamplerConfig
 from fastdiff.config.sections.ema import EmaConfig
+from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.data.encoding.options import Rank
 from fastdiff.errors import ConfigError
 from fastdiff.models.load import null_label

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
-from fastdiff.config.sampler import SamplerConfig, SchedulerName
+from fastdiff.config.sections.objective import DdpmConfig, ObjectiveConfig
+from fastdiff.config.sections.sampler import SamplerConfig, SchedulerName
 from fastdiff.diffusion.schedules import Schedule, betas
 from fastdiff.errors import ConfigError
 from fastdiff.sampling.solvers import _generator, sample, uniform_labels

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
-from fastdiff.config.sampler import SamplerConfig, SchedulerName
+from fastdiff.config.sections.objective import DdpmConfig, ObjectiveConfig
+from fastdiff.config.sections.sampler import SamplerConfig, SchedulerName
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import build_model
 from fastdiff.models.dit.network import DiT

@@ -15,13 +15,13 @@ from torch import Tensor
 from fastdiff.checkpoint.manifest import committed, digest_of, verify
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.checkpoint.unchanged import flatten
-from fastdiff.config.data import DataConfig
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastdiff.config.sampler import SamplerConfig
+from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.evaluation.digits import evaluate_run, evaluation_labels
 from fastdiff.parallel.world import free_port

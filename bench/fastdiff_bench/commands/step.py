@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from fastdiff.config.data import DataConfig
+from fastdiff.config.sections.data import DataConfig
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_measuring, device, open_log
 from fastdiff_bench.measure import largest_batch, roofline, stepping, sweep, synthetic, timing

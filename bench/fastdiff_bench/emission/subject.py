@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import yaml
 
-from fastdiff.config import config_file
+from fastdiff.config.command_line import config_file
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.presets import preset
 from fastdiff.errors import ConfigError

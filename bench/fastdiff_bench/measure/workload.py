@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from fastdiff.config import deepspeed as deepspeed_config
-from fastdiff.config.config_file import from_mapping
-from fastdiff.config.data import DataConfig, ValidationConfig
+from fastdiff.config.command_line.config_file import from_mapping
 from fastdiff.config.deepspeed import DsConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.data import DataConfig, ValidationConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.errors import ConfigError
 from fastdiff_bench import BenchError

@@ -12,7 +12,7 @@ from collections.abc import Generator
 import numpy as np
 import torch
 
-from fastdiff.config.data import DataConfig
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.loading.build import build_batches, build_order
 from fastdiff.data.loading.order import SampleOrder
 from fastdiff.data.shards.reader import LatentReader

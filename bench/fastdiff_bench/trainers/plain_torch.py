@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastdiff.batch import Condition
-from fastdiff.config.objective import DdpmConfig, ObjectiveConfig
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.objective import DdpmConfig, ObjectiveConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.diffusion.ddpm import Ddpm
 from fastdiff.diffusion.levels import ALPHA, SIGMA

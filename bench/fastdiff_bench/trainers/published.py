@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import DdpmConfig
+from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.diffusion.schedules import Schedule
 from fastdiff_bench.trainers import bound
 from fastdiff_bench.trainers.plain_torch import log_posterior_variance

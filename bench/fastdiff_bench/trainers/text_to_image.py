@@ -21,9 +21,9 @@ from torch import Tensor
 
 from fastdiff.batch import Condition
 from fastdiff.config.networks.unet import UNetConfig
-from fastdiff.config.objective import PREDICTION_TYPES, ObjectiveConfig
 from fastdiff.config.run import RunConfig
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.objective import PREDICTION_TYPES, ObjectiveConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.diffusion.levels import GAMMA
 from fastdiff.diffusion.schedules import betas
 from fastdiff.training.optimizer.build import build_lr_schedule

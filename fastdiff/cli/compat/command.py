@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from fastdiff.config.argument_types import Subcommands, count
+from fastdiff.config.arguments.types import Subcommands, count
 from fastdiff.terminal import columns
 
 

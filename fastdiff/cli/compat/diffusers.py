@@ -20,8 +20,8 @@ from fastdiff.cli.compat.translation import (
     flag,
     training,
 )
-from fastdiff.config.argument_types import LARGEST, count
-from fastdiff.config.flags.of_others import PRECISIONS, PREDICTIONS
+from fastdiff.config.arguments.of_others import PRECISIONS, PREDICTIONS
+from fastdiff.config.arguments.types import LARGEST, count
 from fastdiff.errors import ConfigError, FastdiffError
 
 _PREDICTION = dict[str | None, str](PREDICTIONS) | {None: "auto"}

@@ -7,7 +7,7 @@ import os
 import stat
 
 from fastdiff.cli.compat.translation import EXPORT_NOTE, GRAY_NOTE, CountImages, Translation, absolute, flag, training
-from fastdiff.config.argument_types import count
+from fastdiff.config.arguments.types import count
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES
 from fastdiff.errors import ConfigError, FastdiffError, require
 

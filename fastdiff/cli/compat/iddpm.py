@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import PurePath
 
 from fastdiff.cli.compat.translation import EXPORT_NOTE, GRAY_NOTE, CountImages, Translation, absolute, flag, training
-from fastdiff.config.argument_types import count, finite
+from fastdiff.config.arguments.types import count, finite
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.presets import preset
 from fastdiff.errors import ConfigError

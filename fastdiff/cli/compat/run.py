@@ -12,7 +12,7 @@ from fastdiff import sanitize
 from fastdiff.cli.compat import diffusers, dit, iddpm
 from fastdiff.cli.compat.idle import idle_flags
 from fastdiff.cli.compat.translation import LAUNCH, CountImages, Translation, program
-from fastdiff.config.command_line import parse
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.data.images.sources import count_images
 from fastdiff.errors import ConfigError
 from fastdiff.terminal import fitted

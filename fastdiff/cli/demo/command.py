@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from fastdiff.config.argument_types import Subcommands, count, local_path
+from fastdiff.config.arguments.types import Subcommands, count, local_path
 from fastdiff.console import show
 from fastdiff.durations import in_words
 from fastdiff.errors import FastdiffError, Preempted

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdiff import sanitize
-from fastdiff.config.argument_types import Parser, Subcommands, local_path, picture
+from fastdiff.config.arguments.types import Parser, Subcommands, local_path, picture
 from fastdiff.console import show, write_line
 from fastdiff.errors import ConfigError
 from fastdiff.live_line import live_line
@@ -101,7 +101,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from fastdiff.config.command_line import parse
+    from fastdiff.config.command_line.train_flags import parse
     from fastdiff.config.trackers import warn_of_problems
     from fastdiff.planning import gpus, options, table
 

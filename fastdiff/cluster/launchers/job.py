@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastdiff.cluster.preflight.run_folder import check_run_folder
-from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.command_line import train_flags
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import plugins
 from fastdiff.config.trackers import require_usable, warn_of_problems
@@ -50,7 +50,7 @@ class Job:
             StorageError: the data set cannot be read.
             SystemExit: 0 after ``--help``.
         """
-        launch, config = command_line.parse(self.flags)
+        launch, config = train_flags.parse(self.flags)
         ranks = self.nodes * self.ranks_per_node
         config.batch.require_divisible(ranks)
         deepspeed_config.resolve(launch.deepspeed, config, ranks)
@@ -91,7 +91,7 @@ def local_job(flags: Sequence[str], ranks: int | None, *, preflight: bool, besid
         flags: of the run.
         ranks: as given; None: one per visible GPU, or one on the CPU.
         preflight: whether to check the node.
-        beside: flags of the command itself, as of ``command_line.parse``.
+        beside: flags of the command itself, as of ``train_flags.parse``.
 
     Returns:
         The job; None after ``--dry-run``, which prints it.
@@ -99,13 +99,13 @@ def local_job(flags: Sequence[str], ranks: int | None, *, preflight: bool, besid
     Raises:
         FastdiffError, SystemExit: as of ``Job.check``.
     """
-    launch, config = command_line.parse(flags, beside)
+    launch, config = train_flags.parse(flags, beside)
     gpus = 0 if config.performance.device == "cpu" else visible_gpus()
     ranks = ranks or max(1, gpus)
     job = Job(nodes=1, ranks_per_node=ranks, preflight=preflight, flags=tuple(flags))
     job.check()
     if launch.dry_run:
-        command_line.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, ranks))
+        train_flags.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, ranks))
         return None
     where = f"{ranks} rank{'s' if ranks > 1 else ''} on {f'GPUs, {gpus} visible' if gpus else 'the CPU'}"
     note(f"fastdiff: {config.output.folder}: {config.steps:,} steps; starting {where}")

@@ -28,8 +28,8 @@ from fastdiff.cluster.supervisor.ranks import Ranks
 from fastdiff.cluster.supervisor.signals import STOP, Interrupted, Signals
 from fastdiff.cluster.supervisor.store import LocalStore, Store, lost
 from fastdiff.cluster.supervisor.watch import Limits, Watch
-from fastdiff.config import command_line
-from fastdiff.config.argument_types import Parser
+from fastdiff.config.arguments.types import Parser
+from fastdiff.config.command_line import train_flags
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log, write_line
 from fastdiff.errors import FastdiffError, Preempted, explained, report_any, require
@@ -102,7 +102,7 @@ def _supervise(argv: Sequence[str], folder: Path, signals: Signals) -> Outcome:
         threading.Thread(target=_follow_input, name="input", daemon=True).start()
     require(0 <= job.node_rank < job.nodes, f"--node-rank {job.node_rank}: expected 0 to {job.nodes - 1}, one per node")
     require(job.port > 0 or job.nodes == 1, f"--port is missing: the supervisors of {job.nodes} nodes meet there")
-    launch, config = command_line.parse(job.flags)
+    launch, config = train_flags.parse(job.flags)
     contact_s = min(_CONTACT_S, launch.hang_timeout_s)
     with signals.raising(_on_stop):
         meeting = _Meeting.of(job)

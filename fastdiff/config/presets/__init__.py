@@ -7,15 +7,15 @@ import inspect
 import shlex
 from collections.abc import Callable
 
-from fastdiff.config.data import DataConfig, ValidationConfig
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
-from fastdiff.config.objective import DdpmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.presets import digits, iddpm, small_images
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.data import DataConfig, ValidationConfig
 from fastdiff.config.sections.ema import EmaConfig
+from fastdiff.config.sections.objective import DdpmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig

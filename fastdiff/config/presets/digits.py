@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdiff.config.data import DataConfig, ValidationConfig
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
-from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.data import DataConfig, ValidationConfig
 from fastdiff.config.sections.ema import EmaConfig
+from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 
 
 def digits() -> RunConfig:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastdiff.config.data import DataConfig
 from fastdiff.config.networks.adm import AdmConfig
-from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.ema import EmaConfig
+from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from fastdiff.config.argument_types import require_local
+from fastdiff.config.arguments.types import require_local
 from fastdiff.errors import require
 
 

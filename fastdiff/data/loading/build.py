@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from fastdiff.config.data import DataConfig
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.console import log
 from fastdiff.data.dali_trial import dali_problem
 from fastdiff.data.loading.bucket_order import BucketOrder

@@ -10,9 +10,9 @@ import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastdiff.config.data import DataConfig
 from fastdiff.config.presets import encode_command
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.shards.format import INFO_FILE, DatasetInfo
 from fastdiff.data.shards.remote import is_remote
 from fastdiff.errors import ConfigError, DataError, require

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastdiff.config.data import DataConfig
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.encoding.autoencoder import LatentEncoder, time_ids
 from fastdiff.data.images.decode import BadImage, Crop, Decoded, ImageTransform, open_decoder
 from fastdiff.data.images.items import BadItem, ImageItem

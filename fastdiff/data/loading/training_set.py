@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from fastdiff.batch import Condition
-from fastdiff.config.data import DataConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.loading.fit import CONTEXT, match_classes, require_fit
 from fastdiff.data.shards.cache import open_shards_folder
 from fastdiff.data.shards.format import DatasetInfo

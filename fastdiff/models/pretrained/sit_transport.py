@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastdiff.config.objective import FlowConfig, ObjectiveConfig
+from fastdiff.config.sections.objective import FlowConfig, ObjectiveConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.pretrained.pickles import read_arguments
 

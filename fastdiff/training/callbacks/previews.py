@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Condition
-from fastdiff.config.sampler import SamplerConfig
+from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.console import log
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import Model

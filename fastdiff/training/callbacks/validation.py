@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastdiff.checkpoint.power_function import in_words
 from fastdiff.checkpoint.weights import AS_TRAINED
-from fastdiff.config.objective import DdpmConfig, FlowConfig, ObjectiveConfig, in_full
+from fastdiff.config.sections.objective import DdpmConfig, FlowConfig, ObjectiveConfig, in_full
 from fastdiff.console import log
 from fastdiff.data.loading.batches import per_channel
 from fastdiff.diffusion.levels import clean_per_error

@@ -14,9 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
-from fastdiff.config.command_line import parse
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.networks.registry import networks
-from fastdiff.config.objective import (
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.objective import (
     PROCESSES,
     FlowPath,
     LossName,
@@ -26,8 +27,7 @@ from fastdiff.config.objective import (
     Variance,
     Weighting,
 )
-from fastdiff.config.run import RunConfig
-from fastdiff.config.timesteps import Density
+from fastdiff.config.sections.timesteps import Density
 from fastdiff_bench import BenchError
 from fastdiff_bench.__main__ import main
 from fastdiff_bench.commands import objectives

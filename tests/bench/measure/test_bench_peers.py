@@ -21,7 +21,7 @@ from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.presets import SD15_UNET
 from fastdiff.config.run import RunConfig
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.diffusion.objective import Objective
 from fastdiff.models.load import build_network

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdiff.config.objective import DdpmConfig
+from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.diffusion.variational import Variational
 from fastdiff_bench.trainers.plain_torch import Noise
 from fastdiff_bench.trainers.published import Published

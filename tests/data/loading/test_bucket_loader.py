@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastdiff.config.data import DataConfig
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.loading.build import build_batches, build_order
 from fastdiff.data.shards.index import ShardIndex
 from fastdiff.data.shards.reader import LatentReader

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from fastdiff.config.data import DataConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.presets import preset
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.data import dali_trial
 from fastdiff.data.loading import build
 from fastdiff.data.loading.build import build_batches

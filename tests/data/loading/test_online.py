@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from fastdiff.batch import Batch
 from fastdiff.cli.main import main
-from fastdiff.config.data import DataConfig
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.images.items import ImageItem
 from fastdiff.data.loading.build import build_batches, build_order
 from fastdiff.data.loading.online import OnlineBatches, OnlineImages

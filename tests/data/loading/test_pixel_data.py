@@ -20,8 +20,8 @@ from PIL import Image
 
 from fastdiff.batch import Batch
 from fastdiff.cli.main import main
-from fastdiff.config.data import DataConfig
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.encoding.images import encode_images
 from fastdiff.data.encoding.options import EncodeOptions
 from fastdiff.data.loading.build import build_batches, build_order

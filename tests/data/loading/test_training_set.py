@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.presets import preset
+from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.data.encoding.builtin import encode_synthetic
 from fastdiff.data.loading.training_set import null_condition, with_captions
 from fastdiff.data.shards.format import DatasetInfo

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from fastdiff import sanitize
 from fastdiff.cli import main as commands
-from fastdiff.config import argument_types, command_line, run_record
+from fastdiff.config import run_record
+from fastdiff.config.arguments import types as argument_types
+from fastdiff.config.command_line import train_flags
 from fastdiff.data.shards import remote
 from fastdiff.errors import DataError
 from fastdiff.train import main as train
@@ -224,7 +226,7 @@ def test_more_addresses_show_no_credentials(
 @settings(max_examples=40, deadline=None)
 @given(ADDRESSES, st.sampled_from(("--validation.data", "--data.path")))
 def test_the_record_of_a_run_holds_no_credentials(address: str, flag: str) -> None:
-    launch, config = command_line.parse(["--preset", "digits", flag, address])
+    launch, config = train_flags.parse(["--preset", "digits", flag, address])
     assert SECRET not in json.dumps(run_record.as_json(config))
     assert SECRET not in json.dumps([sanitize.argument(word) for word in launch.argv])
     assert SECRET not in sanitize.argument(f"{flag}={address}")
@@ -232,7 +234,7 @@ def test_the_record_of_a_run_holds_no_credentials(address: str, flag: str) -> No
 
 @pytest.mark.parametrize("address", ["s3://bucket/a@2x/train", "https://h:8443/a@b/c", "s3://b/x@1/{00..99}.tar"])
 def test_an_address_without_credentials_is_recorded_as_it_is(address: str) -> None:
-    config = command_line.parse(["--preset", "digits", "--data.path", address])[1]
+    config = train_flags.parse(["--preset", "digits", "--data.path", address])[1]
     assert run_record.as_json(config)["data"]["path"] == address
     assert remote.resource(address) == address
 
@@ -316,7 +318,7 @@ def test_a_relative_folder_with_an_odd_name_is_taken(tmp_path: Path, monkeypatch
     Path("exp:a@node3").mkdir()
     for text in (*NEW, *ODD):
         assert argument_types.local_path(text) == Path(text)
-        assert command_line.parse(["--preset", "digits", "--output.folder", text])[1].output.folder == text
+        assert train_flags.parse(["--preset", "digits", "--output.folder", text])[1].output.folder == text
         assert sanitize.address(text) == text
     Path("here/a;token=abc").mkdir()
     for text in (

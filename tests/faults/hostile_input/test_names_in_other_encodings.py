@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastdiff.config.config_file import lay_over
+from fastdiff.config.command_line.config_file import lay_over
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError

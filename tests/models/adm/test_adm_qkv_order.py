@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fastdiff.checkpoint.unchanged import config_changes
-from fastdiff.config.command_line import parse
-from fastdiff.config.config_file import from_mapping, lay_over, read
+from fastdiff.config.command_line.config_file import from_mapping, lay_over, read
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig

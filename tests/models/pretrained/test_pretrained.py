@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fastdiff.config import config_file
-from fastdiff.config.data import DataConfig, ValidationConfig
+from fastdiff.config.command_line import config_file
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.data import DataConfig, ValidationConfig
 from fastdiff.data.loading.training_set import check_provenance
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.diffusion.schedules import betas

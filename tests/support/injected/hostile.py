@@ -314,7 +314,7 @@ def rows_that_point_elsewhere(folder: Path) -> None:
 
 def yaml_of_aliases(folder: Path) -> None:
     """Nine lines that stand for 10**9 entries."""
-    from fastdiff.config import config_file
+    from fastdiff.config.command_line import config_file
 
     lines = ["a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]" for old, new in zip("abcdefgh", "bcdefghi", strict=True)]
@@ -323,7 +323,7 @@ def yaml_of_aliases(folder: Path) -> None:
 
 
 def yaml_with_code(folder: Path) -> None:
-    from fastdiff.config import config_file
+    from fastdiff.config.command_line import config_file
 
     command = f"touch {folder.parent / 'executed'}"
     (folder / "run.yaml").write_text(f"seed: !!python/object/apply:os.system ['{command}']\n")

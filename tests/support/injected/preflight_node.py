@@ -14,12 +14,12 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 from fastdiff.cluster.preflight import run
-from fastdiff.config import command_line
+from fastdiff.config.command_line import train_flags
 from fastdiff.errors import FastdiffError, report
 
 
 def main(port: int, node: int, nodes: int, ahead_s: float, flags: list[str]) -> int:
-    config = command_line.parse(flags)[1]
+    config = train_flags.parse(flags)[1]
     store = TCPStore("127.0.0.1", port, nodes, node == 0, timedelta(seconds=120), wait_for_workers=False)
     code = 0
     try:

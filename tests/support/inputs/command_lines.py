@@ -132,11 +132,11 @@ def _commands() -> Iterator[Command]:
 
 def _train_flags() -> list[str]:
     from fastdiff.checkpoint.unchanged import flatten
-    from fastdiff.config import command_line
+    from fastdiff.config.command_line import train_flags
     from fastdiff.config.presets import preset
     from fastdiff.config.run_record import as_json
 
-    own = [action.option_strings[0] for action in command_line.pre_parser()._actions]
+    own = [action.option_strings[0] for action in train_flags.pre_parser()._actions]
     return sorted({*own, *(f"--{name}" for name in flatten(as_json(preset("digits"))))} - {"--preset", "--local_rank"})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdiff.config.objective import PROCESSES, ObjectiveConfig, Process
+from fastdiff.config.sections.objective import PROCESSES, ObjectiveConfig, Process
 
 
 def objective_of(process: Process = "ddpm", **fields: Any) -> ObjectiveConfig:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastdiff.config.data import DataConfig, ValidationConfig
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.pretrained import PretrainedConfig
-from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.data import DataConfig, ValidationConfig
 from fastdiff.config.sections.ema import EmaConfig
+from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fastdiff.config.networks.dit import DiTConfig
-from fastdiff.config.objective import ObjectiveConfig
-from fastdiff.config.sampler import SamplerConfig
+from fastdiff.config.sections.objective import ObjectiveConfig
+from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.diffusion.schedules import betas
 from fastdiff.sampling.solvers import sample
 

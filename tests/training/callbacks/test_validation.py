@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fastdiff.config.data import ValidationConfig
 from fastdiff.config.launch_options import Launch
-from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.data import ValidationConfig
+from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.data.encoding.builtin import encode_synthetic
 from fastdiff.data.loading.fit import check_data_set
 from fastdiff.data.shards.reader import LatentReader

@@ -17,7 +17,7 @@ from torch import nn
 from fastdiff.checkpoint import staging
 from fastdiff.checkpoint.staging import HostCopy
 from fastdiff.checkpoint.unchanged import config_changes
-from fastdiff.config import command_line
+from fastdiff.config.command_line import train_flags
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
@@ -168,7 +168,7 @@ def test_advice_is_accepted_when_it_is_followed(tmp_path: Path, micro: int) -> N
     given = ["--preset", "digits", "--output.folder", str(tmp_path), "--performance.precision", "bf16"]
     given += ["--batch.samples", str(micro * 4), "--samples", str(micro * 40), "--batch.micro", str(micro)]
     given += ["--optim.schedule", "constant", "--optim.warmup_steps", "0"]
-    _, before = command_line.parse([*given, "--performance.grad_accum_dtype", "fp32"])
+    _, before = train_flags.parse([*given, "--performance.grad_accum_dtype", "fp32"])
     setups = [
         SETUP,
         replace(SETUP, optimizer="adamw8bit", stage=3),
@@ -180,7 +180,7 @@ def test_advice_is_accepted_when_it_is_followed(tmp_path: Path, micro: int) -> N
         assert named
         found |= named
     for flag in found:
-        start, config = command_line.parse([*given, *flag.split()])
+        start, config = train_flags.parse([*given, *flag.split()])
         assert config.batch.accumulation(4) >= before.batch.accumulation(4)
         assert config != before or start.deepspeed is not None
         config = replace(config, performance=replace(config.performance, grad_accum_dtype=config.performance.sums))
@@ -245,7 +245,7 @@ def test_host_memory_of_a_run_on_a_gpu_has_its_own_remedies(error: Exception) ->
     wanted = "out of host memory in data: lower --data.prefetch or --output.pinned_gib or start fewer ranks per node. "
     assert str(found).startswith(wanted)
     given = ["--preset", "digits", "--data.prefetch", "1", "--output.pinned_gib", "0"]
-    assert config_changes(as_json(RUN), as_json(command_line.parse(given)[1]), ()) == {}
+    assert config_changes(as_json(RUN), as_json(train_flags.parse(given)[1]), ()) == {}
 
 
 def test_workers_and_offload_are_named_where_the_run_has_them() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastdiff.config import command_line, deepspeed
-from fastdiff.config.config_file import from_mapping
+from fastdiff.config import deepspeed
+from fastdiff.config.command_line import train_flags
+from fastdiff.config.command_line.config_file import from_mapping
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
@@ -178,14 +179,14 @@ def test_the_json_stays_open_until_the_device_is_known() -> None:
 def test_a_dry_run_says_what_is_still_open(capsys: pytest.CaptureFixture[str]) -> None:
     automatic = preset("sd2-512")
     for config, notes in ((automatic, 1), (replace(automatic, batch=BatchConfig(samples=64, micro=8)), 0)):
-        command_line.print_dry_run(config, deepspeed.resolve(None, config, 1))
+        train_flags.print_dry_run(config, deepspeed.resolve(None, config, 1))
         assert capsys.readouterr().out.count("a start decides them") == notes
 
 
 def test_flag_and_file() -> None:
-    _, config = command_line.parse(["--preset", "digits", "--batch.micro", "auto"])
+    _, config = train_flags.parse(["--preset", "digits", "--batch.micro", "auto"])
     assert config.batch.micro == "auto"
-    _, config = command_line.parse(["--preset", "sd2-512", "--batch.micro", "16"])
+    _, config = train_flags.parse(["--preset", "sd2-512", "--batch.micro", "16"])
     assert config.batch.micro == 16
     assert from_mapping({"batch": {"micro": "auto"}}, "a file").batch.micro == "auto"
     with pytest.raises(ConfigError, match="micro"):

@@ -15,8 +15,8 @@ from torch._dynamo.utils import counters
 
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
-from fastdiff.config.objective import DdpmConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.models import kernel_choice

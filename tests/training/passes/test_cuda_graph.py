@@ -21,8 +21,8 @@ from fastdiff.batch import Batch
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
-from fastdiff.config.objective import DdpmConfig, FlowConfig
-from fastdiff.config.timesteps import TimestepConfig
+from fastdiff.config.sections.objective import DdpmConfig, FlowConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.data.loading.build import build_order
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from fastdiff.config.networks.adm import AdmConfig
-from fastdiff.config.objective import DdpmConfig
+from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff_bench.measure.session import StepTimer
 from fastdiff_bench.trainers.published import Published
 from fastdiff_bench.trainers.scripts.iddpm_network import UNet

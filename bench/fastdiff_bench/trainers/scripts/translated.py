@@ -10,7 +10,7 @@ from pathlib import Path
 from fastdiff.cli.compat.run import train_flags, translate
 from fastdiff.cli.compat.translation import LAUNCH
 from fastdiff.cli.main import main
-from fastdiff.config.command_line import parse
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.run import RunConfig
 from fastdiff.console import quieten
 from fastdiff.parallel.world import start_world

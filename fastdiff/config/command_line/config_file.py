@@ -14,13 +14,13 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from fastdiff.config.argument_types import LARGEST
-from fastdiff.config.flags.of_others import answer
-from fastdiff.config.flags.unknown import nearest
+from fastdiff.config.arguments.of_others import answer
+from fastdiff.config.arguments.types import LARGEST
+from fastdiff.config.arguments.unknown import nearest
 from fastdiff.config.networks.of_user import add_network
 from fastdiff.config.networks.registry import network_called
-from fastdiff.config.objective import PROCESSES, Process, in_process, without_defaults_of_others
 from fastdiff.config.run import RunConfig, texts
+from fastdiff.config.sections.objective import PROCESSES, Process, in_process, without_defaults_of_others
 from fastdiff.errors import ConfigError, require, require_utf8
 from fastdiff.files import read_bounded
 from fastdiff.plugins.user_code import names_file

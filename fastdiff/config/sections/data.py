@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from fastdiff.config.argument_types import MOST_WORKERS, require_local
+from fastdiff.config.arguments.types import MOST_WORKERS, require_local
 from fastdiff.errors import require
 
 _ONLINE = (

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from fastdiff import sanitize, verbosity
-from fastdiff.config.flags.unknown import as_typed, explained
-from fastdiff.config.help_format import HelpFormatter, sentence
+from fastdiff.config.arguments.help_format import HelpFormatter, sentence
+from fastdiff.config.arguments.unknown import as_typed, explained
 from fastdiff.console import quieten
 from fastdiff.errors import ConfigError, require
 

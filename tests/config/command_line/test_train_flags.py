@@ -13,10 +13,10 @@ import pytest
 import fastdiff
 from fastdiff import sanitize
 from fastdiff.cli.main import main
-from fastdiff.config import command_line
 from fastdiff.config import deepspeed as deepspeed_config
-from fastdiff.config.argument_types import local_path
-from fastdiff.config.flags.short_help import SHOWN
+from fastdiff.config.arguments.types import local_path
+from fastdiff.config.command_line import train_flags
+from fastdiff.config.command_line.short_help import SHOWN
 from fastdiff.config.presets import PRESETS, encode_command, preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
@@ -27,7 +27,7 @@ from tests.support.processes import ROOT
 
 
 def test_launcher_flags_come_first_and_presets_give_the_defaults() -> None:
-    launch, config = command_line.parse(["--local_rank=1", "--preset", "digits", "--optim.lr", "0.5", "--deepspeed"])
+    launch, config = train_flags.parse(["--local_rank=1", "--preset", "digits", "--optim.lr", "0.5", "--deepspeed"])
     assert config == replace(preset("digits"), optim=replace(preset("digits").optim, lr=0.5))
     assert launch.deepspeed is None
 
@@ -45,14 +45,14 @@ def test_the_home_folder_is_known_where_a_shell_leaves_its_sign(monkeypatch: pyt
 def test_a_file_goes_over_the_preset_and_a_flag_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("optim: {lr: 0.25, betas: [0.8, 0.9]}\nseed: 3\n")
-    _, config = command_line.parse(["--preset", "digits", "--config", str(file), "--seed", "4"])
+    _, config = train_flags.parse(["--preset", "digits", "--config", str(file), "--seed", "4"])
     assert (config.optim.lr, config.optim.betas, config.seed) == (0.25, (0.8, 0.9), 4)
 
 
 def test_a_run_json_is_a_configuration(tmp_path: Path) -> None:
     given = replace(preset("digits"), seed=5)
     (tmp_path / "run.json").write_text(json.dumps({"config": as_json(given), "argv": []}))
-    assert command_line.parse(["--config", str(tmp_path / "run.json")])[1] == given
+    assert train_flags.parse(["--config", str(tmp_path / "run.json")])[1] == given
 
 
 @pytest.mark.parametrize(
@@ -72,17 +72,17 @@ def test_a_run_json_is_a_configuration(tmp_path: Path) -> None:
 def test_a_wrong_file_is_explained(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        command_line.parse(["--preset", "digits", "--config", str(tmp_path / "run.yaml")])
+        train_flags.parse(["--preset", "digits", "--config", str(tmp_path / "run.yaml")])
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean digits"):
-        command_line.parse(["--preset", "digist"])
+        train_flags.parse(["--preset", "digist"])
 
 
 def test_a_missing_preset_lists_them() -> None:
     with pytest.raises(ConfigError, match="digits, digits-t2i, digits-adm, digits-sr, sd15-512"):
-        command_line.parse([])
+        train_flags.parse([])
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_a_missing_preset_lists_them() -> None:
 )
 def test_an_unknown_flag_names_the_nearest(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-        command_line.parse(["--preset", "digits", *words.split()])
+        train_flags.parse(["--preset", "digits", *words.split()])
 
 
 def test_help_lists_every_field_with_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        command_line.parse(["--preset", "digits", "--help-all"])
+        train_flags.parse(["--preset", "digits", "--help-all"])
     text = capsys.readouterr().out
     assert stopped.value.code == 0
     for flag in (
@@ -130,7 +130,7 @@ def test_help_lists_every_field_with_its_docstring(capsys: pytest.CaptureFixture
 
 def test_help_with_a_preset_begins_with_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        command_line.parse(["--preset", "digits", "--help-all"])
+        train_flags.parse(["--preset", "digits", "--help-all"])
     text = capsys.readouterr().out
     about = [line.strip() for line in (PRESETS["digits"].__doc__ or "").splitlines() if line.strip()]
     places = [text.index(line) for line in about]
@@ -138,19 +138,19 @@ def test_help_with_a_preset_begins_with_what_it_is(capsys: pytest.CaptureFixture
     assert places[-1] < text.index("--preset NAME") < text.index("--samples")
     assert "data/digits deepspeed" not in text, "two commands, on lines of their own"
     with pytest.raises(SystemExit):
-        command_line.parse(["--help-all"])
+        train_flags.parse(["--help-all"])
     assert about[0] not in capsys.readouterr().out
 
 
 def test_the_short_help_shows_known_flags_with_the_values_of_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        command_line.parse(["--preset", "digits", "--optim.lr", "1", "--help"])
+        train_flags.parse(["--preset", "digits", "--optim.lr", "1", "--help"])
     text = capsys.readouterr().out
     assert stopped.value.code == 0
     assert len(text.splitlines()) < 70
     assert re.search(r"--optim.lr +learning rate \[0.002\]", text)
     with pytest.raises(SystemExit):
-        command_line.parse(["--preset", "digits", "--help-all"])
+        train_flags.parse(["--preset", "digits", "--help-all"])
     known = capsys.readouterr().out.replace("_", "-")
     shown = [flag.split()[0] for section in SHOWN.values() for flag in section]
     assert 25 <= len(shown) <= 40
@@ -169,7 +169,7 @@ def test_the_short_help_shows_known_flags_with_the_values_of_the_preset(capsys: 
     ],
 )
 def test_the_length_of_a_run_in_every_unit(digits: Path, length: list[str], samples: int) -> None:
-    _, config = command_line.parse(["--preset", "digits", "--data.path", str(digits), *length])
+    _, config = train_flags.parse(["--preset", "digits", "--data.path", str(digits), *length])
     assert config.samples == samples
 
 
@@ -188,7 +188,7 @@ def test_the_length_of_a_run_in_every_unit(digits: Path, length: list[str], samp
 )
 def test_a_length_that_is_no_length_is_refused(digits: Path, length: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        command_line.parse(["--preset", "digits", *(str(digits) if word == "DIGITS" else word for word in length)])
+        train_flags.parse(["--preset", "digits", *(str(digits) if word == "DIGITS" else word for word in length)])
 
 
 def test_every_preset_names_the_command_of_its_data() -> None:
@@ -251,7 +251,7 @@ def test_a_batch_that_does_not_divide_names_the_nearest_values() -> None:
 )
 def test_impossible_values_are_refused_at_once(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        command_line.parse(["--preset", "digits", *flags])
+        train_flags.parse(["--preset", "digits", *flags])
 
 
 def test_samples_must_be_whole_steps() -> None:
@@ -291,7 +291,7 @@ def test_one_rank_shards_nothing(precision: Precision, optimizer: str) -> None:
     alone = deepspeed_config.resolve(None, config, 1)
     assert deepspeed_config.zero_stage(alone) == (0 if (precision, optimizer) == ("fp32", "adamw") else 1)
     file = ROOT / "deepspeed_configs" / "zero1.json"
-    given, _ = command_line.parse(["--preset", "digits", "--deepspeed_config", str(file)])
+    given, _ = train_flags.parse(["--preset", "digits", "--deepspeed_config", str(file)])
     assert deepspeed_config.zero_stage(deepspeed_config.resolve(given.deepspeed, config, 1)) == 1
 
 
@@ -341,7 +341,7 @@ def test_a_wrong_value_is_one_line(
     else:
         monkeypatch.setenv("COLUMNS", columns)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}") as refused:
-        command_line.parse(["--preset", "digits", *words.split()])
+        train_flags.parse(["--preset", "digits", *words.split()])
     assert "\n" not in str(refused.value)
     assert capsys.readouterr() == ("", "")
     assert os.environ.get("COLUMNS") == columns
@@ -351,13 +351,13 @@ def test_a_wrong_value_is_one_line(
 def test_a_deepspeed_configuration_has_a_name(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any folder; a file is given by its path."""
     monkeypatch.chdir(tmp_path)
-    launch, _ = command_line.parse(["--preset", "digits", flag, "zero3"])
+    launch, _ = train_flags.parse(["--preset", "digits", flag, "zero3"])
     assert launch.deepspeed == json.loads((ROOT / "deepspeed_configs" / "zero3.json").read_text())
     (tmp_path / "own").write_text('{"zero_optimization": {"stage": 2}}')
-    launch, _ = command_line.parse(["--preset", "digits", flag, "own"])
+    launch, _ = train_flags.parse(["--preset", "digits", flag, "own"])
     assert launch.deepspeed == {"zero_optimization": {"stage": 2}}
     with pytest.raises(ConfigError, match=r"zero4: no such file; expected .* a name: ddp, zero1, zero2, zero3,"):
-        command_line.parse(["--preset", "digits", flag, "zero4"])
+        train_flags.parse(["--preset", "digits", flag, "zero4"])
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_a_file_names_preset_and_length_as_the_flags_do(
     """A flag goes over the file, in whatever unit the length is."""
     (tmp_path / "run.yaml").write_text(text)
     words = ["--config", str(tmp_path / "run.yaml"), *flags.split(), "--data.path", str(digits)]
-    launch, config = command_line.parse(words)
+    launch, config = train_flags.parse(words)
     assert (launch.preset, config.samples, config.batch.samples) == expected
     if not flags:
         (tmp_path / "whole.yaml").write_text(f'{text}\ndata: {{path: "{digits}"}}' if text[0] != "{" else text)
@@ -454,7 +454,7 @@ def test_a_message_names_the_field_where_a_file_gives_it(tmp_path: Path, text: s
     file = tmp_path / "run.yaml"
     file.write_text(f"preset: digits\ndata: {{path: nowhere}}\n{text}\n")
     with pytest.raises(ConfigError) as refused:
-        command_line.parse(["--config", str(file)])
+        train_flags.parse(["--config", str(file)])
     assert str(refused.value).startswith(f"--config {file}: {message}")
     assert "or use --steps" not in str(refused.value)
 
@@ -463,15 +463,15 @@ def test_a_message_names_the_flag_where_a_flag_gives_it(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("preset: digits\ndata: {path: nowhere}\nepochs: 3\n")
     with pytest.raises(ConfigError, match=r"^--epochs 2: the size of nowhere .* or use --steps$"):
-        command_line.parse(["--config", str(file), "--epochs", "2"])
+        train_flags.parse(["--config", str(file), "--epochs", "2"])
     with pytest.raises(ConfigError, match=r"^--optim\.lr -1\.0: above 0"):
-        command_line.parse(["--config", str(file), "--steps", "2", "--optim.lr", "-1"])
+        train_flags.parse(["--config", str(file), "--steps", "2", "--optim.lr", "-1"])
 
 
 def test_a_file_that_is_no_text_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_bytes(b"seed: \xff\xfe1")
     with pytest.raises(ConfigError, match="not a readable YAML or JSON file"):
-        command_line.parse(["--preset", "digits", "--config", str(tmp_path / "run.yaml")])
+        train_flags.parse(["--preset", "digits", "--config", str(tmp_path / "run.yaml")])
 
 
 @pytest.mark.parametrize(
@@ -479,5 +479,5 @@ def test_a_file_that_is_no_text_is_one_line(tmp_path: Path) -> None:
 )
 def test_numbers_of_a_file(tmp_path: Path, text: str, lr: float) -> None:
     (tmp_path / "run.yaml").write_text(f"optim: {{lr: {text}}}\nseed: 1_000")
-    _, config = command_line.parse(["--preset", "digits", "--config", str(tmp_path / "run.yaml")])
+    _, config = train_flags.parse(["--preset", "digits", "--config", str(tmp_path / "run.yaml")])
     assert (config.optim.lr, config.seed) == (lr, 1000)

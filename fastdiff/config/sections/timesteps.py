@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from fastdiff.config.objective import DdpmConfig, FlowConfig, ObjectiveConfig, Process
+from fastdiff.config.sections.objective import DdpmConfig, FlowConfig, ObjectiveConfig, Process
 from fastdiff.errors import require
 
 Density = Literal["uniform", "logit_normal", "mode", "cosmap", "log_normal", "earlier", "later", "range", "importance"]

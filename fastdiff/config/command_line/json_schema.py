@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
-from fastdiff.config.argument_types import LARGEST
-from fastdiff.config.objective import DEFAULTS, PROCESSES
+from fastdiff.config.arguments.types import LARGEST
 from fastdiff.config.presets import PRESETS
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.objective import DEFAULTS, PROCESSES
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _LENGTHS = ("samples", "steps", "epochs")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fastdiff.checkpoint.manifest import MANIFEST
-from fastdiff.config.command_line import parse
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.unet import UNetConfig

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
-from fastdiff.config.argument_types import LARGEST, Parser, count, finite
-from fastdiff.config.flags.data_set import INFO_FILE, read_description
+from fastdiff.config.arguments.types import LARGEST, Parser, count, finite
+from fastdiff.config.command_line.data_set import INFO_FILE, read_description
 from fastdiff.config.presets import encode_command
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError, FastdiffError, require

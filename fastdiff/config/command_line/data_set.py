@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fastdiff.config.argument_types import Parser
+from fastdiff.config.arguments.types import Parser
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.presets import PATCHES
 from fastdiff.config.run import RunConfig

@@ -11,18 +11,18 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from fastdiff.checkpoint.unchanged import config_changes
-from fastdiff.config.command_line import parse
-from fastdiff.config.config_file import from_mapping, with_process
-from fastdiff.config.data import ValidationConfig
+from fastdiff.config.command_line.config_file import from_mapping, with_process
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
-from fastdiff.config.objective import DEFAULTS, PROCESSES, DdpmConfig, EdmConfig, FlowConfig, Process, in_full
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
+from fastdiff.config.sections.data import ValidationConfig
+from fastdiff.config.sections.objective import DEFAULTS, PROCESSES, DdpmConfig, EdmConfig, FlowConfig, Process, in_full
 from fastdiff.config.sections.output import OutputConfig
-from fastdiff.config.timesteps import DENSITIES, TimestepConfig
+from fastdiff.config.sections.timesteps import DENSITIES, TimestepConfig
 from fastdiff.errors import ConfigError
 from tests.support.inputs.objectives import objective_of
 

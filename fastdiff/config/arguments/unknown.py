@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from fastdiff import sanitize
-from fastdiff.config.flags.of_others import answer
+from fastdiff.config.arguments.of_others import answer
 
 _MOST = 8
 """Flags that a message explains."""

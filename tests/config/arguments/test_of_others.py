@@ -9,9 +9,9 @@ import pytest
 
 from fastdiff.cli.compat.run import train_flags
 from fastdiff.cli.main import main
-from fastdiff.config.command_line import known_flags, parse
-from fastdiff.config.flags import of_others
-from fastdiff.config.flags.of_others import answer
+from fastdiff.config.arguments import of_others
+from fastdiff.config.arguments.of_others import answer
+from fastdiff.config.command_line.train_flags import known_flags, parse
 from fastdiff.config.presets import preset
 from fastdiff.errors import ConfigError
 

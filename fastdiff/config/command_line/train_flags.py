@@ -18,19 +18,19 @@ from typing import NoReturn
 import tyro
 
 from fastdiff import sanitize
-from fastdiff.config import config_file
 from fastdiff.config import deepspeed as deepspeed_config
-from fastdiff.config.argument_types import Parser, add_verbosity, require_local
-from fastdiff.config.flags.data_set import network_flags
-from fastdiff.config.flags.run_length import add_run_length, samples_flag, sets_samples, with_whole_steps
-from fastdiff.config.flags.short_help import short_help
-from fastdiff.config.flags.unknown import explained
+from fastdiff.config.arguments.types import Parser, add_verbosity, require_local
+from fastdiff.config.arguments.unknown import explained
+from fastdiff.config.command_line import config_file
+from fastdiff.config.command_line.data_set import network_flags
+from fastdiff.config.command_line.run_length import add_run_length, samples_flag, sets_samples, with_whole_steps
+from fastdiff.config.command_line.short_help import short_help
 from fastdiff.config.launch_options import HANG_TIMEOUT_S, Launch
 from fastdiff.config.networks.of_user import add_network
-from fastdiff.config.objective import DEFAULTS, PROCESSES, Process, without_defaults_of_others
 from fastdiff.config.presets import PRESETS, preset, shown_presets
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
+from fastdiff.config.sections.objective import DEFAULTS, PROCESSES, Process, without_defaults_of_others
 from fastdiff.config.trackers import warn_of_problems
 from fastdiff.errors import ConfigError
 from fastdiff.plugins.user_code import names_file

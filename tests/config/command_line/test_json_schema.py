@@ -10,11 +10,11 @@ import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
 from fastdiff.cli.main import main
-from fastdiff.config import config_file
-from fastdiff.config.objective import DEFAULTS
+from fastdiff.config.command_line import config_file
 from fastdiff.config.presets import PRESETS, preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
+from fastdiff.config.sections.objective import DEFAULTS
 from fastdiff.errors import ConfigError
 
 

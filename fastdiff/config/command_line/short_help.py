@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from shutil import get_terminal_size
 from typing import Any
 
-from fastdiff.config.help_format import wrapped
+from fastdiff.config.arguments.help_format import wrapped
 from fastdiff.config.presets import PRESETS, described_presets
 from fastdiff.config.run import RunConfig
 from fastdiff.terminal import fitted

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fastdiff.config.json_schema import config_schema
+from fastdiff.config.command_line.json_schema import config_schema
 
 
 def add_fields(parser: argparse.ArgumentParser, sections: tuple[str, ...] = ()) -> None:

@@ -1,1 +1,0 @@
-"""Flags of the trainer that are no fields of the run: other units of its length, and the short help."""
