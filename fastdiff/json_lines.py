@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fastdiff.buffered_writes import AppendedFile
 from fastdiff.console import log
 from fastdiff.files import rename, temporary
-from fastdiff.patient_files import AppendedFile
 from fastdiff.run_files import open_inside
 
 Record = dict[str, Any]
@@ -38,7 +38,7 @@ class JsonLines(AppendedFile):
         """Append one record; NaN and infinity, which JSON lacks, become null.
 
         Raises:
-            OSError: with the path; the record cannot be written, and the file is not ``patient``.
+            OSError: with the path; the record cannot be written, and the file is not ``buffered``.
         """
         clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in record.items()}
         self.append(json.dumps(clean).encode() + b"\n")

@@ -51,7 +51,7 @@ from fastdiff.exit_message import say_once
 from fastdiff.files import raise_open_files
 from fastdiff.ledger.records import STARTED, process_began
 from fastdiff.live_line import live_line
-from fastdiff.parallel.fixed_order import reserve_workspaces, without_fixed_order
+from fastdiff.parallel.determinism import explain_nondeterminism, reserve_workspaces
 from fastdiff.parallel.heartbeat import note_failure
 from fastdiff.parallel.preemption import INTERRUPTED, INTERRUPTED_LINE, StopRequest, listening
 from fastdiff.parallel.world import World, start_world, stop_world, world_size
@@ -87,13 +87,13 @@ def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | N
         starting.end()
         if __name__ == "__main__":
             gc.enable()
-        world.agree(None)  # from here on every rank has a state to save
-        stop.arm(run.state.heart)
+        world.raise_on_all(None)  # from here on every rank has a state to save
+        stop.arm(run.state.heartbeat)
         run.state.meters.restart_clock()
         try:
             with run.state.ledger.steps():
                 _take_all_steps(run)
-            run.state.heart.beat(run.state.progress.steps, "end")
+            run.state.heartbeat.beat(run.state.progress.steps, "end")
             run.callbacks.on_end(run.state)
         except Preempted:
             try:
@@ -217,7 +217,7 @@ def _has_others() -> bool:
 
 def _explained(error: Exception) -> Exception:
     """Return the error with the cause and the remedy for one of the file system or of torch, any other as it is."""
-    return without_fixed_order(error) or explained(error)
+    return explain_nondeterminism(error) or explained(error)
 
 
 def _say(error: Exception) -> None:

@@ -173,7 +173,7 @@ def world() -> World:
 @pytest.fixture(autouse=True)
 def _networks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the networks that a test registers, also by reading a document or a plug-in."""
-    from fastdiff.config.networks import of_user, registry
+    from fastdiff.config.networks import registry, user_defined
 
     monkeypatch.setattr(registry, "_registered", dict(registry.networks()))
-    monkeypatch.setattr(of_user, "_known", dict(of_user._known))
+    monkeypatch.setattr(user_defined, "_known", dict(user_defined._known))

@@ -39,7 +39,7 @@ def _rank(world: World, argv: list[str], fault: str, slow: int, where: str, fold
     os.dup2(log, 1)
     os.dup2(log, 2)
     (folder / f"{world.rank}.pid").write_text(str(os.getpid()))
-    world.agree(None)  # a rank that is late reads those of the others
+    world.raise_on_all(None)  # a rank that is late reads those of the others
     if world.rank == slow:
         for module, name in _PLACES[where]:
             setattr(module, name, _late(getattr(module, name), folder, world))

@@ -100,7 +100,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 def test_records_wait_for_room(tmp_path: Path) -> None:
     """A disk that is full, then is not; every record is there once and whole."""
     with tiny_disk(tmp_path / "disk", 0.25) as disk:
-        lines, hasty = JsonLines(disk / "patient", patient=True), JsonLines(disk / "hasty")
+        lines, hasty = JsonLines(disk / "buffered", buffered=True), JsonLines(disk / "hasty")
         with (disk / "ballast").open("wb") as ballast:
             while True:
                 try:
@@ -115,4 +115,4 @@ def test_records_wait_for_room(tmp_path: Path) -> None:
         (disk / "ballast").unlink()
         lines.write({"step": 100})
         lines.close()
-        assert [record["step"] for record in read_records(disk / "patient")] == list(range(101))
+        assert [record["step"] for record in read_records(disk / "buffered")] == list(range(101))

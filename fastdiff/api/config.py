@@ -15,7 +15,7 @@ from fastdiff.config import presets as known
 from fastdiff.config.command_line import config_file
 from fastdiff.config.command_line.data_set import network_flags
 from fastdiff.config.command_line.run_length import OF_LENGTH, samples_flag
-from fastdiff.config.networks.of_user import file_of
+from fastdiff.config.networks.user_defined import file_of
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.errors import ConfigError, require

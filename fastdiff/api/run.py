@@ -11,7 +11,7 @@ from fastdiff.api import html
 from fastdiff.api.config import Config
 from fastdiff.checkpoint.manifest import committed, step_of
 from fastdiff.config.command_line.config_file import from_mapping, refuse_code
-from fastdiff.config.networks.of_user import add_network
+from fastdiff.config.networks.user_defined import add_network
 from fastdiff.config.run_record import read_record, require_run
 from fastdiff.config.sections.performance import Precision
 from fastdiff.config.sections.sampler import SamplerConfig, SchedulerName

@@ -80,7 +80,7 @@ class StepFolders:
         Raises:
             StorageError: on every rank, if the host of any rank has no memory for the copy.
         """
-        share = world.together(lambda: self._copy.take(tensors, starts, dtype))
+        share = world.on_all_ranks(lambda: self._copy.take(tensors, starts, dtype))
         return Draft(step, share, manifest)
 
     def commit(self, draft: Draft) -> Path:
@@ -95,15 +95,15 @@ class StepFolders:
         world, share = self._world, draft.share
         final = self._folder / f"step-{draft.step:08d}"
         temporary = final.with_suffix(".tmp")
-        world.on_first(self.drop_leftovers)
-        world.on_first(lambda: self._make(temporary))
+        world.on_rank0(self.drop_leftovers)
+        world.on_rank0(lambda: self._make(temporary))
         self._or_drop(lambda: self._check_space(share.bytes))
         name = f"rank-{world.rank:05d}.safetensors"
-        entry = self._or_drop(lambda: world.together(lambda: write_file(temporary / name, share.parts)))
+        entry = self._or_drop(lambda: world.on_all_ranks(lambda: write_file(temporary / name, share.parts)))
         files = dict(world.gather((name, entry)))
-        self._or_drop(lambda: world.on_first(lambda: _publish(temporary, final, draft.manifest | {"files": files})))
+        self._or_drop(lambda: world.on_rank0(lambda: _publish(temporary, final, draft.manifest | {"files": files})))
         with suppress(StorageError):  # leftovers of a replaced folder; the next commit tries again
-            world.on_first(self.drop_leftovers)
+            world.on_rank0(self.drop_leftovers)
         return final
 
     def remove(self, folders: Iterable[Path]) -> None:
@@ -125,7 +125,7 @@ class StepFolders:
 
     def _check_space(self, needed: int) -> None:
         total = sum(self._world.gather(needed))
-        free = self._world.on_first(lambda: shutil.disk_usage(self._folder).free)
+        free = self._world.on_rank0(lambda: shutil.disk_usage(self._folder).free)
         if free < total:
             error = no_space(self._folder, self._what, total, free)
             error.everywhere = True
@@ -137,7 +137,7 @@ class StepFolders:
             return action()
         except StorageError:
             with suppress(StorageError):  # the first error is the cause
-                self._world.on_first(self.drop_leftovers)
+                self._world.on_rank0(self.drop_leftovers)
             raise
 
 

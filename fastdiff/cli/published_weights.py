@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdiff.config.networks.of_user import add_network
+from fastdiff.config.networks.user_defined import add_network
 from fastdiff.errors import require
 from fastdiff.plugins.user_code import names_file
 

@@ -18,7 +18,7 @@ from typing import Any
 from fastdiff import sanitize
 from fastdiff.config.deepspeed import DsConfig
 from fastdiff.config.launch_options import Launch
-from fastdiff.config.networks.of_user import plugin_of
+from fastdiff.config.networks.user_defined import plugin_of
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.files import lock, of_other_program

@@ -41,7 +41,7 @@ def open_ledger(run: Path) -> JsonLines:
     Whatever keeps a record from being written, such as a full disk, is a warning: the record waits in memory.
     """
     path = run / FILE
-    lines = JsonLines(path, patient=True)
+    lines = JsonLines(path, buffered=True)
     if not _ends_whole(path):
         lines.append(b"\n")
     return lines

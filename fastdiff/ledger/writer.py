@@ -104,7 +104,7 @@ class Ledger:
         """Record what the ranks told in an exchange that they make anyway.
 
         Args:
-            own_s: seconds of each rank's own work in the steps since the last call (``parallel.own_time``).
+            own_s: seconds of each rank's own work in the steps since the last call (``parallel.compute_time``).
             watts: mean power of a GPU; None: not measured.
         """
         self._own_s = [total + new for total, new in zip(self._own_s, own_s, strict=True)]

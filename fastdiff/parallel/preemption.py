@@ -47,27 +47,27 @@ class StopRequest:
         """The cause; None: no request yet."""
         self.answered = False
         """True once the run is saved."""
-        self._heart: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._lock = threading.Lock()
 
-    def arm(self, heart: Heartbeat) -> None:
+    def arm(self, heartbeat: Heartbeat) -> None:
         """Let requests wait for the next step from now on, while ``heart`` beats: there is a state to save."""
         with self._lock:
-            self._heart = heart
+            self._heartbeat = heartbeat
 
     def make(self, reason: str) -> None:
         """Ask to stop: at the next step, or at once if there is no state to save. Callable from any thread."""
         with self._lock:
             asked, self.reason = self.reason is not None, self.reason or reason
-            if self._heart is None:
+            if self._heartbeat is None:
                 self._exit("before the first step")
         if not asked:
             threading.Thread(target=self._give_up, name="notice", daemon=True).start()
 
     def _give_up(self) -> None:
         """End a rank that waits for a lost one: NCCL collectives do not notice the loss."""
-        while self._heart is not None and not self.answered:
-            left_s = self._heart.at_s + NOTICE_S - time.monotonic()
+        while self._heartbeat is not None and not self.answered:
+            left_s = self._heartbeat.at_s + NOTICE_S - time.monotonic()
             if left_s <= 0:
                 note_failure(Preempted.exit_code, f"nothing moved for {NOTICE_S:.0f} s after {self.reason}")
                 self._exit(f"in a step that does not end ({NOTICE_S:.0f} s)")

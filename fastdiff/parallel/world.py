@@ -64,23 +64,23 @@ class World:
         torch.distributed.all_gather_into_tensor(joined, tensor, group=self.group)
         return joined
 
-    def agree(self, error: FastdiffError | None) -> None:
+    def raise_on_all(self, error: FastdiffError | None) -> None:
         """Raise the first error of any rank on every rank; return if no rank has one."""
         found = next((e for e in self.gather(error) if e is not None), None)
         if found is not None:
             found.everywhere = True
             raise found
 
-    def together(self, action: Callable[[], T]) -> T:
+    def on_all_ranks(self, action: Callable[[], T]) -> T:
         """Run ``action`` on every rank and return its value, or raise on every rank the first error of any.
 
         Without it a rank that fails alone leaves the others waiting for it in their next collective.
         """
         value, error = attempt(action)
-        self.agree(error)
+        self.raise_on_all(error)
         return cast(T, value)
 
-    def on_first(self, action: Callable[[], T]) -> T:
+    def on_rank0(self, action: Callable[[], T]) -> T:
         """Run ``action`` on rank 0; return its value or raise its error on every rank.
 
         Any other exception is a bug: the other ranks raise a RuntimeError with its traceback, and wait for nothing.

@@ -17,8 +17,8 @@ from fastdiff.checkpoint.manifest import committed, digest_of, step_of, verify
 from fastdiff.checkpoint.reader import Checkpoint, snapshot_folder
 from fastdiff.checkpoint.weights import select
 from fastdiff.config.command_line.config_file import from_mapping
-from fastdiff.config.networks.of_user import file_of
 from fastdiff.config.networks.registry import ModelConfig, networks
+from fastdiff.config.networks.user_defined import file_of
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json, require_run
 from fastdiff.config.sections.sampler import SamplerConfig

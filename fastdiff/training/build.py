@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastdiff.buffered_writes import WholeFiles
 from fastdiff.checkpoint.async_saves import ANY_NUMBER, AsyncSaves
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config import deepspeed as deepspeed_config
@@ -35,12 +36,11 @@ from fastdiff.ledger.writer import Ledger
 from fastdiff.models import kernel_choice, load, toolchain
 from fastdiff.models.build import Model
 from fastdiff.parallel.consensus import Consensus
+from fastdiff.parallel.determinism import deterministic
 from fastdiff.parallel.devices import require_precision
-from fastdiff.parallel.fixed_order import fixed_order
 from fastdiff.parallel.heartbeat import Heartbeat
 from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
-from fastdiff.patient_files import WholeFiles
 from fastdiff.progress import Progress
 from fastdiff.starting import starting
 from fastdiff.training import resume
@@ -86,7 +86,7 @@ class _Parts:
     reader: Data
     order: SampleOrder
     folder: Path
-    heart: Heartbeat
+    heartbeat: Heartbeat
     ledger: Ledger
     files: WholeFiles
     facts: dict[str, Any]
@@ -125,7 +125,7 @@ class Run:
             FastdiffError: there is no such checkpoint, it cannot be read, or the state after the spike cannot be saved.
         """
         state, parts = self.state, self._parts
-        state.heart.beat(state.progress.steps, "start")
+        state.heartbeat.beat(state.progress.steps, "start")
         self.callbacks.on_rewind(state)
         self._opened.close()
         self.callbacks = Callbacks([])  # the step of the spike must not be saved
@@ -138,7 +138,7 @@ class Run:
     def go_on_smaller(self, cause: str) -> None:
         """Go on in smaller micro-batches, from the step that did not fit into the memory; called by all ranks."""
         state = self.state
-        state.heart.beat(state.progress.steps, "start")
+        state.heartbeat.beat(state.progress.steps, "start")
         halve(state, cause)
         state.passes = build_passes(state.config, state.engine, state.objective, state.meters, state.guard)
         self._loading.close()
@@ -183,7 +183,7 @@ def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, sto
     saved = resume.find(parts.checkpoints, launch, parts.facts, parts.folder)
     parts = _completed(parts, saved, stack)
     if saved is None:
-        world.on_first(lambda: check_network(parts.config, world.device))
+        world.on_rank0(lambda: check_network(parts.config, world.device))
     starting.enter("building the network")
     state = _build_state(parts, saved, stop)
     if saved is not None:
@@ -201,28 +201,28 @@ def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, sto
 
 def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) -> _Parts:
     """Check the configuration, open the data, claim the folder."""
-    world.together(lambda: require_precision(config.performance.precision, world.device))
-    config = world.on_first(lambda: _resolve(config))
+    world.on_all_ranks(lambda: require_precision(config.performance.precision, world.device))
+    config = world.on_rank0(lambda: _resolve(config))
     ds_config = deepspeed_config.resolve(launch.deepspeed, config, world.size)
     if not config.data.online:
         # Refuses a loader that does not work before anything is built; DALI is tried on the device of each rank.
-        world.together(lambda: choose_loader(config.data, world.device))
-    world.on_first(lambda: require_usable(config.output.report_to))
-    stack.enter_context(fixed_order(config.performance.deterministic))
+        world.on_all_ranks(lambda: choose_loader(config.data, world.device))
+    world.on_rank0(lambda: require_usable(config.output.report_to))
+    stack.enter_context(deterministic(config.performance.deterministic))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.performance.allow_tf32
     folder = Path(config.output.folder)
     # A new run is refused before anything is written; one that may resume waits for its checkpoint.
-    is_new = world.on_first(lambda: not (folder / "checkpoints").exists())
+    is_new = world.on_rank0(lambda: not (folder / "checkpoints").exists())
     ops = _choose_backends(config, ds_config, world, None, stack) if is_new else ""
     reader, order = _open_data(config, world, stack)
-    config = world.on_first(lambda: with_autoencoder(with_captions(config, reader), reader))
-    world.on_first(lambda: _claim(folder, stack))
+    config = world.on_rank0(lambda: with_autoencoder(with_captions(config, reader), reader))
+    world.on_rank0(lambda: _claim(folder, stack))
     ledger = stack.enter_context(start_ledger(folder, config.batch.samples, world))
-    heart = world.together(lambda: Heartbeat(folder, world.rank, launch.hang_timeout_s))
-    stack.callback(heart.close)
-    files = WholeFiles(patient=config.output.failed_saves > 0)
+    heartbeat = world.on_all_ranks(lambda: Heartbeat(folder, world.rank, launch.hang_timeout_s))
+    stack.callback(heartbeat.close)
+    files = WholeFiles(buffered=config.output.failed_saves > 0)
     stack.callback(files.close)
-    background = stack.enter_context(AsyncSaves(world, config.output.failed_saves, heart.again))
+    background = stack.enter_context(AsyncSaves(world, config.output.failed_saves, heartbeat.again))
     return _Parts(
         config=config,
         launch=launch,
@@ -232,7 +232,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
         reader=reader,
         order=order,
         folder=folder,
-        heart=heart,
+        heartbeat=heartbeat,
         ledger=ledger,
         files=files,
         facts=_facts(config, reader, world),
@@ -266,8 +266,8 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
     objective = _build_objective(config, parts.reader, model, world)
     ema = Ema(engine.flats, config.ema.rates, power_stds=config.ema.power_stds, warmup=config.ema.warmup)
     engine.attach(ema)
-    meters = Meters(world, parts.heart, objective.part_names, parts.ledger)
-    guard = StepGuard(Consensus(world, stop), spikes, parts.heart, config.batch.accumulation(world.size))
+    meters = Meters(world, parts.heartbeat, objective.part_names, parts.ledger)
+    guard = StepGuard(Consensus(world, stop), spikes, parts.heartbeat, config.batch.accumulation(world.size))
     return TrainState(
         config=config,
         world=world,
@@ -279,7 +279,7 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
         order=parts.order,
         facts=parts.facts,
         progress=Progress(),
-        heart=parts.heart,
+        heartbeat=parts.heartbeat,
         guard=guard,
         passes=build_passes(config, engine, objective, meters, guard),
         files=parts.files,
@@ -293,7 +293,7 @@ def _restore(parts: _Parts, state: TrainState, saved: Checkpoint | None) -> Prog
         return restore(saved, state)
     pretrained = parts.config.pretrained
     if pretrained.training:
-        return parts.world.together(lambda: continue_from(Path(pretrained.path), state))
+        return parts.world.on_all_ranks(lambda: continue_from(Path(pretrained.path), state))
     return Progress()
 
 
@@ -307,16 +307,16 @@ def _open_callbacks(
 
 
 def _open_data(config: RunConfig, world: World, stack: ExitStack) -> tuple[Data, SampleOrder]:
-    reader = world.together(lambda: open_data(config, world.device))
+    reader = world.on_all_ranks(lambda: open_data(config, world.device))
     stack.enter_context(reader)
     if world.is_first and (lines := described_selection(reader)):
         log.info(lines)
-    world.on_first(lambda: check_provenance(config, reader.info))
-    world.on_first(lambda: note_use(Path(config.data.path), Path(config.output.folder)))
+    world.on_rank0(lambda: check_provenance(config, reader.info))
+    world.on_rank0(lambda: note_use(Path(config.data.path), Path(config.output.folder)))
     order = build_order(
         reader.info, seed=config.seed, window_shards=config.data.shuffle_shards, global_batch=config.batch.samples
     )
-    world.on_first(lambda: require_one_shape(config, order))
+    world.on_rank0(lambda: require_one_shape(config, order))
     return reader, order
 
 
@@ -326,15 +326,15 @@ def _facts(config: RunConfig, reader: Data, world: World) -> dict[str, Any]:
         "dataset": reader.info.digest,
         "classes": reader.info.classes,
         "class_names": list(reader.info.class_names) if config.model.classes else [],
-        "base": world.on_first(lambda: load.base_digest(config)),
+        "base": world.on_rank0(lambda: load.base_digest(config)),
         "pretrained": load.absolute_path(config),
         "autoencoder": reader.info.provenance.autoencoder_digest,
-        "versions": versions() | world.on_first(lambda: plugins(config)),
+        "versions": versions() | world.on_rank0(lambda: plugins(config)),
     }
 
 
 def _build_objective(config: RunConfig, reader: Data, model: Model, world: World) -> Objective:
-    own_loss = world.together(lambda: open_loss(config, world.device))
+    own_loss = world.on_all_ranks(lambda: open_loss(config, world.device))
     return Objective(
         config.objective,
         seed=config.seed,
@@ -366,8 +366,8 @@ def _choose_backends(
 ) -> str:
     """Force the backends of the run and report that of each op; fail on all ranks if one is unavailable on any."""
     manifest = None if saved is None else saved.manifest
-    kind = world.on_first(lambda: engines.choose(config, ds_config, manifest))
-    world.on_first(lambda: require_capture(config, kind, world))
+    kind = world.on_rank0(lambda: engines.choose(config, ds_config, manifest))
+    world.on_rank0(lambda: require_capture(config, kind, world))
     where = torch.device("cpu") if deepspeed_config.offloads_optimizer(ds_config) else world.device
 
     def choose() -> list[kernel_choice.Row]:
@@ -375,7 +375,7 @@ def _choose_backends(
         toolchain.require_for(rows, world.device, compiled=kernel_choice.compiles(config, world.device))
         return rows
 
-    chosen = world.together(choose)
+    chosen = world.on_all_ranks(choose)
     stack.enter_context(dispatch.forced(**kernel_choice.backends(config, world.device, where)))
     return kernel_choice.in_words(chosen)
 

@@ -52,7 +52,7 @@ class Checkpoints:
 
         Damaged ones are skipped with a warning. StorageError if all are damaged: a new start would look like a resume.
         """
-        folders = self._world.on_first(lambda: committed(self._folder))
+        folders = self._world.on_rank0(lambda: committed(self._folder))
         folders = [folder for folder in folders if before is None or step_of(folder) < before]
         damage = []
         for folder in folders:
@@ -88,7 +88,7 @@ class Checkpoints:
             StorageError: on every rank, if any rank could not write. Earlier checkpoints are unchanged.
         """
         self._verified.add(self._folders.commit(draft))
-        self._world.on_first(self._prune)
+        self._world.on_rank0(self._prune)
 
     def _prune(self) -> None:
         """Delete all but the ``keep`` newest checkpoints, once two of these (or the only one) are known to be intact.
@@ -154,7 +154,7 @@ def return_to(saved: Checkpoint, state: TrainState) -> Progress:
     Raises:
         StorageError: on every rank, if any cannot read the checkpoint.
     """
-    state.world.together(lambda: state.engine.return_to(partial(saved.slice, "master")))
+    state.world.on_all_ranks(lambda: state.engine.return_to(partial(saved.slice, "master")))
     return restore(saved, state)
 
 

@@ -16,11 +16,11 @@ class StepGuard:
     Args:
         consensus: exchange of flags and losses between the ranks.
         spikes: the losses of earlier steps.
-        heart: of this rank.
+        heartbeat: of this rank.
         accumulation: micro-batches of a step.
     """
 
-    def __init__(self, consensus: Consensus, spikes: Spikes, heart: Heartbeat, accumulation: int) -> None:
+    def __init__(self, consensus: Consensus, spikes: Spikes, heartbeat: Heartbeat, accumulation: int) -> None:
         self.consensus, self.spikes = consensus, spikes
         self.failed_save = False
         """True if this rank could not write its part of a background save."""
@@ -30,7 +30,7 @@ class StepGuard:
         self.lost: str | None = None
         """Where and why this rank ran out of memory in the current step (``memory.halving``); None: it has not."""
         self._repeats = False
-        self._heart = heart
+        self._heartbeat = heartbeat
         self._losses: list[Tensor] = []
 
     @property
@@ -48,7 +48,7 @@ class StepGuard:
             Whether the step is to be discarded (``Engine.backward``): as a spike, decided at the last micro-batch, or
             as void.
         """
-        self._heart.enter("backward")
+        self._heartbeat.enter("backward")
         if self._repeats:
             self._repeats = False
             return True
@@ -80,7 +80,7 @@ class StepGuard:
         Raises:
             DivergedError: see ``Engine.update``.
         """
-        self._heart.enter("step")
+        self._heartbeat.enter("step")
         lost, skips = self.lost is not None, engine.skips()
         self.consensus.start(self._losses, failed_save=self.failed_save, out_of_memory=lost, skips=skips)
         self._losses.clear()
@@ -92,5 +92,5 @@ class StepGuard:
         if skips is not None:
             self.flags = self.consensus.wait()
         applied = engine.settle(skipped=self.flags.skipped)
-        self._heart.enter("callbacks")
+        self._heartbeat.enter("callbacks")
         return applied

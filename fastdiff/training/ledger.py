@@ -27,7 +27,7 @@ def start_ledger(run: Path, samples: int, world: World) -> Ledger:
         lines = open_ledger(run)
         return _last_logged(run / "metrics.jsonl")
 
-    logged = world.on_first(open_lines)
+    logged = world.on_rank0(open_lines)
     return Ledger(lines, nodes, samples, logged)
 
 

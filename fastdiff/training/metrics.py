@@ -16,8 +16,8 @@ from fastdiff.diffusion.levels import Levels
 from fastdiff.diffusion.snr_bins import BINS, SNR_EDGES
 from fastdiff.json_lines import Record
 from fastdiff.ledger.writer import Ledger
+from fastdiff.parallel.compute_time import ComputeTime
 from fastdiff.parallel.heartbeat import Heartbeat, Phase
-from fastdiff.parallel.own_time import OwnTime
 from fastdiff.parallel.power import PowerMeter
 from fastdiff.parallel.world import World
 
@@ -33,7 +33,7 @@ class Meters:
 
     Args:
         world: the ranks.
-        heart: heartbeat of this rank, driven by ``phase``; None outside of training.
+        heartbeat: heartbeat of this rank, driven by ``phase``; None outside of training.
         parts: names of the parts that the losses are sums of.
         ledger: account of this rank's time, which gets the waits for data and, at a read, the times of all ranks.
     """
@@ -41,16 +41,16 @@ class Meters:
     def __init__(
         self,
         world: World,
-        heart: Heartbeat | None = None,
+        heartbeat: Heartbeat | None = None,
         parts: Sequence[str] = (),
         ledger: Ledger | None = None,
     ) -> None:
         self._world, self._ledger = world, ledger
-        self._own, self._power = OwnTime(world.device), PowerMeter(world.device)
+        self._own, self._power = ComputeTime(world.device), PowerMeter(world.device)
         suffixes = ("", *(f"_q{n}" for n in range(QUARTILES)))
         self.names = (*BY_LEVEL, *(part + suffix for part in parts for suffix in suffixes))
         """Names of the means other than ``loss``: ``BY_LEVEL``, and every part as a whole and by quartile."""
-        self._heart = heart
+        self._heartbeat = heartbeat
         self._taken = 0
         self.sums = torch.zeros(2, 1 + len(self.names), dtype=torch.float64, device=world.device)
         """``[2, 1 + names]`` float64 of this rank's finite losses since the last read: their sums (row 0) and weights
@@ -124,8 +124,8 @@ class Meters:
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
         """Report the start of a phase to the heartbeat; the time in ``data`` counts as waiting for data."""
-        if self._heart is not None:
-            self._heart.beat(self._taken, name)
+        if self._heartbeat is not None:
+            self._heartbeat.beat(self._taken, name)
         if name != "data":
             yield
             return

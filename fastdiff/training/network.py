@@ -35,12 +35,12 @@ def build_engine(
         log.info(f"loading the weights of {saved.folder if saved is not None else config.pretrained.path}")
     apart = deepspeed_config.zero_stage(ds_config) == 3 and not whole
     # Restore weights before DeepSpeed casts and shards them, so that the working copies match the masters.
-    model, weights = world.together(lambda: _build_model(config, world, saved, apart=apart))
+    model, weights = world.on_all_ranks(lambda: _build_model(config, world, saved, apart=apart))
     manifest = None if saved is None else saved.manifest
     engine = engines.build_engine(model, config, ds_config, world, model.block_classes, manifest)
-    world.together(lambda: engine.fill(weights))
+    world.on_all_ranks(lambda: engine.fill(weights))
     if apart and saved is not None:
-        world.together(lambda: engine.return_to(partial(saved.slice, "master")))
+        world.on_all_ranks(lambda: engine.return_to(partial(saved.slice, "master")))
     return model, engine
 
 

@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from fastdiff.buffered_writes import WholeFiles
 from fastdiff.json_lines import Record
 from fastdiff.ledger.records import Account
-from fastdiff.patient_files import WholeFiles
 
 _GAUGES = {
     "written": ("fastdiff_written_timestamp_seconds", "Time of writing, in seconds since 1970."),
@@ -39,7 +39,7 @@ class PrometheusFile:
     """
 
     def __init__(self, path: Path, run: str) -> None:
-        self._path, self._files = path, WholeFiles(patient=True)
+        self._path, self._files = path, WholeFiles(buffered=True)
         self._run = run.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
     def write(self, record: Record, seconds: Mapping[Account, float]) -> None:

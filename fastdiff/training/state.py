@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastdiff.buffered_writes import WholeFiles
 from fastdiff.config.run import RunConfig
 from fastdiff.data.loading.order import SampleOrder
 from fastdiff.data.loading.training_set import Data
@@ -14,7 +15,6 @@ from fastdiff.json_lines import JsonLines, drop_records_after
 from fastdiff.ledger.writer import Ledger
 from fastdiff.parallel.heartbeat import Heartbeat
 from fastdiff.parallel.world import World
-from fastdiff.patient_files import WholeFiles
 from fastdiff.progress import Progress
 from fastdiff.training.ema import Ema
 from fastdiff.training.engines.base import Engine
@@ -38,7 +38,7 @@ class TrainState:
     facts: dict[str, Any]
     """Facts of the run in every manifest: configuration, data set, versions."""
     progress: Progress
-    heart: Heartbeat
+    heartbeat: Heartbeat
     guard: StepGuard
     ledger: Ledger
     passes: Passes
@@ -62,8 +62,8 @@ class TrainState:
         """
         if name not in self.lines:
             path = self.folder / name
-            self.world.on_first(lambda: drop_records_after(path, self.progress.steps))
-            self.lines[name] = JsonLines(path, patient=self.config.output.failed_saves > 0)
+            self.world.on_rank0(lambda: drop_records_after(path, self.progress.steps))
+            self.lines[name] = JsonLines(path, buffered=self.config.output.failed_saves > 0)
         return self.lines[name]
 
     def retry_writes(self) -> None:

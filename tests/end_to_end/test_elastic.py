@@ -120,7 +120,7 @@ def watch(
     with ExitStack() as stack:
         run = build(config, launch(stage), world, stack, stop)
         state, batches, callbacks = run.state, run.batches, run.callbacks
-        stop.arm(state.heart)
+        stop.arm(state.heartbeat)
         corrupt = state.objective.corrupt
 
         def corrupt_and_note(batch: Batch, model: Any) -> Corruption:

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fastdiff.buffered_writes import WholeFiles
 from fastdiff.cli.main import main
 from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.evaluation.comparison import Comparison, MeasuredRun, compare, draw, in_words, read_both
 from fastdiff.evaluation.validation_files import Validated, encode, path_of, read
 from fastdiff.parallel.world import World
-from fastdiff.patient_files import WholeFiles
 from fastdiff.train import train
 from tests.support.injected.tiny_disk import fill, tiny_disk
 from tests.support.runs import held_out, launch, tiny

@@ -180,8 +180,8 @@ def test_a_rank_without_room_for_its_stacks_goes_on(tmp_path: Path, capfd: pytes
     """A disk without inodes: the folder of the stacks cannot be made."""
     with tiny_disk(tmp_path / "disk", 1, inodes=3) as disk:
         claim(disk / "run")()
-        heart = Heartbeat(disk / "run", 0, 0)
-        heart.close()
+        heartbeat = Heartbeat(disk / "run", 0, 0)
+        heartbeat.close()
         assert not stacks_path(disk / "run", 0).exists()
     assert "the stacks of a hang would go to standard error" in capfd.readouterr().err
 

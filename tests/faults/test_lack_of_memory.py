@@ -97,7 +97,7 @@ def run_trials(world: World, digits: Path, folder: Path, trials: list[Trial]) ->
     occurred = []
     for number, trial in enumerate(trials):
         start = launch(trial.stage)
-        if not (world.on_first((folder / trial.plain).exists)):
+        if not (world.on_rank0((folder / trial.plain).exists)):
             train(trial.config(digits, folder / trial.plain), start, world)
         with lacking(world, *trial.lacks) as here:
             train(trial.config(digits, folder / f"{trial.ranks}-{number}"), start, world)

@@ -154,7 +154,7 @@ def train_with(
         run = build(config, launch(**options), world, stack, request)
         state, batches, callbacks = run.state, run.batches, run.callbacks
         if request is not None:
-            request.arm(state.heart)
+            request.arm(state.heartbeat)
         try:
             take_steps(state, batches, Callbacks([*callbacks._callbacks, *more]))
         except Preempted:
@@ -393,26 +393,26 @@ def test_slow_storage_delays_and_does_not_end_a_run(digits: Path, tmp_path: Path
 def beat_while_waiting(world: World, folder: Path) -> None:
     """Wait for a save, and at the end for another; each takes until it has been waited for over three heartbeats."""
     async_saves._SILENT_S = 0.01
-    heart, beats = Heartbeat(folder, world.rank, hang_timeout_s=3600), threading.Semaphore(0)
+    heartbeat, beats = Heartbeat(folder, world.rank, hang_timeout_s=3600), threading.Semaphore(0)
 
     def again() -> None:
-        heart.again()
+        heartbeat.again()
         beats.release()
 
     def save() -> None:
         for _ in range(3):
             assert beats.acquire(timeout=100), "a wait without a heartbeat"
 
-    heart.beat(2, "callbacks")
-    beaten_s = heart.at_s
+    heartbeat.beat(2, "callbacks")
+    beaten_s = heartbeat.at_s
     with AsyncSaves(world, 0, again) as background:
         background.begin("checkpoint", 2, save)
         background.wait("checkpoint")
-        assert heart.at_s > beaten_s
+        assert heartbeat.at_s > beaten_s
         background.begin("checkpoint", 3, save)
         last = background._running["checkpoint"].done
     assert last.exception() is None
-    heart.close()
+    heartbeat.close()
 
 
 @pytest.mark.fault(11)

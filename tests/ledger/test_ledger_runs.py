@@ -18,7 +18,7 @@ from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import ConfigError
 from fastdiff.ledger.reader import read_ledger
 from fastdiff.ledger.report import costs, in_words, stragglers
-from fastdiff.parallel.own_time import OwnTime
+from fastdiff.parallel.compute_time import ComputeTime
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training import metrics
@@ -91,7 +91,7 @@ def _train_slowly(world: World, config: RunConfig) -> None:
         return corrupt(*args, **options)  # type: ignore[arg-type]
 
     Objective.corrupt = slowed  # type: ignore[assignment,method-assign]
-    metrics.OwnTime = lambda device: OwnTime(device, lambda: now)  # type: ignore[assignment,misc]
+    metrics.ComputeTime = lambda device: ComputeTime(device, lambda: now)  # type: ignore[assignment,misc]
     if is_slow:
         import socket
 

@@ -17,10 +17,10 @@ def _limits_s(folder: Path, hang_timeout_s: float, phases: Sequence[Phase]) -> l
     found: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(faulthandler, "dump_traceback_later", lambda timeout, **_: found.append(timeout))
-        heart = Heartbeat(folder, 0, hang_timeout_s)
+        heartbeat = Heartbeat(folder, 0, hang_timeout_s)
         for phase in phases:
-            heart.beat(1, phase)
-        heart.close()
+            heartbeat.beat(1, phase)
+        heartbeat.close()
     return found[1:]  # the first is that of the construction
 
 

@@ -1,4 +1,4 @@
-"""``World.together``: every rank has its value, or every rank has the same error."""
+"""``World.on_all_ranks``: every rank has its value, or every rank has the same error."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _fails_on_rank_1(world: World, error: Exception) -> str:
         return world.rank
 
     try:
-        return str(world.together(action))
+        return str(world.on_all_ranks(action))
     except (DataError, StorageError) as found:
         return f"{type(found).__name__} everywhere={found.everywhere}: {found}"
 
 
 def _square(world: World) -> int:
-    return world.together(lambda: world.rank**2)
+    return world.on_all_ranks(lambda: world.rank**2)
 
 
 def test_each_rank_gets_its_own_value() -> None:
@@ -48,7 +48,7 @@ def _bug_on_first(world: World) -> str:
         raise KeyError("a bug")
 
     try:
-        return str(world.on_first(action))
+        return str(world.on_rank0(action))
     except (KeyError, RuntimeError) as found:
         return f"{type(found).__name__}: {found}"
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fastdiff.config.command_line.config_file import read
-from fastdiff.config.networks.of_user import add_network, file_of
 from fastdiff.config.networks.registry import networks
+from fastdiff.config.networks.user_defined import add_network, file_of
 from fastdiff.errors import ConfigError
 from fastdiff.evaluation.user_metrics import open_metrics
 from fastdiff.models.build import build_model

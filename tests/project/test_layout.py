@@ -54,7 +54,7 @@ ROOMS: dict[str, set[str]] = {
 }  # fmt: skip
 GROUND = {
     "batch", "console", "durations", "errors", "exit_message", "files", "json_lines", "live_line", "optional_packages",
-    "outputs", "patient_files", "process_limits", "progress", "progress_bar", "rng", "run_files", "sanitize",
+    "outputs", "buffered_writes", "process_limits", "progress", "progress_bar", "rng", "run_files", "sanitize",
     "standard_streams", "starting", "tables", "terminal", "verbosity", "version",
 }  # fmt: skip
 FREE_OF_TORCH = (
@@ -76,7 +76,7 @@ FREE_OF_TORCH = (
     "json_lines",
     "run_files",
     "outputs",
-    "patient_files",
+    "buffered_writes",
     "plugins.user_code",
     "version",
     "api.config",

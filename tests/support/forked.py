@@ -191,7 +191,7 @@ def _rank(
     torch.set_num_threads(1)
     try:
         world = start_world(timeout_s=group_timeout_s)
-        world.agree(None)  # gloo cannot start on a rank whose peer has already ended
+        world.raise_on_all(None)  # gloo cannot start on a rank whose peer has already ended
         tell(function(world, *args), None)
     except BaseException:
         tell(None, traceback.format_exc())

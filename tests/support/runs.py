@@ -115,8 +115,8 @@ def train_losses(world: World, config: RunConfig, start: Launch) -> list[float]:
 
 def copy_run(world: World, start: Path, run: Path) -> None:
     """Copy a run once all ranks have left it."""
-    world.agree(None)
-    world.on_first(lambda: shutil.copytree(start, run))
+    world.raise_on_all(None)
+    world.on_rank0(lambda: shutil.copytree(start, run))
 
 
 def flags(config: RunConfig) -> list[str]:

@@ -16,7 +16,7 @@ from tests.support.runs import hexes, launch, tiny, train_losses
 
 
 def _die_on_rank_1(world: World) -> int:
-    world.agree(None)  # both have started
+    world.raise_on_all(None)  # both have started
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return world.rank

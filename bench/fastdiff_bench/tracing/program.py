@@ -44,7 +44,7 @@ def trace(state: TrainState, step: Callable[[], object], folder: Path, steps: in
             around.close()
         recording.stop()
         try:
-            (path,) = recording.write(folder, state.world.rank, 1, state.heart.again)
+            (path,) = recording.write(folder, state.world.rank, 1, state.heartbeat.again)
         except OSError as error:
             raise BenchError(f"{folder}: no trace ({error})") from error
     return {"trace": str(path), "work": json.dumps(_work(state, step))}

@@ -56,7 +56,7 @@ def run(
     quieten()
     world = start_world()
     with ExitStack() as stack:
-        folder = world.on_first(lambda: Path(tempfile.mkdtemp(prefix="run-", dir=timer.folder)))
+        folder = world.on_rank0(lambda: Path(tempfile.mkdtemp(prefix="run-", dir=timer.folder)))
         if world.is_first:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
         config = workload.config(data, folder)

@@ -83,7 +83,7 @@ def run(timer: StepTimer, workload: Workload, data: Path, place: Path | None, qu
     quieten()
     world = start_world()
     with ExitStack() as stack:
-        folder = world.on_first(lambda: Path(tempfile.mkdtemp(prefix="run-", dir=place or timer.folder)))
+        folder = world.on_rank0(lambda: Path(tempfile.mkdtemp(prefix="run-", dir=place or timer.folder)))
         if world.is_first:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
         launch = Launch(deepspeed=workload.deepspeed_json(), resume="never")

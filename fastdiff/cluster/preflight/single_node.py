@@ -32,7 +32,7 @@ def check_if_requested(config: RunConfig, world: World) -> None:
         FastdiffError: all problems, with the exit code of the first.
     """
     if os.environ.get(PREFLIGHT):
-        world.on_first(lambda: check(config))
+        world.on_rank0(lambda: check(config))
 
 
 def check(config: RunConfig) -> None:

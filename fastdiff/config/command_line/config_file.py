@@ -17,8 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 from fastdiff.config.arguments.of_others import answer
 from fastdiff.config.arguments.types import LARGEST
 from fastdiff.config.arguments.unknown import nearest
-from fastdiff.config.networks.of_user import add_network
 from fastdiff.config.networks.registry import network_called
+from fastdiff.config.networks.user_defined import add_network
 from fastdiff.config.run import RunConfig, texts
 from fastdiff.config.sections.objective import PROCESSES, Process, in_process, without_defaults_of_others
 from fastdiff.errors import ConfigError, require, require_utf8

@@ -26,7 +26,7 @@ from fastdiff.config.command_line.data_set import network_flags
 from fastdiff.config.command_line.run_length import add_run_length, samples_flag, sets_samples, with_whole_steps
 from fastdiff.config.command_line.short_help import short_help
 from fastdiff.config.launch_options import HANG_TIMEOUT_S, Launch
-from fastdiff.config.networks.of_user import add_network
+from fastdiff.config.networks.user_defined import add_network
 from fastdiff.config.presets import PRESETS, preset, shown_presets
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json

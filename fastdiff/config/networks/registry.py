@@ -8,7 +8,7 @@ found by its entry point, so that every command knows it:
     toy = "toy_network.config:ToyConfig"
 
 In place of a configuration it may name a plain ``torch.nn.Module`` (``plain``). Within one process
-``register(ToyConfig)`` is enough, and ``of_user.add_network`` registers the network of a file.
+``register(ToyConfig)`` is enough, and ``user_defined.add_network`` registers the network of a file.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def _compile_all(state: TrainState) -> None:
     info, order = state.reader.info, state.order
     buckets = order.buckets if isinstance(order, BucketOrder) else (info.shards[0].bucket,)
     for number, bucket in enumerate(buckets, 1):
-        state.heart.beat(state.progress.steps, "start")
+        state.heartbeat.beat(state.progress.steps, "start")
         batch = empty_batch(info, bucket, config.batch.per_rank(state.world.size), state.world.device)
         if state.world.is_first:
             height, width = batch.latents.shape[2:]

@@ -43,7 +43,7 @@ class DamagedSamples(Callback):
     def _take(self, state: TrainState) -> None:
         found = sorted(entry for share in state.world.gather(_replaced(state)) for entry in share)
         self._total += len(found)
-        state.world.on_first(lambda: self._write(state, found))
+        state.world.on_rank0(lambda: self._write(state, found))
         limit = max(LEAST, SHARE * state.progress.samples)
         if self._total > limit:
             raise DataError(
@@ -69,7 +69,7 @@ class DamagedSamples(Callback):
     def _recorded(self, state: TrainState) -> int:
         """Count the records so far, and remove later ones."""
         self._lines = state.json_lines(self._path.name)
-        return state.world.on_first(self._lines.count)
+        return state.world.on_rank0(self._lines.count)
 
 
 def _replaced(state: TrainState) -> list[tuple[int, Substitution]]:

@@ -46,7 +46,7 @@ class NonFiniteGuard(Callback):
         keys = _keys(state, bad)
         which, remedy = _told(keys, len(bad), state.config.batch.samples)
         record = {"step": state.progress.steps, "samples": len(bad), "keys": keys, **state.engine.loss_scale}
-        state.world.on_first(lambda: _note(f"step {state.progress.steps} skipped, {which}", self._lines, record))
+        state.world.on_rank0(lambda: _note(f"step {state.progress.steps} skipped, {which}", self._lines, record))
         is_scale_search = not bad and state.config.performance.precision == "fp16"
         if state.progress.skipped_in_a_row >= self.limit and not is_scale_search:
             raise DivergedError(
@@ -74,7 +74,7 @@ def _told(keys: Sequence[str], bad: int, batch: int) -> tuple[str, str]:
 
 def _goes_on(state: TrainState) -> str:
     """Return how the same command goes on; called by all ranks."""
-    if state.world.on_first(lambda: bool(committed(state.folder / "checkpoints"))):
+    if state.world.on_rank0(lambda: bool(committed(state.folder / "checkpoints"))):
         return "The checkpoints before are intact: the same command resumes from the newest"
     return "There is no checkpoint yet: the same command begins anew"
 
@@ -120,7 +120,7 @@ class Rewind:
         state.meters.reset()  # of abandoned steps; their log records stay
         remove_after(state, before.steps)
         state.ledger.rewind(state.progress.steps, to=before.steps)
-        state.world.on_first(lambda: self._log(state, before))
+        state.world.on_rank0(lambda: self._log(state, before))
 
     def _log(self, state: TrainState, before: Progress) -> None:
         ends = [before.samples, self.spiked.samples - 1]
@@ -174,7 +174,7 @@ class SpikeGuard(Callback):
             f"largest losses: {', '.join(keys[:_NAMED])}"
         )
         record = {"step": state.progress.steps, "policy": state.config.divergence.policy, **asdict(spike), "keys": keys}
-        state.world.on_first(lambda: _note(what, self._lines, record))
+        state.world.on_rank0(lambda: _note(what, self._lines, record))
         _act(state, spike, what)
 
 
@@ -222,7 +222,7 @@ def _largest_keys(state: TrainState) -> list[str]:
 def _keys(state: TrainState, positions: Sequence[int]) -> list[str]:
     """Return the names of the first samples at ``positions``, equal on every rank; called by all ranks."""
     chosen = positions[:_KEYS]
-    return state.world.on_first(lambda: state.reader.keys(state.order.samples(chosen))) if chosen else []
+    return state.world.on_rank0(lambda: state.reader.keys(state.order.samples(chosen))) if chosen else []
 
 
 def _note(warning: str, lines: JsonLines, record: Record) -> None:

@@ -56,10 +56,10 @@ class PromptImages(Callback):
         self._trackers = trackers
         self._drawn = -1
         self._pipeline = pretrained(state.config)
-        self._condition, self._null = state.world.on_first(
+        self._condition, self._null = state.world.on_rank0(
             lambda: encode_prompts(self._pipeline, state.config.validation.prompts, state.config.model)
         )
-        state.world.on_first(self._load_autoencoder)
+        state.world.on_rank0(self._load_autoencoder)
 
     def on_step(self, state: TrainState) -> None:
         """Draw when due."""
@@ -93,7 +93,7 @@ class PromptImages(Callback):
             shape=(network.channels, network.size, network.size),
             batch=max(1, config.batch.per_rank(state.world.size) // 2),  # guidance doubles it
         )
-        state.world.on_first(lambda: self._show(latents, state))
+        state.world.on_rank0(lambda: self._show(latents, state))
 
     def _show(self, latents: Tensor, state: TrainState) -> None:
         prompts, device = state.config.validation.prompts, state.world.device
@@ -155,7 +155,7 @@ class SampleGrid(Callback):
             shape=(config.model.channels, config.model.size, config.model.size),
         )
         titles = ClassNames(classes or 0, state.facts["class_names"]).titles(columns.tolist())
-        state.world.on_first(lambda: self._show(images.cpu(), titles, state))
+        state.world.on_rank0(lambda: self._show(images.cpu(), titles, state))
 
     def _show(self, images: Tensor, titles: Sequence[str], state: TrainState) -> None:
         grid = image_grid(images, rows=self.rows, titles=titles)
@@ -217,7 +217,7 @@ def draw_together(
                 progress=world.is_first,
             )
 
-    world.together(draw)
+    world.on_all_ranks(draw)
     return world.sum_(images)
 
 
@@ -252,17 +252,17 @@ def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Mod
             return Room.reserve(shapes, dtype, device)
 
     # Before the collective: a rank that ran out of memory in it would leave the other ranks waiting.
-    room = state.world.together(reserve)
+    room = state.world.on_all_ranks(reserve)
     weights = assemble(state.world, flats, averages, shapes, room)
 
     def build() -> Model:
         with memory_beside_training(device):
             return build_network(state.config, weights).to(device, dtype).eval()
 
-    model = state.world.together(build)
+    model = state.world.on_all_ranks(build)
 
     def before_forward(*_: object) -> None:
-        state.heart.again()  # a validation may outlast the hang timeout
+        state.heartbeat.again()  # a validation may outlast the hang timeout
         reason = state.guard.consensus.stop_reason
         if reason is not None:
             raise preempted(reason, state)  # the ranks agree on it, as on any error in a validation

@@ -87,8 +87,8 @@ class Profile(Callback):
         try:
             self._ranges.close()
             self._recording.stop()
-            state.heart.again()
-            written = self._recording.write(self._folder, state.world.rank, self._first, state.heart.again)
+            state.heartbeat.again()
+            written = self._recording.write(self._folder, state.world.rank, self._first, state.heartbeat.again)
             self._recording, self._steps = None, range(0)
             if state.world.is_first:
                 log.info(_told(state, written))

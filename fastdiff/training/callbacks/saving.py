@@ -155,7 +155,7 @@ def remove_after(state: TrainState, step: int) -> None:
         found = committed(snapshot_folder(state.folder))
         _folders(state.folder, state.world).remove([folder for folder in found if step_of(folder) > step])
 
-    state.world.on_first(remove)
+    state.world.on_rank0(remove)
 
 
 def _folders(run: Path, world: World, pinned_gib: float = 0.0) -> StepFolders:

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 import torch
 
 from fastdiff.config.launch_options import Launch
-from fastdiff.config.networks.of_user import file_of
+from fastdiff.config.networks.user_defined import file_of
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import run_json
 from fastdiff.console import log
@@ -31,7 +31,7 @@ def record(state: TrainState, launch: Launch) -> None:
     """Write ``run.json``; called by all ranks."""
     device = torch.cuda.get_device_name() if state.world.device.type == "cuda" else "cpu"
     content = run_json(state.config, launch, state.engine.ds_config, device, state.facts["class_names"])
-    state.world.on_first(lambda: state.files.write(state.folder / "run.json", content, durable=False))
+    state.world.on_rank0(lambda: state.files.write(state.folder / "run.json", content, durable=False))
 
 
 def summary(state: TrainState, batches: Batches, chosen: str) -> str:

@@ -62,7 +62,7 @@ class ValidationLoss(Callback):
         world, config = state.world, state.config
         self._trackers = trackers
         self._every = Every(config.validation.every, config.validation.first)
-        self._reader = reader = world.together(lambda: open_validation(config, state.reader.info))
+        self._reader = reader = world.on_all_ranks(lambda: open_validation(config, state.reader.info))
         self._data = reader.info.digest[:12]
         self._scales = per_channel(reader.info.normalisation, world.device)
         self._config = validated(config.objective)
@@ -81,7 +81,7 @@ class ValidationLoss(Callback):
         self._levels = self._objective.process.draw(even_shares(len(self._index)).to(world.device))
         self._batches = batches_of(reader.info, self._index)
         self._lines = state.json_lines(LINES)
-        self._done = world.on_first(lambda: self._resume_records(state))
+        self._done = world.on_rank0(lambda: self._resume_records(state))
         if self._every.due(state.progress) and 0 < state.progress.steps != self._done:
             self._validate(state)  # the run was killed between its checkpoint and its validation
 
@@ -117,10 +117,10 @@ class ValidationLoss(Callback):
     def _validate(self, state: TrainState) -> None:
         self._done = state.progress.steps
         model = averaged_model(state, DTYPES[state.config.performance.precision])
-        found = state.world.together(lambda: self._measure(state, model))
+        found = state.world.on_all_ranks(lambda: self._measure(state, model))
         # Each rank has filled its part of a tensor of zeros: the sum is exact.
         losses = state.world.sum_(found).cpu().numpy()
-        state.world.on_first(lambda: self._write(state, losses))
+        state.world.on_rank0(lambda: self._write(state, losses))
 
     @torch.no_grad()
     def _measure(self, state: TrainState, model: Model) -> Tensor:

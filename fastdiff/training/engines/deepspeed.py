@@ -138,7 +138,7 @@ class DeepSpeedEngine(Engine):
         self.flats: list[Flat] = list(flats_of(self._engine, optimizer, names, world))
         for name, value in exact.items():  # the cast copies are already their roundings
             copy_into(self.flats, name, value)
-        world.together(lambda: create_8bit_state(optimizer, config.optim.name, self.flats, world))
+        world.on_all_ranks(lambda: create_8bit_state(optimizer, config.optim.name, self.flats, world))
         give_a_second_try(optimizer)
         self._schedule = build_lr_schedule(optimizer, config.optim, config.steps)
         self._rank, self._device = world.rank, world.device

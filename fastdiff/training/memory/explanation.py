@@ -25,7 +25,7 @@ def out_of_memory(error: Exception, state: TrainState, phase: str | None = None)
     whose = None if isinstance(error, FastdiffError) else memory.exhausted(error)
     if whose is None:
         return None
-    phase, device = phase or state.heart.phase, state.world.device
+    phase, device = phase or state.heartbeat.phase, state.world.device
     if whose == "host" and device.type == "cuda":
         online, offload = state.config.data.online, offloads_optimizer(state.engine.ds_config)
         return NoMemoryError(memory.explain_host(phase, online=online, offload=offload, cause=str(error)))

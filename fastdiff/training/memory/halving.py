@@ -74,7 +74,7 @@ def run_within_memory(run: BatchPass, state: TrainState, batch: Batch, *, phase:
     try:
         return run(state, batch)
     except Exception as error:
-        if (cause := _cause(error, phase or state.heart.phase, state)) is None:
+        if (cause := _cause(error, phase or state.heartbeat.phase, state)) is None:
             raise
         guard.lose(cause, observed=guard.observed > before)
     # Outside of the handler: the traceback would keep the activations.

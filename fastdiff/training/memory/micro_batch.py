@@ -54,7 +54,7 @@ def with_micro(config: RunConfig, ds_config: DsConfig, data: Data, saved: Checkp
             config, ds_config, data.info, world.size, world.device, room, flat=flat, encoders=encoders, kept=kept
         )
 
-    micro = world.on_first(decide)
+    micro = world.on_rank0(decide)
     return replace(config, batch=replace(config.batch, micro=micro))
 
 

@@ -135,7 +135,7 @@ class UserCallback(Callback):
             PluginError: on every rank: it fails on one.
         """
         if self._every.due(state.progress):
-            state.world.together(lambda: self._call("on_step"))
+            state.world.on_all_ranks(lambda: self._call("on_step"))
 
     def on_end(self, state: TrainState) -> None:
         """Call the user's method; the run is complete, so an error is only shown."""
@@ -173,7 +173,7 @@ def open_callbacks(state: TrainState, trackers: Trackers) -> list[Callback]:
         plugins = [load(text, "fastdiff.callbacks", _FLAG) for text in named]
         return [UserCallback(plugin, state, trackers) for plugin in plugins]
 
-    callbacks = state.world.together(opened)
+    callbacks = state.world.on_all_ranks(opened)
     every = [callback.every for callback in callbacks]
     require(
         all(other == every for other in state.world.gather(every)),

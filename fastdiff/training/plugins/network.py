@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fastdiff.config.networks.of_user import plugin_of
+from fastdiff.config.networks.user_defined import plugin_of
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import require
 from fastdiff.models.blockwise import BlockwiseModel

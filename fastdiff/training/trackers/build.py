@@ -39,7 +39,7 @@ class Trackers:
 
     def __init__(self, state: TrainState) -> None:
         self._trackers: list[Tracker] = []
-        state.world.on_first(lambda: self._open(state))
+        state.world.on_rank0(lambda: self._open(state))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Show the numbers of a record under their tags (``tags.shown``)."""
@@ -68,22 +68,22 @@ class Trackers:
                 tracker.close(failed=failed, patience_s=tracker.finish_s if kind is None else BROKEN_OFF_S)
 
     def _open(self, state: TrainState) -> None:
-        patient = state.config.output.failed_saves > 0
+        buffered = state.config.output.failed_saves > 0
         for name in state.config.output.report_to:
             try:
-                self._trackers.append(_opened(name, state, patient=patient))
+                self._trackers.append(_opened(name, state, buffered=buffered))
             except OSError as error:
-                if not patient or name == "tensorboard":
+                if not buffered or name == "tensorboard":
                     raise
                 log.warning(f"{error.filename or state.folder}: {error.strerror}; the run goes on without {name}")
 
 
-def _opened(name: str, state: TrainState, *, patient: bool) -> Tracker:
+def _opened(name: str, state: TrainState, *, buffered: bool) -> Tracker:
     if name == "wandb":
         return BackgroundTracker(WandbRun(state))
     if name == "trackio":
         return BackgroundTracker(TrackioRun(state))
-    board = TensorBoard(state.folder, state.progress.steps, patient=patient)
+    board = TensorBoard(state.folder, state.progress.steps, buffered=buffered)
     lines = json.dumps(sanitize.tree(as_json(state.config)), indent=2).splitlines()
     board.text("configuration", "\n".join(f"    {line}" for line in lines), state.progress.steps)
     return board

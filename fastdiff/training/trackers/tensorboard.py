@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastdiff.patient_files import AppendedFile
+from fastdiff.buffered_writes import AppendedFile
 from fastdiff.training.trackers.background import FINISH_S
 
 
@@ -27,16 +27,16 @@ class TensorBoard:
     Args:
         run: the run folder.
         step: of the resume.
-        patient: events wait in memory while the disk is full.
+        buffered: events wait in memory while the disk is full.
     """
 
     finish_s = FINISH_S
 
-    def __init__(self, run: Path, step: int, *, patient: bool) -> None:
+    def __init__(self, run: Path, step: int, *, buffered: bool) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog  # only rank 0 needs it
 
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_OPENED):06d}"
-        self._file = AppendedFile(run / "tensorboard" / name, patient=patient)
+        self._file = AppendedFile(run / "tensorboard" / name, buffered=buffered)
         self._append(file_version="brain.Event:2")
         # TensorBoard hides earlier events of this step and of later ones.
         self._append(step=step + 1, session_log=SessionLog(status=SessionLog.START))

@@ -17,7 +17,7 @@ from unittest import mock
 import safetensors.torch
 from safetensors import SafetensorError
 
-from fastdiff import patient_files
+from fastdiff import buffered_writes
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def tiny_disk(folder: Path, megabytes: float, *, inodes: int = 0, stand_in: bool
 
     Mounting a tmpfs needs CAP_SYS_ADMIN, which root has outside most containers. Everyone else gets a stand-in for code
     that runs in this process: ``open``, ``os.write``, ``shutil.disk_usage``, ``fastdiff.files.reserve``,
-    ``fastdiff.patient_files.mount_point`` and safetensors' ``save_file`` behave in ``folder`` as on a disk of that
+    ``fastdiff.buffered_writes.mount_point`` and safetensors' ``save_file`` behave in ``folder`` as on a disk of that
     size, and fail with the same errors as on a tmpfs. Other writers, such as a subprocess, see no limit there.
 
     Args:
@@ -78,7 +78,7 @@ class _StandIn:
         self.folder, self.size, self.inodes = folder.absolute(), size, inodes
         self._mkdir = os.mkdir
         self._open, self._write = builtins.open, os.write
-        self._mount_point = patient_files.mount_point
+        self._mount_point = buffered_writes.mount_point
         self._disk_usage, self._serialize = shutil.disk_usage, safetensors.torch.serialize_file
 
     @contextmanager
@@ -90,7 +90,7 @@ class _StandIn:
             stack.enter_context(mock.patch("os.write", self.write))
             stack.enter_context(mock.patch("os.mkdir", self.mkdir))
             stack.enter_context(mock.patch("fastdiff.files.reserve", self.reserve))
-            stack.enter_context(mock.patch("fastdiff.patient_files.mount_point", self.mount_point))
+            stack.enter_context(mock.patch("fastdiff.buffered_writes.mount_point", self.mount_point))
             stack.enter_context(mock.patch("shutil.disk_usage", self.disk_usage))
             stack.enter_context(mock.patch("safetensors.torch.serialize_file", self.serialize_file))
             yield

@@ -226,7 +226,7 @@ def on_gpu(config: RunConfig = RUN, *, device: str = "none") -> TrainState:
         config=config,
         engine=SimpleNamespace(ds_config={"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}}),
         world=SimpleNamespace(device=torch.device("cuda")),
-        heart=SimpleNamespace(phase="data"),
+        heartbeat=SimpleNamespace(phase="data"),
     )
     return state  # type: ignore[return-value]
 

@@ -25,11 +25,11 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fastdiff.buffered_writes import WholeFiles
 from fastdiff.config.trackers import require_usable
 from fastdiff.errors import ConfigError, FastdiffError, Preempted
 from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
-from fastdiff.patient_files import WholeFiles
 from fastdiff.train import train
 from fastdiff.training.callbacks import loss_map
 from fastdiff.training.trackers import build, tensorboard, wandb_run
@@ -574,7 +574,7 @@ class _State:
     def __init__(self, config: Any, world: World) -> None:
         self.config, self.world = config, world
         self.folder = Path(config.output.folder)
-        self.files = WholeFiles(patient=config.output.failed_saves > 0)
+        self.files = WholeFiles(buffered=config.output.failed_saves > 0)
 
 
 def _wandb_history(folder: Path) -> dict[str, Any]:

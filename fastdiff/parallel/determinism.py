@@ -1,4 +1,4 @@
-"""Fixed orders of addition, so that a run on a GPU repeats to the bit (``--performance.deterministic``).
+"""Determinism: a run on a GPU repeats to the bit (``--performance.deterministic``), because all sums keep one order.
 
 By default cuBLAS, cuDNN and the backward passes of attention may add in the order in which their blocks finish, and
 cuDNN takes the convolution that was fastest when it first met the shapes, which may be another one in the next process.
@@ -17,7 +17,7 @@ import torch
 from fastdiff.errors import ConfigError
 
 _REFUSALS = ("does not have a deterministic implementation", "this operation is not deterministic")
-"""What torch says of an operation that has no fixed order."""
+"""What torch says of an operation that is not deterministic."""
 
 
 def reserve_workspaces(wanted: bool) -> None:
@@ -27,8 +27,8 @@ def reserve_workspaces(wanted: bool) -> None:
 
 
 @contextmanager
-def fixed_order(wanted: bool) -> Iterator[None]:
-    """Inside, if ``wanted``, every operation adds in a fixed order or raises ``RuntimeError``.
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Inside, if ``wanted``, every operation is deterministic or raises ``RuntimeError``.
 
     Otherwise cuDNN measures the convolutions: a run has few shapes, and its heuristics miss the fastest.
     """
@@ -60,8 +60,8 @@ def _measured_convolutions() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
-def without_fixed_order(error: Exception) -> ConfigError | None:
-    """Return the error of an operation without a fixed order as one that names the flag; None for any other error."""
+def explain_nondeterminism(error: Exception) -> ConfigError | None:
+    """Return the error of a nondeterministic operation as one that names the flag; None for any other error."""
     message = str(error)
     if not isinstance(error, RuntimeError) or not any(refusal in message for refusal in _REFUSALS):
         return None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdiff.patient_files import AppendedFile, WholeFiles
+from fastdiff.buffered_writes import AppendedFile, WholeFiles
 from tests.support.injected.crash_points import CrashPoints, operations
 from tests.support.injected.tiny_disk import fill, tiny_disk
 
@@ -26,8 +26,8 @@ def test_each_disk_that_becomes_full_is_reported_once(
         tiny_disk(tmp_path / "a", 0.25, stand_in=stand_in) as a,
         tiny_disk(tmp_path / "b", 0.25, stand_in=stand_in) as b,
     ):
-        files = [AppendedFile(disk / "run" / name, patient=True) for disk in (a, b) for name in ("one", "two")]
-        whole = WholeFiles(patient=True)
+        files = [AppendedFile(disk / "run" / name, buffered=True) for disk in (a, b) for name in ("one", "two")]
+        whole = WholeFiles(buffered=True)
         for disk in (a, b):
             (disk / "run").mkdir()
             fill(disk)
@@ -60,7 +60,7 @@ def test_a_file_that_waits_for_another_reason_is_reported_by_its_name(
     paths = [tmp_path / "one", tmp_path / "two"]
     for path in paths:
         path.mkdir()
-        AppendedFile(path, patient=True).append(RECORD)
+        AppendedFile(path, buffered=True).append(RECORD)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2
     for path, line in zip(paths, said, strict=True):
@@ -80,7 +80,7 @@ def test_a_disk_whose_files_are_lost_is_reported_again(tmp_path: Path, capsys: p
     with tiny_disk(tmp_path / "a", 0.25, stand_in=True) as disk:
         fill(disk)
         for _ in range(2):
-            whole = WholeFiles(patient=True)
+            whole = WholeFiles(buffered=True)
             whole.write(disk / "file", RECORD)
             whole.close()
     said = [line for line in capsys.readouterr().err.splitlines() if f"WARNING {disk}: No space" in line]

@@ -1,4 +1,4 @@
-"""Files of a run folder that wait in memory while the disk is full, if the run survives failed saves."""
+"""Buffered writes: files of a run folder wait in memory while the disk is full, if the run survives failed saves."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class AppendedFile:
 
     Args:
         path: of the file; a link is refused.
-        patient: keep records that cannot be written in memory, and write them before the next one.
+        buffered: keep records that cannot be written in memory, and write them before the next one.
     """
 
-    def __init__(self, path: Path, *, patient: bool = False) -> None:
+    def __init__(self, path: Path, *, buffered: bool = False) -> None:
         self._path = path
-        self._patient = patient
+        self._buffered = buffered
         self._waiting: deque[bytes] = deque()
         self._lost = 0
         self._descriptor: int | None = None
@@ -70,7 +70,7 @@ class AppendedFile:
         """Append one record.
 
         Raises:
-            OSError: with the path; the record cannot be written, and the file is not ``patient``.
+            OSError: with the path; the record cannot be written, and the file is not ``buffered``.
         """
         if self._waiting and sum(map(len, self._waiting)) + len(record) > _MOST:
             self._lost += 1
@@ -82,12 +82,12 @@ class AppendedFile:
         """Write the records that wait, as far as there is room.
 
         Raises:
-            OSError: with the path; one cannot be written, and the file is not ``patient``.
+            OSError: with the path; one cannot be written, and the file is not ``buffered``.
         """
         try:
             self._write()
         except OSError as error:
-            if not self._patient:
+            if not self._buffered:
                 self._waiting.clear()
                 raise OSError(error.errno, error.strerror, str(self._path)) from None
             _full_disks.note(self._path, error)
@@ -123,11 +123,11 @@ class WholeFiles:
     """Files that are written at once and atomically, such as ``run.json`` and pictures.
 
     Args:
-        patient: keep files that cannot be written in memory, and write them later.
+        buffered: keep files that cannot be written in memory, and write them later.
     """
 
-    def __init__(self, *, patient: bool = False) -> None:
-        self._patient = patient
+    def __init__(self, *, buffered: bool = False) -> None:
+        self._buffered = buffered
         self._waiting: dict[Path, bytes] = {}
         self._hasty: set[Path] = set()
 
@@ -140,7 +140,7 @@ class WholeFiles:
             durable: False: do not wait until it is on the disk.
 
         Raises:
-            OSError: with the path; it cannot be written, and the files are not ``patient``.
+            OSError: with the path; it cannot be written, and the files are not ``buffered``.
         """
         self._waiting[path] = content
         if not durable:
@@ -151,14 +151,14 @@ class WholeFiles:
         """Write the files that wait, as far as there is room.
 
         Raises:
-            OSError: with the path; one cannot be written, and the files are not ``patient``.
+            OSError: with the path; one cannot be written, and the files are not ``buffered``.
         """
         for path, content in list(self._waiting.items()):
             try:
                 path.parent.mkdir(exist_ok=True)
                 publish(path, content, durable=path not in self._hasty)
             except OSError as error:
-                if not self._patient:
+                if not self._buffered:
                     del self._waiting[path]
                     raise
                 self._keep(path, error)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastdiff.parallel.fixed_order import fixed_order, reserve_workspaces, without_fixed_order
+from fastdiff.parallel.determinism import deterministic, explain_nondeterminism, reserve_workspaces
 from fastdiff.parallel.world import World
 from fastdiff.train import main, train
 from fastdiff.training.metrics import Meters
@@ -26,13 +26,13 @@ def settings() -> tuple[object, ...]:
 def test_the_settings_hold_inside_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     before = settings()
-    with suppress(ZeroDivisionError), fixed_order(False):
+    with suppress(ZeroDivisionError), deterministic(False):
         assert settings() == (*before[:2], True, before[3])  # cuDNN measures the convolutions
         raise ZeroDivisionError
     assert settings() == before
-    with fixed_order(False):
+    with deterministic(False):
         assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    with suppress(ZeroDivisionError), fixed_order(True):
+    with suppress(ZeroDivisionError), deterministic(True):
         assert settings() == (2, True, False, False)
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         raise ZeroDivisionError
@@ -51,9 +51,9 @@ def unordered(*_: object) -> None:
 
 def test_an_operation_without_a_fixed_order_is_named() -> None:
     unordered()
-    with fixed_order(True), pytest.raises(RuntimeError) as raised:
+    with deterministic(True), pytest.raises(RuntimeError) as raised:
         unordered()
-    found = without_fixed_order(raised.value)
+    found = explain_nondeterminism(raised.value)
     assert str(found) == (
         "--performance.deterministic: put_ has no form that adds in a fixed order; leave the flag out"
     )
@@ -62,10 +62,10 @@ def test_an_operation_without_a_fixed_order_is_named() -> None:
         "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or ..., but this "
         "operation is not deterministic because it uses CuBLAS and you have CUDA >= 10.2."
     )
-    assert "a product by cuBLAS has no form" in str(without_fixed_order(cublas))
-    assert "unset CUBLAS_WORKSPACE_CONFIG" in str(without_fixed_order(cublas))
-    assert without_fixed_order(RuntimeError("CUDA out of memory")) is None
-    assert without_fixed_order(ValueError("put_ does not have a deterministic implementation")) is None
+    assert "a product by cuBLAS has no form" in str(explain_nondeterminism(cublas))
+    assert "unset CUBLAS_WORKSPACE_CONFIG" in str(explain_nondeterminism(cublas))
+    assert explain_nondeterminism(RuntimeError("CUDA out of memory")) is None
+    assert explain_nondeterminism(ValueError("put_ does not have a deterministic implementation")) is None
 
 
 @pytest.mark.parametrize("stage", [0, 3])

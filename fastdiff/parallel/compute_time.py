@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 
-class OwnTime:
+class ComputeTime:
     """Seconds from the start of each step to the end of this rank's last forward pass in it.
 
     Where a rank waits for no other up to there, the time tells which rank computes more slowly and keeps the others
