@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import Tensor
 
-Condition = dict[str, Tensor]
-"""Conditioning inputs of a model besides the time, as its keyword arguments.
+from fastdiff.conditions import CONDITIONS, MASK_OF
 
-``label``: ``[B]`` int64 classes. ``context``: ``[B, L, D]`` embeddings of the tokens of a caption. ``pooled``:
-``[B, P]`` embedding of the whole caption, and ``time_ids``: ``[B, 6]`` fp32 original height and width, top and left of
-the crop, and height and width of the image in pixels (both SDXL: Podell et al. 2023, arXiv:2307.01952, section 2.2).
-``low_res``: ``[B, C, h, w]`` fp32 small images to enlarge. ``position``: ``[B]`` int64 positions in the run, which key
-a dropout.
-"""
+Condition = dict[str, Tensor]
+"""Conditioning inputs of a model besides the time, as its keyword arguments: ``[B, ...]`` each, with the names, shapes
+and dtypes of ``fastdiff.conditions``."""
+DTYPES = {"floating": torch.float32, "float32": torch.float32, "int64": torch.int64, "bool": torch.bool}
+"""Dtypes of the conditions of a pass without data, by ``ConditionKind.dtype``."""
+
+
+def from_stored(stored: Mapping[str, Tensor]) -> Condition:
+    """Return conditions as a network takes them, from those that shards hold: masks become bool."""
+    return {name: value.to(torch.bool) if CONDITIONS[name].dtype == "bool" else value for name, value in stored.items()}
+
+
+def without_padding(condition: Condition) -> Condition:
+    """Return embedded captions with zeros in the rows that a mask excludes, as shards have them."""
+    return {
+        name: value.masked_fill(~condition[mask][..., None], 0) if (mask := MASK_OF.get(name)) in condition else value
+        for name, value in condition.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,11 @@ class BlockwiseModel(nn.Module):
     channels_last: ClassVar[bool] = False
     """Whether its feature maps are channels_last; an engine may lay out its convolution weights so."""
     config: ModelConfig
-    inputs: ClassVar[tuple[str, ...]] = ()
-    """Names of the conditions that ``forward`` accepts besides the time."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the conditions that ``forward`` takes besides the time."""
+        return tuple(self.config.conditions)
 
     def compile_blocks(self, **options: Any) -> Self:
         """Compile the forward of every block in place and return the network.

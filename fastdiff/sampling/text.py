@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastdiff.batch import Condition
+from fastdiff.batch import Condition, without_padding
+from fastdiff.conditions import image_conditions, of_source
 from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.errors import require
 from fastdiff.models.pretrained.pipeline import Pretrained
 
 
@@ -26,15 +28,24 @@ def encode_prompts(
 
     Returns:
         The condition, ``[N, ...]`` each, and the unconditional one, a single sample of each input.
+
+    Raises:
+        ConfigError: the text encoder does not give a condition that the network takes.
     """
-    encoder = pipeline.text()
-    condition = encoder(prompts)
+    encoder, wanted = pipeline.text(), of_source("caption", model.conditions)
+    condition = without_padding(encoder(prompts))
     null = encoder.null() if negative is None else {name: value[0] for name, value in encoder([negative]).items()}
-    if "pooled" in model.text_widths:
-        pixels = float(model.size * pipeline.latent_space.factor)
-        sizes = torch.tensor([pixels, pixels, 0.0, 0.0, pixels, pixels])
-        condition["time_ids"] = sizes.expand(len(prompts), -1)
-    return condition, null
+    null = without_padding(null)
+    for name in wanted:
+        require(
+            name in condition,
+            f"the text encoder of {pipeline.path} gives {' and '.join(condition)}, but not {name}, which the network "
+            "takes; use the pipeline that encoded the data",
+        )
+    pixels = (model.size * pipeline.latent_space.factor,) * 2
+    sizes = image_conditions(model.conditions, pixels, (0, 0), pixels)
+    of_image = {name: torch.tensor(values).expand(len(prompts), -1) for name, values in sizes.items()}
+    return {n: condition[n] for n in wanted} | of_image, {n: null[n] for n in wanted}
 
 
 def repeated(condition: Condition, times: int) -> Condition:

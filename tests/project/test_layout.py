@@ -53,12 +53,13 @@ ROOMS: dict[str, set[str]] = {
     "fastdiff": {"", "api"},
 }  # fmt: skip
 GROUND = {
-    "batch", "console", "durations", "errors", "exit_message", "files", "json_lines", "live_line", "optional_packages",
-    "outputs", "buffered_writes", "process_limits", "progress", "progress_bar", "rng", "run_files", "sanitize",
-    "standard_streams", "starting", "tables", "terminal", "verbosity", "version",
+    "batch", "conditions", "console", "durations", "errors", "exit_message", "files", "json_lines", "live_line",
+    "optional_packages", "outputs", "buffered_writes", "process_limits", "progress", "progress_bar", "rng", "run_files",
+    "sanitize", "standard_streams", "starting", "tables", "terminal", "verbosity", "version",
 }  # fmt: skip
 FREE_OF_TORCH = (
     "ledger",
+    "conditions",
     "config",
     "dashboard",
     "errors",

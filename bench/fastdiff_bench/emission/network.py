@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastdiff.config.networks.pretrained import CAPTION_TOKENS
+from fastdiff.batch import Condition
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.models import float8
 from fastdiff.models.build import Model, build_model
+from fastdiff.models.cost.dry_inputs import dry_inputs
 from fastdiff.models.cost.flops import training_flops
 from fastdiff.training.engines.buffers import places_of
 from fastdiff_bench.emission.blocks import Emission
@@ -57,7 +58,7 @@ def emit(
         stack.enter_context(_convolutions_keep_channels_last())
         model.compile_blocks(backend=emitter.compile)
         with torch.device(META):
-            given = inputs(model, batch)
+            given = _inputs(model, batch, dtype)
         _step(model, given)
         emitter.counting = False
         with Seen() as outside:
@@ -84,32 +85,18 @@ def _lay_out(model: Model, dtype: torch.dtype) -> None:
         place.parameter.data = place.of(buffer)
 
 
-def _step(model: Model, given: list[Tensor]) -> None:
+def _step(model: Model, given: tuple[Tensor, Tensor, Condition]) -> None:
     model.zero_grad(set_to_none=True)
-    out = model(*given)
+    noisy, time, condition = given
+    out = model(noisy, time, **condition)
     out.backward(torch.empty_like(out))
 
 
-def inputs(model: Model, batch: int) -> list[Tensor]:
-    """Return blank inputs of a network: noisy latents, times and the conditions that it takes."""
-    config: Any = model.config
-    channels = config.channels
-    size = config.size
-    shapes: dict[str, tuple[int, ...]] = {
-        "context": (batch, CAPTION_TOKENS, getattr(config, "cross_attention_dim", 0)),
-        "pooled": (batch, getattr(config, "pooled_dim", 0)),
-        "time_ids": (batch, 6 if getattr(config, "pooled_dim", 0) else 0),
-        "low_res": (batch, channels, getattr(config, "low_res_size", 0), getattr(config, "low_res_size", 0)),
-    }
-    whole = {"label": torch.int64, "position": torch.int64}
-    dtype = next(model.parameters()).dtype
-    found: list[Any] = [torch.empty(batch, channels, size, size, dtype=dtype), torch.empty(batch, dtype=torch.int64)]
-    for name in model.inputs:
-        if name in whole:
-            found.append(torch.empty(batch, dtype=whole[name]))
-        else:
-            found.append(torch.empty(shapes[name], dtype=dtype) if shapes[name][-1] else None)
-    return found
+def _inputs(model: Model, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Condition]:
+    """Return blank noisy latents, times and conditions of a network."""
+    noisy, condition = dry_inputs(model.config, model.inputs, batch)
+    rounded = {name: value.to(dtype) if value.is_floating_point() else value for name, value in condition.items()}
+    return noisy.to(dtype), torch.empty(batch, dtype=torch.int64), rounded
 
 
 def _name_running_block(model: Model, emitter: Emitter) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from fastdiff.config.networks.pretrained import CAPTION_TOKENS
+from fastdiff.conditions import image_conditions, of_source
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.data.encoding.builtin import encode_synthetic, versions
-from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance
+from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance, condition_columns
 from fastdiff.data.shards.reader import Arrays
 from fastdiff.data.shards.writer import ShardWriter
 
@@ -41,12 +41,11 @@ def write(folder: Path, model: ModelConfig, samples: int, *, seed: int = 0) -> P
 
 def _write_captioned(folder: Path, model: UNetConfig, samples: int, seed: int) -> None:
     channels = model.channels
-    text: dict[str, tuple[int, ...]] = {"context": (CAPTION_TOKENS, model.cross_attention_dim)}
-    text |= {"pooled": (model.pooled_dim,)} if model.pooled_dim else {}
+    text = {name: model.conditions[name] for name in of_source("caption", model.conditions)}
+    square = 8 * model.size, 8 * model.size
+    of_image = image_conditions(model.conditions, square, (0, 0), square)
     columns = {"latent": Column(dtype="float16", shape=(2 * channels, model.size, model.size))}
-    columns |= {name: Column(dtype="float16", shape=shape) for name, shape in text.items()}
-    if model.pooled_dim:
-        columns["time_ids"] = Column(dtype="float32", shape=(6,))
+    columns |= condition_columns(text, "float16", of_image)
     template = DatasetInfo(
         columns=columns,
         normalisation=Normalisation(shift=(0.0,) * 2 * channels, scale=(_SCALE,) * 2 * channels),
@@ -54,8 +53,7 @@ def _write_captioned(folder: Path, model: UNetConfig, samples: int, seed: int) -
         kind="posterior",
     )
     null = {name: np.zeros(shape, np.float16) for name, shape in text.items()}
-    pixels = 8 * model.size
-    sizes = {"time_ids": np.array([pixels, pixels, 0, 0, pixels, pixels], np.float32)} if model.pooled_dim else {}
+    sizes = {name: np.array(values, np.float32) for name, values in of_image.items()}
     generator = np.random.default_rng(seed)
     with ShardWriter(folder, template, samples_per_shard=_SHARD, null=null) as writer:
         for number in range(samples):

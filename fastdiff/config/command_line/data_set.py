@@ -100,7 +100,7 @@ def _decided(info: Any, model: ModelConfig) -> dict[str, int]:
     if info.get("classes") and model.classes:
         decided["classes"] = info["classes"]
     for column, field in model.text_fields.items():
-        if column in columns and column in model.text_widths:
+        if column in columns and column in model.conditions:
             decided[field] = columns[column]["shape"][-1]
     if any(type(value) is not int or value < 1 for value in decided.values()):
         raise ValueError(f"{decided}: expected positive whole numbers")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from fastdiff.conditions import Shape
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.errors import require
 
@@ -101,6 +103,12 @@ class AdmConfig(ModelConfig):
             self.low_res_size < self.size,
             f"--model.low_res_size {self.low_res_size}: smaller than --model.size {self.size}, or 0",
         )
+
+    @property
+    def conditions(self) -> Mapping[str, Shape]:
+        """Class, position (the key of the dropout) and, for super-resolution, the small image."""
+        side = self.low_res_size
+        return {"label": (), **({"low_res": (self.channels, side, side)} if side else {}), "position": ()}
 
     @property
     def widths(self) -> tuple[int, ...]:

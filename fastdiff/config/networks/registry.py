@@ -21,6 +21,7 @@ from operator import or_
 from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
+from fastdiff.conditions import Shape, of_source
 from fastdiff.errors import ConfigError, require
 from fastdiff.plugins.user_code import Group, installed
 
@@ -76,7 +77,7 @@ class ModelConfig:
     ``from_diffusers`` and ``to_diffusers``, and the network the class's names of weights."""
 
     text_fields: ClassVar[Mapping[str, str]] = {}
-    """Field with the width of each caption embedding, by the name of its input in ``text_widths``."""
+    """Field with the width of each caption embedding, by the name of the condition."""
 
     @property
     def smallest_factor(self) -> int:
@@ -84,14 +85,17 @@ class ModelConfig:
         return 1
 
     @property
-    def text_widths(self) -> Mapping[str, int]:
-        """Width of each caption embedding by the name of its input; empty: the network takes classes."""
-        return {}
+    def conditions(self) -> Mapping[str, Shape]:
+        """Shape of one sample of each input besides noisy latents and time, by its name in ``fastdiff.conditions``.
+
+        Captions of another length are accepted; this length is that of plans and passes without data.
+        """
+        return {"label": ()}
 
     @property
     def text_conditional(self) -> bool:
         """Whether the network is conditioned on captions instead of classes."""
-        return bool(self.text_widths)
+        return bool(of_source("caption", self.conditions))
 
     def at_size(self, height: int, width: int) -> Self:
         """Return the configuration for maps of this size, for counting operations."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
+from fastdiff.conditions import Shape
+from fastdiff.config.networks.pretrained import CAPTION_TOKENS
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.errors import ConfigError, require
 
@@ -96,9 +98,10 @@ class UNetConfig(ModelConfig):
         return int(2 ** (len(self.block_out_channels) - 1))
 
     @property
-    def text_widths(self) -> Mapping[str, int]:
-        """Widths of the token embeddings and, for SDXL, of the pooled caption embedding."""
-        return {"context": self.cross_attention_dim} | ({"pooled": self.pooled_dim} if self.pooled_dim else {})
+    def conditions(self) -> Mapping[str, Shape]:
+        """Embeddings of the tokens and, for SDXL, that of the whole caption and the sizes of the image."""
+        sdxl: dict[str, Shape] = {"pooled": (self.pooled_dim,), "time_ids": (6,)} if self.pooled_dim else {}
+        return {"context": (CAPTION_TOKENS, self.cross_attention_dim), **sdxl}
 
     def at_size(self, height: int, width: int) -> Self:
         """Return the configuration for a square of about the same area."""

@@ -104,22 +104,6 @@ class LatentEncoder:
         return self._pretrained.text(self.device, self._dtype)
 
 
-def time_ids(original_size: tuple[int, int], crop: tuple[int, int], size: tuple[int, int]) -> tuple[float, ...]:
-    """Return SDXL's micro-conditioning (Podell et al. 2023, arXiv:2307.01952, section 2.2).
-
-    A mirrored image keeps the crop of the original image; for a centred crop both differ by at most a pixel.
-
-    Args:
-        original_size: Height and width of the image in the file.
-        crop: Top and left of the crop in the resized image.
-        size: Height and width of the crop, which is the target size.
-
-    Returns:
-        Original height and width, crop top and left, target height and width, all in pixels.
-    """
-    return tuple(map(float, (*original_size, *crop, *size)))
-
-
 @contextmanager
 def reproducible() -> Iterator[None]:
     """Use deterministic convolutions without benchmarking, and no TensorFloat32.

@@ -13,7 +13,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import PurePath
 from typing import Any, Literal
@@ -21,6 +21,8 @@ from typing import Any, Literal
 import numpy.typing as npt
 import torch
 
+from fastdiff.batch import without_padding
+from fastdiff.conditions import OF_IMAGE, of_source, stored_dtype
 from fastdiff.console import log, show
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, reproducible
 from fastdiff.data.encoding.builtin import versions
@@ -37,7 +39,7 @@ from fastdiff.data.images.sources import open_source
 from fastdiff.data.images.stream import Chunk, Stopwatch, decoded_images
 from fastdiff.data.images.webdataset_tars import WebDatasetSource
 from fastdiff.data.selection import Selection, Tally
-from fastdiff.data.shards.format import LATENT, Column, DatasetInfo, Provenance
+from fastdiff.data.shards.format import LATENT, Column, DatasetInfo, Provenance, condition_columns
 from fastdiff.data.shards.size import sample_bytes
 from fastdiff.errors import ConfigError, DataError, Preempted, require
 from fastdiff.models.pretrained.pipeline import Pretrained
@@ -92,6 +94,7 @@ class _ImageEncode:
         )
         self._transform = _transform(options, self._encoder.factor)
         self._decoder: Decoder = open_decoder(options.decode, self._transform, options.workers, self._device)
+        self._of_image = _taken_of_image(pretrained) if self._embeds_captions else ()
         self._autoencoder_digest = None if self._in_pixels else pretrained.digest("vae")
         self._text_digest = pretrained.digest("text_encoder") if self._embeds_captions else None
         self._stopwatch = Stopwatch()
@@ -337,8 +340,8 @@ class _ImageEncode:
         if not self._embeds_captions:
             return {}
         return {
-            name: value.float().cpu().numpy().astype(self._options.dtype)
-            for name, value in self._encoder.null().items()
+            name: value.float().cpu().numpy().astype(stored_dtype(name, self._options.dtype))
+            for name, value in without_padding(self._encoder.null()).items()
         }
 
     def _info(self) -> DatasetInfo:
@@ -347,9 +350,8 @@ class _ImageEncode:
         pixels = self._transform.buckets or ((options.resolution, options.resolution),)
         sizes = tuple((height // encoder.factor, width // encoder.factor) for height, width in pixels)
         columns = {LATENT: Column(dtype=self._dtype, shape=(len(encoder.normalisation.shift), *sizes[0]))}
-        columns |= {name: Column(dtype=options.dtype, shape=value.shape) for name, value in self._null.items()}
-        if "pooled" in columns:
-            columns["time_ids"] = Column(dtype="float32", shape=(6,))
+        captioned = {name: value.shape for name, value in self._null.items()}
+        columns |= condition_columns(captioned, options.dtype, self._of_image)
         packages = ("pillow",) if self._in_pixels else ("torch", "diffusers", "transformers", "pillow")
         return DatasetInfo(
             columns=columns,
@@ -449,6 +451,13 @@ class _Expectation:
         """Count a finished unit."""
         self._finished += 1
         self.done += record.images
+
+
+def _taken_of_image(pretrained: Pretrained) -> tuple[str, ...]:
+    """Return the conditions to store of each image: those that the network of the pipeline takes; unknown: all."""
+    with suppress(ConfigError):
+        return of_source("image", pretrained.network_config().conditions)
+    return OF_IMAGE
 
 
 def _transform(options: EncodeOptions, factor: int) -> ImageTransform:

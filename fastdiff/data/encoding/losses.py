@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fastdiff.conditions import of_source
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder
 from fastdiff.data.images.decode import Decoded
 from fastdiff.data.images.items import ImageItem
@@ -24,7 +25,7 @@ def losses(
     height, width = decoded.pixels.shape[:2]
     if decoded.original_size[0] < height or decoded.original_size[1] < width:
         yield "pictures smaller than the resolution, so enlarged: they are blurred"
-    if "context" not in info.columns:
+    if not of_source("caption", info.columns):
         return
     if item.captions[:1] == ("",):
         yield "pictures with an empty caption, trained as the empty prompt"

@@ -26,10 +26,10 @@ from typing import IO, Any
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
+from fastdiff.conditions import CAPTIONED
 from fastdiff.data.encoding.source_facts import Changes, UnitFacts
 from fastdiff.data.selection import Counted, Selection
 from fastdiff.data.shards.format import (
-    CAPTIONED,
     ENCODE_PLAN,
     INFO_FILE,
     DatasetInfo,

@@ -15,18 +15,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, time_ids
+from fastdiff.conditions import CAPTIONED, image_conditions, of_source
+from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder
 from fastdiff.data.images.decode import Decoded
 from fastdiff.data.images.items import ImageItem
 from fastdiff.data.images.stream import Stopwatch
-from fastdiff.data.shards.format import CAPTIONED, FLIPPED, LATENT, DatasetInfo, ShardInfo
+from fastdiff.data.shards.format import FLIPPED, LATENT, DatasetInfo, ShardInfo
 from fastdiff.data.shards.sample_files import components
 from fastdiff.data.shards.tar_writer import ShardTar
 from fastdiff.errors import DataError
 
 _CPU_IMAGES = 4
-_KEPT_EMBEDDINGS = 1024
-"""Size of the cache of caption embeddings; for SDXL 0.3 GiB in 16 bits."""
+_KEPT_EMBEDDINGS, _KEPT_BYTES = 1024, 2**30
+"""Most captions in the cache of embeddings, and their bytes; the 1024 of SDXL have 0.3 GiB in 16 bits."""
 
 Images = Sequence[tuple[ImageItem, Decoded]]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -88,6 +89,8 @@ class UnitEncoder:
         # An LRU cache by caption. Its content depends only on the unit, and so do the batches of captions and their
         # bytes.
         self._embeddings: OrderedDict[str, Arrays] = OrderedDict()
+        each = sum(info.columns[name].nbytes for name in of_source("caption", info.columns))
+        self._kept_embeddings = min(_KEPT_EMBEDDINGS, _KEPT_BYTES // max(1, each))
         self._tars: dict[int, ShardTar] = {}  # by bucket
 
     def add(self, item: ImageItem, decoded: Decoded) -> None:
@@ -114,7 +117,7 @@ class UnitEncoder:
 
     def _captions(self, item: ImageItem) -> tuple[str, ...]:
         """Return the captions of an image to embed."""
-        return (item.captions or ("",))[: self._info.captions] if "context" in self._info.columns else ()
+        return (item.captions or ("",))[: self._info.captions] if of_source("caption", self._info.columns) else ()
 
     def _compute(self, bucket: int) -> None:
         images = self._pending.pop(bucket)
@@ -126,18 +129,19 @@ class UnitEncoder:
             pixels = torch.from_numpy(np.stack([decoded.pixels for _, decoded in images]))  # [B, H, W, 3]
             if self._on_cuda:
                 pixels = pixels.pin_memory().to(self._encoder.device, non_blocking=True)
-            batch.latents[LATENT] = self._to_host(self._encode(pixels))
+            batch.latents[LATENT] = self._to_host(self._encode(pixels), LATENT)
             if self._info.flipped:
-                batch.latents[FLIPPED] = self._to_host(self._encode(pixels.flip(2)))  # mirrored along W
+                batch.latents[FLIPPED] = self._to_host(self._encode(pixels.flip(2)), LATENT)  # mirrored along W
         if batch.captions:
             with self._device_stage("text", batch):
                 parts = [
                     self._encoder.embed(batch.captions[start : start + self._batch])
                     for start in range(0, len(batch.captions), self._batch)
                 ]
-                batch.embeddings = {name: self._to_host(torch.cat([part[name] for part in parts])) for name in parts[0]}
+                for name in parts[0]:
+                    batch.embeddings[name] = self._to_host(torch.cat([part[name] for part in parts]), name)
         self._write()
-        while len(self._embeddings) > max(_KEPT_EMBEDDINGS, len(captions)):
+        while len(self._embeddings) > max(self._kept_embeddings, len(captions)):
             self._embeddings.popitem(last=False)
         self._computing = batch
 
@@ -147,9 +151,9 @@ class UnitEncoder:
             return self._encoder.encode(pixels)
         return torch.cat(list(self._threads.map(self._encoder.encode, torch.split(pixels, _CPU_IMAGES))))
 
-    def _to_host(self, values: Tensor) -> Tensor:
-        """Start the copy of a result to the host, in its stored dtype."""
-        values = values.to(getattr(torch, self._info.latent.dtype))
+    def _to_host(self, values: Tensor, column: str) -> Tensor:
+        """Start the copy of a result to the host, in the dtype of its column."""
+        values = values.to(getattr(torch, self._info.columns[column].dtype))
         if not values.is_cuda:
             return values
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
@@ -204,9 +208,9 @@ class UnitEncoder:
                 arrays.update(
                     (name, self._embeddings[caption][column]) for name, caption in zip(names, captions, strict=False)
                 )
-        if "time_ids" in info.columns:
-            size = decoded.pixels.shape[0], decoded.pixels.shape[1]
-            arrays["time_ids"] = np.array(time_ids(decoded.original_size, decoded.crop, size), np.float32)
+        size = decoded.pixels.shape[0], decoded.pixels.shape[1]
+        of_image = image_conditions(info.columns, decoded.original_size, decoded.crop, size)
+        arrays |= {name: np.array(values, info.columns[name].dtype) for name, values in of_image.items()}
         meta = {
             "name": item.name,
             "captions": captions,

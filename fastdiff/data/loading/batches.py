@@ -19,7 +19,8 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from fastdiff.batch import Batch
+from fastdiff.batch import Batch, from_stored
+from fastdiff.conditions import MASK_OF
 from fastdiff.console import log
 from fastdiff.data.loading.order import Int64, RankPositions, SampleOrder
 from fastdiff.data.shards.format import LATENT, DatasetInfo, Normalisation
@@ -222,13 +223,15 @@ def normalised(stored: Tensors, shift: Tensor, scale: Tensor) -> Batch:
     if latents.dtype != torch.uint8:
         latents = latents.float()
         latents.sub_(shift).mul_(scale)  # in place: allocating results would take longer than computing them
-    return Batch(latents=latents, position=stored.pop("position"), condition=stored)
+    return Batch(latents=latents, position=stored.pop("position"), condition=from_stored(stored))
 
 
 def empty_batch(info: DatasetInfo, bucket: int, count: int, device: torch.device) -> Batch:
-    """Return ``count`` samples of zeros with the shapes and dtypes of a bucket of the data."""
+    """Return ``count`` samples with shapes and dtypes of a bucket of the data: zeros, and masks of whole captions."""
     columns = info.columns_of(bucket)
     stored = {name: torch.zeros(count, *c.shape, dtype=getattr(torch, c.dtype)) for name, c in columns.items()}
+    for name in MASK_OF.values() & stored.keys():
+        stored[name].fill_(1)
     if info.classes is not None:
         stored["label"] = torch.zeros(count, dtype=torch.int64)
     stored["position"] = torch.arange(count)

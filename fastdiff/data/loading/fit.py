@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fastdiff.conditions import CAPTIONED, OF_IMAGE, Shape, fixed_sizes
 from fastdiff.config.presets import encode_command
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.data import DataConfig
@@ -17,8 +18,6 @@ from fastdiff.data.shards.format import INFO_FILE, DatasetInfo
 from fastdiff.data.shards.remote import is_remote
 from fastdiff.errors import ConfigError, DataError, require
 from fastdiff.sanitize import address, escape, is_address
-
-CONTEXT = "context"
 
 
 def check_data_set(config: RunConfig, preset: str | None) -> None:
@@ -109,7 +108,7 @@ def require_fit(config: RunConfig, info: DatasetInfo) -> None:
     """Raise ConfigError unless a data set has the latents and the conditions that the network takes."""
     _check_latents(config, info)
     if config.model.text_conditional:
-        _check_text(config, info)
+        _check_conditions(config, info)
     else:
         _check_classes(config, info)
 
@@ -155,11 +154,16 @@ def _too_few_classes(config: RunConfig, info: DatasetInfo) -> bool:
     return info.classes is not None and 0 < config.model.classes < info.classes
 
 
-def _check_text(config: RunConfig, info: DatasetInfo) -> None:
-    expected = dict(config.model.text_widths)
-    found = {name: info.columns[name].shape[-1] for name in (CONTEXT, "pooled") if name in info.columns}
+def _check_conditions(config: RunConfig, info: DatasetInfo) -> None:
+    """Require the conditions of captions that the network takes, no others, and those of images that it takes."""
+    expected = fixed_sizes({n: shape for n, shape in config.model.conditions.items() if n in (*CAPTIONED, *OF_IMAGE)})
+    found = fixed_sizes({n: info.columns[n].shape for n in (*CAPTIONED, *expected) if n in info.columns})
     if found != expected:
         raise ConfigError(
-            f"{address(config.data.path)} holds text embeddings of widths {found or 'none'}, the model takes "
-            f"{expected}; encode captions with `fastdiff encode --pretrained` and the pipeline of the model"
+            f"{address(config.data.path)} holds the conditions {_described(found)}; the model takes "
+            f"{_described(expected)}; encode captions with `fastdiff encode --pretrained` and the pipeline of the model"
         )
+
+
+def _described(sizes: Mapping[str, Shape]) -> str:
+    return ", ".join(f"{name} of {'x'.join(map(str, size)) or 'tokens'}" for name, size in sizes.items()) or "none"

@@ -8,18 +8,20 @@ transform and encoders give the same batches as encoded shards.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fastdiff.batch import without_padding
+from fastdiff.conditions import image_conditions, of_source, stored_dtype
 from fastdiff.config.sections.data import DataConfig
-from fastdiff.data.encoding.autoencoder import LatentEncoder, time_ids
+from fastdiff.data.encoding.autoencoder import LatentEncoder
 from fastdiff.data.images.decode import BadImage, Crop, Decoded, ImageTransform, open_decoder
 from fastdiff.data.images.items import BadItem, ImageItem
 from fastdiff.data.images.options import SourceOptions
@@ -27,7 +29,15 @@ from fastdiff.data.images.sources import open_source
 from fastdiff.data.loading.batches import Batches, Tensors
 from fastdiff.data.loading.order import RankPositions, SampleOrder, subset
 from fastdiff.data.selection import Counted, Selection
-from fastdiff.data.shards.format import LATENT, Column, DatasetInfo, Provenance, ShardInfo, canonical_json
+from fastdiff.data.shards.format import (
+    LATENT,
+    Column,
+    DatasetInfo,
+    Provenance,
+    ShardInfo,
+    canonical_json,
+    condition_columns,
+)
 from fastdiff.data.shards.remote import is_remote, shown
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.models.pretrained.pipeline import Pretrained
@@ -35,7 +45,7 @@ from fastdiff.rng import Stream
 from fastdiff_kernels import philox
 
 _SHUFFLED_TOGETHER = 4096
-_STORED = torch.float16
+_STORED: Final = "float16"
 _ENCODED_TOGETHER = 8
 """Images that the autoencoder works on at once, so that its memory, beside that of a step, is known."""
 
@@ -49,6 +59,7 @@ class OnlineImages:
         device: device of the encoders.
         dtype: dtype of their weights and activations.
         seed: of the run, which draws a random subset.
+        takes: conditions that the network takes.
 
     Raises:
         ConfigError: the source has no captions or no random access, or the resolution does not fit the autoencoder.
@@ -56,8 +67,9 @@ class OnlineImages:
     """
 
     def __init__(
-        self, config: DataConfig, pretrained: Pretrained, device: torch.device, dtype: torch.dtype, *, seed: int = 0
-    ) -> None:
+        self, config: DataConfig, pretrained: Pretrained, device: torch.device, dtype: torch.dtype, *,
+        seed: int = 0, takes: Collection[str],
+    ) -> None:  # fmt: skip
         self.folder = shown(config.path) if is_remote(config.path) else config.path
         self.encoder = LatentEncoder(pretrained, device, dtype)
         if config.resolution % self.encoder.factor:
@@ -83,9 +95,11 @@ class OnlineImages:
         transform = ImageTransform(config.resolution, crop, config.image_interpolation_mode)
         self.decoder = open_decoder(config.decode, transform, config.workers, device)
         self.readers = ThreadPoolExecutor(config.workers, thread_name_prefix="fastdiff-images")
-        null = self.encoder.null()
-        self._null = {name: value.to(_STORED).cpu().numpy() for name, value in null.items()}
-        self.info = self._describe(config, pretrained, transform)
+        null = without_padding(self.encoder.null())
+        self._null = {
+            name: value.cpu().float().numpy().astype(stored_dtype(name, _STORED)) for name, value in null.items()
+        }
+        self.info = self._describe(config, pretrained, transform, of_source("image", takes))
 
     def null(self) -> dict[str, npt.NDArray[Any]]:
         """Return the embedding of the empty caption, by column."""
@@ -132,7 +146,9 @@ class OnlineImages:
     ) -> None:
         self.close()
 
-    def _describe(self, config: DataConfig, pretrained: Pretrained, transform: ImageTransform) -> DatasetInfo:
+    def _describe(
+        self, config: DataConfig, pretrained: Pretrained, transform: ImageTransform, of_image: Collection[str]
+    ) -> DatasetInfo:
         """Describe the images as a data set whose shards are runs of consecutive samples."""
         side = config.resolution // self.encoder.factor
         provenance = Provenance(
@@ -148,10 +164,8 @@ class OnlineImages:
         ]  # fmt: skip
         facts += [] if self._chosen is None else [self._chosen.tolist()]
         digest = hashlib.sha256(canonical_json(facts)).hexdigest()
-        columns = {LATENT: Column(dtype="float16", shape=(len(self.encoder.normalisation.shift), side, side))}
-        columns |= {name: Column(dtype="float16", shape=value.shape) for name, value in self._null.items()}
-        if "pooled" in columns:
-            columns["time_ids"] = Column(dtype="float32", shape=(6,))
+        columns = {LATENT: Column(dtype=_STORED, shape=(len(self.encoder.normalisation.shift), side, side))}
+        columns |= condition_columns({name: value.shape for name, value in self._null.items()}, _STORED, of_image)
         count = len(self)
         runs = [min(_SHUFFLED_TOGETHER, count - start) for start in range(0, count, _SHUFFLED_TOGETHER)]
         return DatasetInfo(
@@ -188,12 +202,12 @@ class OnlineBatches(Batches):
         flips = self.random_flip & (self.uniform(Stream.FLIP, position) < 0.5)
         mirrored = [image.pixels[:, ::-1] if flip else image.pixels for image, flip in zip(images, flips, strict=True)]
         pixels = np.stack(mirrored)  # B x [H, W, 3] -> [B, H, W, 3]
-        tensors = {LATENT: self.images.encode(torch.from_numpy(pixels)).to(_STORED).contiguous()}
+        tensors = {LATENT: self.images.encode(torch.from_numpy(pixels)).half().contiguous()}
         tensors |= self._embed(items, position)
         self._require_finite(items, tensors)
-        if "pooled" in tensors:
-            sizes = [time_ids(image.original_size, image.crop, image.pixels.shape[:2]) for image in images]
-            tensors["time_ids"] = torch.tensor(sizes, dtype=torch.float32).to(self.device)
+        columns = self.images.info.columns
+        sizes = [image_conditions(columns, i.original_size, i.crop, i.pixels.shape[:2]) for i in images]
+        tensors |= {name: torch.tensor([each[name] for each in sizes]).to(self.device) for name in sizes[0]}
         return {"position": position.to(self.device), **tensors}
 
     def _require_finite(self, items: Sequence[ImageItem], tensors: Tensors) -> None:
@@ -220,7 +234,8 @@ class OnlineBatches(Batches):
         chosen = [item.captions[number] for item, number in zip(items, numbers, strict=True)]
         unique = list(dict.fromkeys(chosen))
         row = torch.tensor([unique.index(caption) for caption in chosen], device=self.device)
-        return {name: value.to(_STORED)[row] for name, value in self.images.encoder.embed(unique).items()}
+        embedded = without_padding(self.images.encoder.embed(unique))
+        return {name: (value.half() if value.is_floating_point() else value)[row] for name, value in embedded.items()}
 
 
 def _good(item: ImageItem, found: Decoded | BadImage) -> Decoded:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from fastdiff.batch import Condition
+from fastdiff.batch import Condition, from_stored
+from fastdiff.conditions import of_source
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.data import DataConfig
-from fastdiff.data.loading.fit import CONTEXT, match_classes, require_fit
+from fastdiff.data.loading.fit import match_classes, require_fit
 from fastdiff.data.shards.cache import open_shards_folder
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
@@ -122,15 +123,17 @@ def with_autoencoder(config: RunConfig, data: Data) -> RunConfig:
 
 
 def null_condition(config: RunConfig, reader: Data) -> Condition:
-    """Return the null condition (no class or no caption), one sample of each input, on the CPU.
+    """Return the null condition (no class, no caption), one sample of each input that can be dropped, on the CPU.
 
     Raises:
         ConfigError: captions are dropped, but the data have no embedding of the empty caption.
     """
-    if not config.model.text_conditional:
-        return {"label": null_label(config)}
-    null = {name: torch.from_numpy(value) for name, value in reader.null().items()}
-    if config.objective.condition_dropout and CONTEXT not in null:
+    wanted = config.model.conditions
+    null: Condition = {"label": null_label(config)} if of_source("class", wanted) else {}
+    if captioned := of_source("caption", wanted):
+        stored = from_stored({name: torch.from_numpy(value) for name, value in reader.null().items()})
+        null |= {name: stored[name] for name in captioned if name in stored}
+    if config.objective.condition_dropout and not null.keys() >= set(captioned):
         raise ConfigError(
             f"{address(config.data.path)} has no embedding of the empty caption, which --objective.condition_dropout "
             f"{config.objective.condition_dropout} needs; encode again, or use --objective.condition_dropout 0"
@@ -142,7 +145,7 @@ def _open_images(config: RunConfig, device: torch.device) -> OnlineImages:
     from fastdiff.data.loading.online import OnlineImages
 
     dtype = DTYPES[config.performance.precision]
-    return OnlineImages(config.data, pretrained(config), device, dtype, seed=config.seed)
+    return OnlineImages(config.data, pretrained(config), device, dtype, seed=config.seed, takes=config.model.conditions)
 
 
 def described_selection(data: Data) -> str:

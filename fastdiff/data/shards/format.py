@@ -19,6 +19,7 @@ import math
 import os
 import re
 import tarfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,17 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from fastdiff.conditions import (
+    CAPTIONED,
+    MASK_OF,
+    OF_IMAGE,
+    Shape,
+    StoredDtype,
+    image_shape,
+    problem_of_shapes,
+    stored_dtype,
+    stored_dtypes,
+)
 from fastdiff.data.selection import Selection
 from fastdiff.errors import DataError, StorageError
 from fastdiff.files import publish, read_bounded
@@ -36,9 +48,7 @@ INFO_FILE = "dataset.json"
 ENCODE_PLAN = "encode.json"
 """Beside it, if it was encoded from images: the options of the encode, by which the same command finds edits."""
 LATENT, FLIPPED = "latent", "latent_flipped"
-CAPTIONED = ("context", "pooled")
-"""Columns with one array per caption."""
-COLUMNS = (LATENT, *CAPTIONED, "time_ids")
+COLUMNS = (LATENT, *CAPTIONED, *OF_IMAGE)
 """All columns, in the order of the tar."""
 
 # Limits of the memory that an untrusted dataset.json can make a reader allocate; far above useful values.
@@ -52,8 +62,8 @@ MAX_VARIANTS = 1000
 class Column:
     """An npy component that every sample has."""
 
-    dtype: Literal["float16", "float32", "uint8"]
-    """uint8: the latents of a data set in pixel space."""
+    dtype: StoredDtype
+    """uint8: the latents of a data set in pixel space, and masks."""
     shape: tuple[int, ...]
 
     @property
@@ -71,6 +81,15 @@ class Column:
         text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {self.shape}, }}"
         length = math.ceil((len(text) + 11) / 64) * 64
         return b"\x93NUMPY\x01\x00" + (length - 10).to_bytes(2, "little") + text.ljust(length - 11).encode() + b"\n"
+
+    def of_size(self, size: int) -> Column:
+        """Return the column with as many rows as an npy file of ``size`` bytes holds; itself if it can have none."""
+        rows, rest = divmod(size - len(self.header), self.nbytes // self.shape[0])
+        return self if rest or not 1 <= rows <= self.shape[0] else self.first(rows)
+
+    def first(self, rows: int) -> Column:
+        """Return the column with fewer rows."""
+        return dataclasses.replace(self, shape=(rows, *self.shape[1:]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,6 +196,10 @@ class DatasetInfo:
         count = self.captions if column in CAPTIONED else 1
         return (column, *(f"{column}{number}" for number in range(1, count)))
 
+    def is_masked(self, column: str) -> bool:
+        """Whether a mask excludes rows of a column: those after the last valid one are not stored, others are zeros."""
+        return MASK_OF.get(column) in self.columns
+
     @property
     def components(self) -> tuple[str, ...]:
         """The components of every sample, in the order of the tar; ``json`` is optional."""
@@ -267,13 +290,12 @@ class DatasetInfo:
         sizes = [size for column in self.columns.values() for size in column.shape]
         if any(min(column.shape, default=0) < 1 for column in self.columns.values()):
             return "a column has no dimensions, or a dimension below 1"
-        for name, dimensions, text in (("context", 2, "[L, D]"), ("pooled", 1, "[P]")):
-            if name in self.columns and len(self.columns[name].shape) != dimensions:
-                return f"{name} has the shape {list(self.columns[name].shape)}, expected {text}"
-        if self.columns.get("time_ids", _TIME_IDS) != _TIME_IDS:
-            return "time_ids is not float32 of shape [6]"
-        if any(column.dtype == "uint8" for name, column in self.columns.items() if name != LATENT):
-            return "a column other than the latents is uint8"
+        conditions = {name: column for name, column in self.columns.items() if name != LATENT}
+        if problem := problem_of_shapes({name: column.shape for name, column in conditions.items()}):
+            return problem
+        for name, column in conditions.items():
+            if column.dtype not in (dtypes := stored_dtypes(name)):
+                return f"{name} is {column.dtype}, expected {' or '.join(dtypes)}"
         if self.classes is not None and self.classes < 1:
             return f"classes is {self.classes}, expected at least 1"
         if self.class_names and len(self.class_names) != self.classes:
@@ -293,6 +315,11 @@ class DatasetInfo:
         """Return the bytes of one sample of the largest bucket."""
         buckets = range(max(1, len(self.buckets)))
         return max(sum(column.nbytes for column in self.columns_of(bucket).values()) for bucket in buckets)
+
+    def _least_bytes(self, bucket: int) -> int:
+        """Return the bytes of the largest array of a sample with the shortest captions."""
+        columns = self.columns_of(bucket).items()
+        return max((column.first(1) if self.is_masked(name) else column).nbytes for name, column in columns)
 
     def _problem_of_scales(self) -> str | None:
         channels, shift, scale = self.latent.shape[0], self.normalisation.shift, self.normalisation.scale
@@ -327,7 +354,7 @@ class DatasetInfo:
         if any(shard.samples < 1 or shard.bytes < 1 for shard in self.shards):
             return "a shard holds no samples"
         buckets = range(max(1, len(self.buckets)))
-        array = [max(column.nbytes for column in self.columns_of(bucket).values()) for bucket in buckets]
+        array = [self._least_bytes(bucket) for bucket in buckets]
         for shard in self.shards:
             if shard.bucket not in buckets:
                 return f"{shard.name}: bucket {shard.bucket} of {len(self.buckets)} buckets"
@@ -343,6 +370,20 @@ class DatasetInfo:
         return None
 
 
+def condition_columns(
+    captioned: Mapping[str, Shape], floating: StoredDtype, of_image: Iterable[str] = ()
+) -> dict[str, Column]:
+    """Return the columns of conditions.
+
+    Args:
+        captioned: shapes of the arrays of a caption, by name.
+        floating: dtype of the embeddings among them.
+        of_image: names of those that follow from an image.
+    """
+    shapes = {**captioned, **{name: image_shape(name) for name in of_image}}
+    return {name: Column(dtype=stored_dtype(name, floating), shape=shape) for name, shape in shapes.items()}
+
+
 # Later additions to the format; a field with its default is not written.
 _ADDED: dict[str, Any] = {
     "buckets": (),
@@ -354,7 +395,6 @@ _ADDED: dict[str, Any] = {
 }
 _NOT_READ = ("class_names", "selection")
 """Later additions that describe the samples, but do not change what a run reads."""
-_TIME_IDS = Column(dtype="float32", shape=(6,))
 
 
 def idx_path(shard: Path) -> Path:

@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastdiff.data.shards.format import CAPTIONED, Column, DatasetInfo, NullInfo, null_path
+from fastdiff.conditions import CAPTIONED, stored_dtypes
+from fastdiff.data.shards.format import Column, DatasetInfo, NullInfo, null_path
 from fastdiff.data.shards.integrity import unreadable
 from fastdiff.errors import DataError
 from fastdiff.files import publish
 
 
 def write_null(folder: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, NullInfo]:
-    """Write ``null.context.npy`` and ``null.pooled.npy``.
+    """Write ``null.context.npy``, ``null.pooled.npy`` and so on.
 
     Args:
         folder: Folder of dataset.json.
-        arrays: Embeddings by column, float16 or float32, with the column's dtype and shape.
+        arrays: Embeddings and masks by column, with the column's dtype and shape.
 
     Returns:
         Content of ``DatasetInfo.null``.
@@ -32,12 +33,14 @@ def write_null(folder: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str
     """
     written = {}
     for name, array in arrays.items():
-        if name not in CAPTIONED or array.dtype not in (np.float16, np.float32) or not np.isfinite(array).all():
+        dtypes = stored_dtypes(name) if name in CAPTIONED else ()
+        dtype = next((dtype for dtype in dtypes if np.dtype(dtype) == array.dtype), None)
+        if dtype is None or not np.isfinite(array).all():
             raise DataError(
-                f"the empty prompt's {name} is {array.dtype} {array.shape}; expected finite float16 or float32 values "
-                f"of {' or '.join(CAPTIONED)}"
+                f"the empty prompt's {name} is {array.dtype} {array.shape}; expected finite values of "
+                f"{' or '.join(dtypes) or ', '.join(CAPTIONED)}"
             )
-        column = Column(dtype="float16" if array.dtype == np.float16 else "float32", shape=array.shape)
+        column = Column(dtype=dtype, shape=array.shape)
         content = column.header + array.tobytes()
         publish(null_path(folder, name), content)
         written[name] = NullInfo(sha256=hashlib.sha256(content).hexdigest())

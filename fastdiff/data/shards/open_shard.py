@@ -35,12 +35,21 @@ class Stored:
     nbytes: int
     components: tuple[str, ...]
     """Component names, one per variant."""
+    masked: bool
+    """Whether rows at the end may be missing, which are zeros."""
 
     @classmethod
     def all_of(cls, info: DatasetInfo, bucket: int) -> list[Stored]:
         """Return all columns of a bucket."""
         return [
-            cls(name, column, column.header, column.nbytes, tuple(f"{v}.npy" for v in info.variants(name)))
+            cls(
+                name,
+                column,
+                column.header,
+                column.nbytes,
+                tuple(f"{v}.npy" for v in info.variants(name)),
+                info.is_masked(name),
+            )
             for name, column in info.columns_of(bucket).items()
         ]
 
@@ -81,12 +90,18 @@ class OpenShard:
     def read_array(self, component: str, sample: int, stored: Stored, values: memoryview) -> None:
         """Read one row of a batch; the crc32 of the index covers the npy header and the values."""
         place, header = self._component(component), bytearray(len(stored.header))
-        length, expected = place.length.item(sample), len(header) + len(values)
-        if length != expected:
-            raise self._damage(component, sample, f"{length} bytes, expected {expected} for {stored.column}")
+        length, expected = place.length.item(sample), stored.header
+        if stored.masked:
+            column = stored.column.of_size(length)
+            values[column.nbytes :] = bytes(stored.nbytes - column.nbytes)
+            values, expected = values[: column.nbytes], column.header
+        if length != len(header) + len(values):
+            raise self._damage(
+                component, sample, f"{length} bytes, expected {len(header) + len(values)} for {stored.column}"
+            )
         self._read(component, sample, place, [memoryview(header), values])
         self._check_crc(component, sample, place, crc32(values, crc32(header)))
-        if header != stored.header:
+        if header != expected:
             raise self._damage(component, sample, f"the npy header {bytes(header)!r} does not match {stored.column}")
 
     def read_number(self, component: str, sample: int, least: int, largest: int) -> int:

@@ -21,7 +21,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from fastdiff.data.shards.format import CAPTIONED, LATENT, DatasetInfo, ShardInfo
+from fastdiff.conditions import CAPTIONED
+from fastdiff.data.shards.format import LATENT, DatasetInfo, ShardInfo
 from fastdiff.data.shards.null_embedding import read_null
 from fastdiff.data.shards.open_shard import OpenShard, Stored, require_size
 from fastdiff.errors import DataError
@@ -148,7 +149,7 @@ class LatentReader:
         return buckets.pop() if buckets else 0
 
     def null(self) -> Arrays:
-        """Return the embedding of the empty prompt: ``context`` ``[L, D]`` and ``pooled`` ``[P]``, if present.
+        """Return the embedding of the empty prompt, by column (``fastdiff.conditions``).
 
         Raises:
             DataError: A file is missing or damaged.

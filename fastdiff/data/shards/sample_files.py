@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastdiff.data.shards.format import CAPTIONED, Column, DatasetInfo, canonical_json
+from fastdiff.conditions import CAPTIONED, MASK_OF
+from fastdiff.data.shards.format import Column, DatasetInfo, canonical_json
 from fastdiff.errors import DataError
 
 
@@ -48,9 +49,12 @@ def components(
     expected = {name for names in own.values() for name in names}
     if arrays.keys() != expected:
         raise DataError(f"key {key}: columns {sorted(arrays)}, expected {sorted(expected)}")
+    columns = info.columns_of(bucket)
+    checked = {v: _checked(key, v, arrays[v], column) for name, column in columns.items() for v in own[name]}
     content: dict[str, bytes] = {}
-    for name, column in info.columns_of(bucket).items():
-        npy = [_npy(key, variant, arrays[variant], column) for variant in own[name]]
+    for name, column in columns.items():
+        masks = [checked[v] for v in own[MASK_OF[name]]] if info.is_masked(name) else [None] * len(own[name])
+        npy = [_npy(checked[v], column, mask) for v, mask in zip(own[name], masks, strict=True)]
         for number, variant in enumerate(info.variants(name)):
             content[f"{variant}.npy"] = npy[number % len(npy)]
     if (label is None) != (info.classes is None) or not 0 <= (label or 0) < (info.classes or 1):
@@ -70,10 +74,18 @@ def _own_variants(info: DatasetInfo, column: str, captions: int | None) -> tuple
     return variants[:captions] if column in CAPTIONED else variants
 
 
-def _npy(key: str, name: str, values: npt.NDArray[Any], column: Column) -> bytes:
+def _npy(values: npt.NDArray[Any], column: Column, mask: npt.NDArray[Any] | None) -> bytes:
+    """Serialise an array; of a masked one the rows up to the last valid one, at least one, with zeros between."""
+    if mask is not None:
+        rows = 1 + int(np.flatnonzero(mask).max(initial=0))
+        column, values = column.first(rows), np.where(mask[:, None] != 0, values, values.dtype.type(0))[:rows]
+    return column.header + values.tobytes()
+
+
+def _checked(key: str, name: str, values: npt.NDArray[Any], column: Column) -> npt.NDArray[Any]:
     array = np.asarray(values)
     if (array.dtype, array.shape) != (np.dtype(column.dtype), column.shape):
         raise DataError(f"key {key}: {name} is {array.dtype} {array.shape}, expected {column.dtype} {column.shape}")
     if not np.isfinite(array).all():
         raise DataError(f"key {key}: {name} holds non-finite values")
-    return column.header + array.tobytes()
+    return array

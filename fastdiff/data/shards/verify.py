@@ -124,10 +124,11 @@ def _check_samples(path: Path, shard: ShardInfo, index: ShardIndex, info: Datase
         if component not in index.components:
             yield Problem(shard.name, f"there are no {component} components")
     columns = info.columns_of(shard.bucket)
-    arrays = {f"{variant}.npy": column for name, column in columns.items() for variant in info.variants(name)}
+    arrays = {f"{variant}.npy": (name, column) for name, column in columns.items() for variant in info.variants(name)}
     with path.open("rb") as file:
         for place in index.places():
-            column = arrays.get(place.component)
+            name, column = arrays.get(place.component, ("", None))
+            column = column.of_size(place.length) if column and info.is_masked(name) else column
             what = _damage(file, place) or _misfit(file, place, column, info)
             if what is not None:
                 yield Problem(shard.name, what, place)

@@ -50,7 +50,6 @@ class AdmUNet(BlockwiseModel):
 
     block_classes = (ResBlock, AttentionBlock)
     channels_last = True
-    inputs = ("label", "low_res", "position")
     config: AdmConfig
 
     def __init__(

@@ -7,31 +7,23 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from fastdiff.batch import Condition
-from fastdiff.config.networks.pretrained import CAPTION_TOKENS
+from fastdiff.batch import DTYPES, Condition
+from fastdiff.conditions import CONDITIONS
 from fastdiff.config.networks.registry import ModelConfig
-
-_TIME_IDS = 6
-"""Numbers about the size of an image, of networks with a pooled embedding."""
 
 
 def dry_inputs(model: ModelConfig, names: Collection[str], samples: int) -> tuple[Tensor, Condition]:
-    """Return noisy latents ``[samples, C, H, W]`` and the conditions of a network, all zero.
+    """Return noisy latents ``[samples, C, H, W]`` and the conditions of a network: zeros, and masks of whole captions.
 
     Args:
         model: shape of the network.
-        names: names of its conditions (``BlockwiseModel.inputs``).
+        names: names of its conditions (``BlockwiseModel.inputs``); unknown ones are left out.
         samples: rows of each input.
     """
-    condition: Condition = {
-        "label": torch.zeros(samples, dtype=torch.int64),
-        "position": torch.arange(samples),
-        "time_ids": torch.zeros(samples, _TIME_IDS),
-        "low_res": torch.zeros(samples, model.channels, model.low_res_size, model.low_res_size),
-        **{name: torch.zeros(samples, width) for name, width in model.text_widths.items() if name != "context"},
-        **{n: torch.zeros(samples, CAPTION_TOKENS, w) for n, w in model.text_widths.items() if n == "context"},
-    }
-    absent = set() if model.low_res_size else {"low_res"}
-    absent |= set() if "pooled" in model.text_widths else {"time_ids"}
-    noisy = torch.zeros(samples, model.channels, model.size, model.size)
-    return noisy, {name: value for name, value in condition.items() if name in names and name not in absent}
+    condition: Condition = {"position": torch.arange(samples)} if "position" in names else {}
+    for name in names:
+        kind = CONDITIONS.get(name)
+        shape = model.conditions.get(name, () if kind and not kind.shape else None)
+        if kind and shape is not None and name not in condition:
+            condition[name] = torch.full((samples, *shape), bool(kind.mask_of), dtype=DTYPES[kind.dtype])
+    return torch.zeros(samples, model.channels, model.size, model.size), condition

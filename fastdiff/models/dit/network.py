@@ -76,7 +76,6 @@ class DiT(BlockwiseModel):
     """
 
     block_classes = (DiTBlock,)
-    inputs = ("label",)
     config: DiTConfig
     pos_embed: Tensor
     """``[1, T, D]``, a buffer: part of every checkpoint, never trained."""

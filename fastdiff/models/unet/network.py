@@ -53,7 +53,6 @@ class UNet(BlockwiseModel):
 
     block_classes = (ResBlock, TransformerBlock)
     channels_last = True
-    inputs = ("context", "pooled", "time_ids")
     config: UNetConfig
 
     def __init__(self, config: UNetConfig, *, recompute: bool = False, attention: AttentionBackend = "auto") -> None:

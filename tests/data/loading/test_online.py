@@ -24,7 +24,7 @@ from fastdiff.data.loading.training_set import described_selection
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.models.pretrained.pipeline import Pretrained
-from fastdiff.models.pretrained.tiny_pipeline import build
+from fastdiff.models.pretrained.tiny_pipeline import UNETS, build
 from tests.support.inputs.images import encode, natural
 
 MICRO = 4
@@ -68,7 +68,9 @@ def draw(reader: Any, data: DataConfig, *, count: int, start: int = 0, rank: int
 
 
 def open_images(data: DataConfig, pipeline: Path, seed: int = 0) -> OnlineImages:
-    return OnlineImages(data, Pretrained(str(pipeline)), torch.device("cpu"), torch.float32, seed=seed)
+    return OnlineImages(
+        data, Pretrained(str(pipeline)), torch.device("cpu"), torch.float32, seed=seed, takes=UNETS["sdxl"].conditions
+    )
 
 
 def test_online_batches_are_those_of_the_shards(images: Path, pipeline: Path, tmp_path: Path) -> None:

@@ -8,27 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdiff.batch import Condition
-from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.presets import preset
 from fastdiff.models.build import build_model
 from fastdiff.models.cost.activations import saved_bytes
+from fastdiff.models.cost.dry_inputs import dry_inputs
 from fastdiff.models.kernel_choice import DTYPES
 
 CPU = torch.device("cpu")
 
 
-def inputs(config: ModelConfig, count: int) -> tuple[Tensor, Condition]:
-    condition = {name: torch.randn(count, 77, width) for name, width in config.text_widths.items()}
-    if not condition:
-        condition = {"label": torch.zeros(count, dtype=torch.int64)}
-    return torch.randn(count, config.channels, config.size, config.size), condition
-
-
 @pytest.mark.parametrize("name", ["digits", "digits-t2i", "digits-adm"])
 def test_the_count_is_what_a_network_saves(name: str) -> None:
     config = preset(name)
-    noisy, condition = inputs(config.model, 4)
+    noisy, condition = dry_inputs(config.model, config.model.conditions, 4)
     dtype = DTYPES[config.performance.precision]
     network = build_model(config.model).to(dtype)
     own = {p.untyped_storage().data_ptr() for p in network.parameters()}
@@ -38,8 +30,6 @@ def test_the_count_is_what_a_network_saves(name: str) -> None:
         kept[value.untyped_storage().data_ptr()] = value
         return value
 
-    if "position" in network.inputs:
-        condition["position"] = torch.arange(4)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         network(noisy, torch.zeros(4), **condition)
     measured = sum(value.untyped_storage().nbytes() for place, value in kept.items() if place not in own) / 4
@@ -49,7 +39,7 @@ def test_the_count_is_what_a_network_saves(name: str) -> None:
 def test_a_gpu_keeps_what_its_kernels_keep() -> None:
     """DiT-XL/2 at 256 px, for which Inductor's code of the compiled blocks keeps 282 MB per image."""
     config = preset("dit-xl-2-256")
-    found = saved_bytes(config, *inputs(config.model, 2), torch.device("cuda"))
+    found = saved_bytes(config, *dry_inputs(config.model, config.model.conditions, 2), torch.device("cuda"))
     assert found == pytest.approx(282e6, rel=0.02)
     plain = replace(config, performance=replace(config.performance, kernels="reference"))
-    assert saved_bytes(plain, *inputs(config.model, 2), torch.device("cuda")) > 1.1 * found
+    assert saved_bytes(plain, *dry_inputs(config.model, config.model.conditions, 2), torch.device("cuda")) > 1.1 * found

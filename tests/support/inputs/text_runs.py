@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastdiff.conditions import image_conditions
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.run import RunConfig
@@ -19,7 +20,7 @@ from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
-from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance
+from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance, condition_columns
 from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.models.pretrained.tiny_pipeline import IMAGE_SIZE, UNETS, Kind
@@ -36,11 +37,11 @@ def encode(folder: Path, pipeline: Path, count: int = 32, *, captioned: bool = F
     encoder = made_by.text()
     embedded = {name: value.to(torch.float16).numpy() for name, value in encoder(CAPTIONS).items()}
     null = {name: value.to(torch.float16).numpy() for name, value in encoder.null().items()}
+    square = IMAGE_SIZE, IMAGE_SIZE
+    of_image = image_conditions(made_by.network_config().conditions, square, (0, 0), square)
+    sizes = {name: np.array(values, np.float32) for name, values in of_image.items()}
     columns = {"latent": Column(dtype="float16", shape=(8, 8, 8))}
-    columns |= {name: Column(dtype="float16", shape=value.shape) for name, value in null.items()}
-    sizes = {"time_ids": np.array([IMAGE_SIZE, IMAGE_SIZE, 0, 0, IMAGE_SIZE, IMAGE_SIZE], np.float32)}
-    if "pooled" in null:
-        columns["time_ids"] = Column(dtype="float32", shape=(6,))
+    columns |= condition_columns({name: value.shape for name, value in null.items()}, "float16", sizes)
     template = DatasetInfo(
         columns=columns,
         normalisation=Normalisation(shift=(0.0,) * 8, scale=(SCALE,) * 8),
@@ -57,9 +58,9 @@ def encode(folder: Path, pipeline: Path, count: int = 32, *, captioned: bool = F
         for number in range(count):
             latent = generator.standard_normal((8, 8, 8))
             latent[4:] = 0.1
-            arrays = {"latent": (latent / SCALE).astype(np.float16)}
+            arrays: dict[str, Any] = {"latent": (latent / SCALE).astype(np.float16)}
             arrays |= {name: value[number % len(CAPTIONS)] for name, value in embedded.items()}
-            arrays |= sizes if "pooled" in null else {}
+            arrays |= sizes
             caption = CAPTIONS[number % len(CAPTIONS)]
             writer.add(f"{number:09d}", arrays, meta={"captions": [caption]} if captioned else None)
     return folder

@@ -25,7 +25,6 @@ class Toy(BlockwiseModel):
     """Predicts from all pixels at once, the time and a class."""
 
     block_classes = (Block,)
-    inputs = ("label",)
     config: ToyConfig
 
     def __init__(self, config: ToyConfig, *, recompute: bool) -> None:

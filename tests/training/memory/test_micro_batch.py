@@ -32,7 +32,7 @@ def latents(config: RunConfig) -> DatasetInfo:
     """Return data as the preset expects them, fp16."""
     model = config.model
     shapes: dict[str, tuple[int, ...]] = {"latent": (model.channels, model.size, model.size)}
-    shapes |= {name: (77, width) for name, width in model.text_widths.items()}
+    shapes |= {name: shape for name, shape in model.conditions.items() if shape}
     ones = (1.0,) * model.channels
     return DatasetInfo(
         columns={name: Column(dtype="float16", shape=shape) for name, shape in shapes.items()},

@@ -1,0 +1,153 @@
+"""Conditions: the inputs of a network besides noisy latents and time, in one table. Imports no torch.
+
+A network declares its conditions by these names (``ModelConfig.conditions``), and a text encoder names its arrays so.
+Shards, loaders, objective, sampling and passes without data read here what a condition is; none of them follows from
+another. A new condition is one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from fastdiff.errors import ConfigError
+
+StoredDtype = Literal["float16", "float32", "uint8"]
+Shape = tuple[int, ...]
+Size = tuple[int, int]
+
+
+def time_ids(original_size: Size, crop: Size, size: Size) -> tuple[float, ...]:
+    """Return SDXL's micro-conditioning (Podell et al. 2023, arXiv:2307.01952, section 2.2).
+
+    A mirrored image keeps the crop of the original image; for a centred crop both differ by at most a pixel.
+
+    Args:
+        original_size: Height and width of the image in the file.
+        crop: Top and left of the crop in the resized image.
+        size: Height and width of the crop, which is the target size.
+
+    Returns:
+        Original height and width, crop top and left, target height and width, all in pixels.
+    """
+    return tuple(map(float, (*original_size, *crop, *size)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConditionKind:
+    """A kind of condition."""
+
+    shape: tuple[int | str, ...]
+    """Shape of one sample. A name stands for a size; kinds with the same name have the same size."""
+    dtype: Literal["floating", "float32", "int64", "bool"]
+    """Dtype in a batch; ``floating``: float16 or float32, as the data were encoded. Shards store bool as uint8."""
+    source: Literal["caption", "class", "image", "step"]
+    """What gives it: each caption of a sample, by the text encoder; its class; its image; the training step."""
+    null: Literal["caption", "class"] | None = None
+    """What replaces a dropped one: the text encoder's null (zeros, or the empty caption), the number of classes; None:
+    it is never dropped."""
+    mask_of: str = ""
+    """Condition whose tokens this marks as valid; empty: it is no mask."""
+    of_image: Callable[[Size, Size, Size], tuple[float, ...]] | None = None
+    """Returns its values for the original size of an image, its crop, and the size of the crop (``time_ids``)."""
+
+
+CONDITIONS: Mapping[str, ConditionKind] = {
+    "label": ConditionKind(shape=(), dtype="int64", source="class", null="class"),
+    # Embeddings of the tokens of a caption.
+    "context": ConditionKind(shape=("tokens", "width"), dtype="floating", source="caption", null="caption"),
+    # The tokens of ``context`` that belong to the caption, of encoders with captions of variable length.
+    "context_mask": ConditionKind(shape=("tokens",), dtype="bool", source="caption", null="caption", mask_of="context"),
+    # Embedding of the whole caption.
+    "pooled": ConditionKind(shape=("pooled_width",), dtype="floating", source="caption", null="caption"),
+    # Size and crop of the image.
+    "time_ids": ConditionKind(shape=(6,), dtype="float32", source="image", of_image=time_ids),
+    # Small image to enlarge.
+    "low_res": ConditionKind(shape=("channels", "low_res_size", "low_res_size"), dtype="float32", source="step"),
+    # Position of the sample in the run, the key of a dropout.
+    "position": ConditionKind(shape=(), dtype="int64", source="step"),
+}
+"""Every kind by name, those of shards in the order of a tar."""
+
+
+def stored_dtypes(name: str) -> tuple[StoredDtype, ...]:
+    """Return the dtypes that a condition may have in shards."""
+    match CONDITIONS[name].dtype:
+        case "floating":
+            return "float16", "float32"
+        case "bool":
+            return ("uint8",)
+        case _:
+            return ("float32",)
+
+
+def stored_dtype(name: str, floating: StoredDtype) -> StoredDtype:
+    """Return the dtype of a condition in shards whose embeddings are ``floating``."""
+    possible = stored_dtypes(name)
+    return floating if floating in possible else possible[0]
+
+
+def of_source(source: str, names: Iterable[str] = CONDITIONS) -> tuple[str, ...]:
+    """Return the names whose conditions come from ``source``, in the order of the table."""
+    wanted = set(names)
+    return tuple(name for name, kind in CONDITIONS.items() if name in wanted and kind.source == source)
+
+
+CAPTIONED = of_source("caption")
+"""Conditions with one array per caption."""
+OF_IMAGE = of_source("image")
+"""Conditions that follow from the size of an image and its crop."""
+MASK_OF = {kind.mask_of: name for name, kind in CONDITIONS.items() if kind.mask_of}
+"""Mask of each condition that has one: a row that it excludes is zeros, in shards and in batches."""
+
+
+def image_conditions(
+    names: Collection[str], original_size: Size, crop: Size, size: Size
+) -> dict[str, tuple[float, ...]]:
+    """Return those of the conditions that follow from an image; see ``time_ids`` for the arguments."""
+    found = {name: CONDITIONS[name].of_image for name in of_source("image", names)}
+    return {name: values(original_size, crop, size) for name, values in found.items() if values is not None}
+
+
+def image_shape(name: str) -> Shape:
+    """Return the shape of a condition that follows from an image."""
+    return tuple(size for size in CONDITIONS[name].shape if isinstance(size, int))
+
+
+def fixed_sizes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the shapes without the number of tokens, which may differ between captions and networks."""
+    return {
+        name: tuple(size for size, symbol in zip(shape, CONDITIONS[name].shape, strict=True) if symbol != "tokens")
+        for name, shape in shapes.items()
+    }
+
+
+def problem_of_shapes(shapes: Mapping[str, Shape]) -> str | None:
+    """Return what contradicts the table, or None.
+
+    Args:
+        shapes: of one sample, by the name of the condition.
+    """
+    sizes: dict[str, int] = {}
+    for name, shape in shapes.items():
+        if name not in CONDITIONS:
+            return f"unknown condition {name!r}; expected {', '.join(CONDITIONS)}"
+        kind = CONDITIONS[name]
+        expected = f"{name} has the shape {list(shape)}, expected [{', '.join(map(str, kind.shape))}]"
+        if len(shape) != len(kind.shape):
+            return expected
+        if kind.mask_of and kind.mask_of not in shapes:
+            return f"{name} is the mask of {kind.mask_of}, which is missing"
+        for size, symbol in zip(shape, kind.shape, strict=True):
+            if isinstance(symbol, int) and size != symbol:
+                return expected
+            if isinstance(symbol, str) and size != (known := sizes.setdefault(symbol, size)):
+                return f"{expected} with {known} {symbol}"
+    return None
+
+
+def require_shapes(shapes: Mapping[str, Shape], what: str) -> None:
+    """Raise ConfigError if conditions that a network or an encoder, ``what``, declares contradict the table."""
+    if problem := problem_of_shapes(shapes):
+        raise ConfigError(f"{what} declares its conditions wrongly: {problem}")
