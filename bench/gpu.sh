@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All measurements on one GPU, without a network: the first minutes of the project on it, tests of the kernels, their
-# speed, training steps of real models alone and against other trainers, readers, and a page with the goals.
+# speed, training steps of real models alone and against other trainers, readers, and a page with the targets.
 #
 # Usage: bash bench/gpu.sh [--smoke] [--seconds N] [OUT] [PART...]
 #   --smoke      smallest sizes, with or without a GPU: does everything run?
@@ -31,7 +31,7 @@
 # Every part ends within 540 s, so that it can be a call of its own: one that takes longer is interrupted, and keeps the
 # records that it has written by then, and what torch.compile has cached for the next call. A part that fails does not
 # keep the next ones from running; one whose packages are missing is left out. OUT/summary.txt says how each ended, and
-# OUT/README.md which goals the records meet; calls with the same OUT add to both. Where .git is missing,
+# OUT/README.md which targets the records meet; calls with the same OUT add to both. Where .git is missing,
 # FASTDIFF_COMMIT is the commit that the records name. Exit code: that of the first part that failed (124: no time), 1
 # if none ran, 2 for a mistake.
 set -uo pipefail
@@ -84,7 +84,7 @@ if [ -n "$smoke" ]; then
 fi
 
 # Runs "$do NAME SECONDS PACKAGES COMMAND..." for every part, with its limit, and the packages it needs in one word.
-# First what says whether anything works, then what the goals are about.
+# First what says whether anything works, then what the targets are about.
 each_part() {
     local step="deepspeed hjson tyro docstring_parser isal threadpoolctl yaml"
     # Without the strictness of pyproject.toml, under which plugins of pytest would have to be installed.
@@ -189,15 +189,15 @@ print(*[name for name in sys.argv[1:] if find_spec(name) is None])' $packages)
         *) result="failed ($ended)" ;;
     esac
     note "$name" "$result, $((SECONDS - began)) s"
-    goals
+    targets
     if [ "$ended" -ne 0 ] && [ "$code" -eq 0 ]; then code=$ended; fi
 }
 
-# Which goals the records meet so far; replaced whole, so that a call that is cut leaves the last one.
-goals() {
-    if python3 -m fastdiff_bench.records.goals "$out" >"$out/README.new" 2>>"$out/goals.log"; then
+# Which targets the records meet so far; replaced whole, so that a call that is cut leaves the last one.
+targets() {
+    if python3 -m fastdiff_bench.records.targets "$out" >"$out/README.new" 2>>"$out/targets.log"; then
         mv "$out/README.new" "$out/README.md"
-        rm -f "$out/goals.log"
+        rm -f "$out/targets.log"
     fi
 }
 
@@ -209,7 +209,7 @@ interrupted() {
     wait
     for process in $running; do kill -KILL -- "-$process" 2>/dev/null; done
     echo "interrupted" >>"$out/summary.txt"
-    goals
+    targets
     exit 130
 }
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.devices import usable_gpus
 from fastdiff_bench import BenchError
-from fastdiff_bench.records import doubts, record
+from fastdiff_bench.records import record, record_warnings
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -80,7 +80,7 @@ class _ToldLog(record.Log):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         super().__exit__(kind, error, at)
-        for line in doubts.of_terminal(self.fingerprint, self.measurements) if kind is None else ():
+        for line in record_warnings.of_terminal(self.fingerprint, self.measurements) if kind is None else ():
             print(line)
 
 

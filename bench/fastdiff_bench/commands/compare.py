@@ -19,7 +19,7 @@ from typing import Literal
 
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands
-from fastdiff_bench.records import doubts, record
+from fastdiff_bench.records import record, record_warnings
 from fastdiff_bench.records.number_format import interval, number
 from fastdiff_bench.records.record import Failure, Measurement, Record
 from fastdiff_bench.records.tables import table
@@ -179,12 +179,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.tolerance >= 0:
         raise BenchError(f"--tolerance {arguments.tolerance}: expected a percentage, 0 or more")
     a, b = record.read_all([arguments.a]), record.read_all([arguments.b])
-    if smoke := next((one.path for one in (*a, *b) if doubts.is_smoke(one)), None):
+    if smoke := next((one.path for one in (*a, *b) if record_warnings.is_smoke(one)), None):
         raise BenchError(f"{smoke} is of --smoke, which measures nothing that could be compared")
     found = compare(a, b, tolerance=arguments.tolerance / 100, only=arguments.only, partial=arguments.partial)
     print(report(found))
     for one in (*a, *b):
-        if busy := doubts.busy(one.fingerprint):
+        if busy := record_warnings.busy(one.fingerprint):
             print(f"warning: {one.path}: {busy}", file=sys.stderr)
     for difference in differences(a, b):
         print(f"warning: {difference}", file=sys.stderr)

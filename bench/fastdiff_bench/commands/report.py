@@ -16,7 +16,7 @@ from fastdiff_bench.page.plots import Plot
 from fastdiff_bench.page.row_charts import RowChart
 from fastdiff_bench.page.tables import Table, tables
 from fastdiff_bench.page.todays_command import Command, translate
-from fastdiff_bench.records import doubts, races, readme, record
+from fastdiff_bench.records import comparisons, readme, record, record_warnings
 from fastdiff_bench.records.fingerprint import CLONE
 from fastdiff_bench.records.record import Failure, Record
 
@@ -60,7 +60,7 @@ class Section:
     folder: str
     device: str
     is_smoke: bool
-    doubts: tuple[str, ...]
+    warnings: tuple[str, ...]
     """Reservations about the commit and the machine, as sentences."""
     fingerprint: tuple[tuple[str, str], ...]
     """Fingerprint fields of its files that say something, with all their values."""
@@ -83,18 +83,18 @@ def page(records: Sequence[Record]) -> str:
     for one in records:
         folders.setdefault(one.path.parent, []).append(one)
     sections = [_section(f"r{place}", path, folders[path]) for place, path in enumerate(sorted(folders))]
-    found = [race for one in records for race in races.races(one)]
+    found = [compared for one in records for compared in comparisons.of_record(one)]
     loader = jinja2.PackageLoader("fastdiff_bench.page", "")
     environment = jinja2.Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     return environment.get_template("report.html.j2").render(
         sections=sorted(sections, key=lambda section: _place(section.benches)),
-        verdict=races.words(found),
+        verdict=comparisons.words(found),
         devices=list(overview.devices(records, _TITLES)),
         steps=overview.fastest_steps(records),
-        comparisons=list(overview.comparisons(found, _TITLES)),
-        smoke=doubts.SMOKE,
+        comparisons=list(overview.by_bench(found, _TITLES)),
+        smoke=record_warnings.SMOKE,
     )
 
 
@@ -148,8 +148,8 @@ def _section(anchor: str, folder: Path, records: Sequence[Record]) -> Section:
         title=_title(folder.name, records),
         folder=f"{folder.parent.name} / {folder.name}",
         device="; ".join(dict.fromkeys(overview.device(one.fingerprint) for one in records)),
-        is_smoke=any(map(doubts.is_smoke, records)),
-        doubts=tuple(_doubts(records)),
+        is_smoke=any(map(record_warnings.is_smoke, records)),
+        warnings=tuple(_warnings(records)),
         fingerprint=tuple(
             (name, value)
             for name, value in said.items()
@@ -170,22 +170,22 @@ def _title(folder: str, records: Sequence[Record]) -> str:
     return title if what in names or not what else f"{title}: {what}"
 
 
-def _doubts(records: Sequence[Record]) -> Iterator[str]:
+def _warnings(records: Sequence[Record]) -> Iterator[str]:
     commits = [one.fingerprint.git for one in records]
     if any(commit.endswith("-dirty") for commit in commits):
         yield "Measured on files that differ from that commit."
     if "unknown" in commits:
         yield "Measured on files of a commit that is not known."
     for one in records:
-        if reason := doubts.busy(one.fingerprint):
+        if reason := record_warnings.busy(one.fingerprint):
             yield f"Doubtful: {reason} ({one.path.name})."
 
 
 def _benches(one: Record, prefix: str) -> Iterator[Bench]:
     """Yield the benches of a file; separate runs stay separate, since the machine may have changed in between."""
-    smoke = doubts.is_smoke(one)
+    smoke = record_warnings.is_smoke(one)
     for name in dict.fromkeys([*(m.bench for m in one.measurements), *(f.bench for f in one.failures)]):
-        measurements = [m for m in one.measurements if m.bench == name and not (smoke and doubts.is_ratio(m))]
+        measurements = [m for m in one.measurements if m.bench == name and not (smoke and record_warnings.is_ratio(m))]
         yield Bench(
             name=name,
             file=one.path.name,

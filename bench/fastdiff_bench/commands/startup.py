@@ -24,7 +24,7 @@ from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_cases, cases, open_log
 from fastdiff_bench.measure.first_step import Start, environment, start
 from fastdiff_bench.measure.timing import Timing
-from fastdiff_bench.records import doubts
+from fastdiff_bench.records import record_warnings
 from fastdiff_bench.records.record import Fact, Failure, Measurement, measured
 from fastdiff_bench.records.tables import progress, table
 from fastdiff_bench.trainers import images
@@ -76,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 log.write(Failure(bench=BENCH, case=case, provider=name, reason=reason.splitlines()[0]))
                 print(f"{name}: {reason}", file=sys.stderr)
             failed |= bool(failures)
-            shown = [row for row in rows if not (arguments.smoke and doubts.is_ratio(row))]
+            shown = [row for row in rows if not (arguments.smoke and record_warnings.is_ratio(row))]
             print(table([[case, "", "median", "p20 to p80"], *map(_words, shown)], "<<><"))
         print(f"record: {log.path}")
     return int(failed)

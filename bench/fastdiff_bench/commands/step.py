@@ -143,9 +143,9 @@ class _Measuring:
 
     def peers(self, workloads: Sequence[Workload], names: Sequence[str]) -> int:
         """Compare the baselines on every workload; return the worst exit code."""
-        from fastdiff_bench.measure import peers
+        from fastdiff_bench.measure import baselines
 
-        return max(peers.run(workload, names, self._effort, self._device, self._log) for workload in workloads)
+        return max(baselines.run(workload, names, self._effort, self._device, self._log) for workload in workloads)
 
     def _step(self, workload: Workload, memory: int | None, bounds: Limits) -> Stepped:
         data = self._data(workload)

@@ -1,4 +1,4 @@
-"""Row charts of the report: the races of all records, and those of one bench in the order of its tables."""
+"""Row charts of the report: the comparisons of all records, and those of one bench in the order of its tables."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from fastdiff_bench.page import row_charts
 from fastdiff_bench.page.row_charts import Axis, ChartRow, Kind, RowChart
 from fastdiff_bench.page.tables import ordered, parts
+from fastdiff_bench.records.comparisons import Comparison, is_ours
 from fastdiff_bench.records.number_format import label, number
-from fastdiff_bench.records.races import Race, is_ours
 from fastdiff_bench.records.record import Measurement, by_provider
 
 _KINDS: dict[str, Kind] = {"faster": "ours", "slower": "rival"}
@@ -19,30 +19,30 @@ _LEGEND = (
 )
 
 
-def of_races(found: Sequence[Race], titles: Mapping[str, str]) -> Iterator[tuple[str, RowChart]]:
-    """Yield each bench with a chart of its races, all on one scale.
+def of_comparisons(found: Sequence[Comparison], titles: Mapping[str, str]) -> Iterator[tuple[str, RowChart]]:
+    """Yield each bench with a chart of its comparisons, all on one scale.
 
     Args:
-        found: the races.
+        found: the comparisons.
         titles: of the benches, in the order of the page.
     """
     if not found:
         return
-    on = row_charts.axis((end for race in found for end in (race.low, race.high)), "times as fast", reference=1.0)
-    present = {_KINDS.get(race.verdict, "unclear") for race in found}
+    on = row_charts.axis((end for one in found for end in (one.low, one.high)), "times as fast", reference=1.0)
+    present = {_KINDS.get(one.verdict, "unclear") for one in found}
     legend = tuple(one for one in _LEGEND if one[0] in present)
-    for bench in sorted({race.bench for race in found}, key=list(titles).index):
+    for bench in sorted({one.bench for one in found}, key=list(titles).index):
         groups: dict[str, list[ChartRow]] = {}
-        for race in sorted((race for race in found if race.bench == bench), key=lambda race: -race.times):
-            groups.setdefault(f"{race.case}: {race.what}", []).append(_row(race, on))
+        for one in sorted((one for one in found if one.bench == bench), key=lambda one: -one.times):
+            groups.setdefault(f"{one.case}: {one.what}", []).append(_row(one, on))
         cases = tuple((case, tuple(groups[case])) for case in sorted(groups))
         yield bench, RowChart(titles[bench], "", on, cases, legend)
 
 
-def _row(race: Race, on: Axis) -> ChartRow:
-    point = row_charts.point(on, race.times, race.low, race.high, _KINDS.get(race.verdict, "unclear"))
-    note = f"{race.verdict}: {race.doubt}" if race.doubt else race.verdict
-    return ChartRow(f"{race.ours} over {race.rival}", point, (), number(race.times), race.interval, note)
+def _row(one: Comparison, on: Axis) -> ChartRow:
+    point = row_charts.point(on, one.times, one.low, one.high, _KINDS.get(one.verdict, "unclear"))
+    note = f"{one.verdict}: {one.warning}" if one.warning else one.verdict
+    return ChartRow(f"{one.ours} over {one.rival}", point, (), number(one.times), one.interval, note)
 
 
 def of_bench(bench: str, measurements: Sequence[Measurement]) -> Iterator[RowChart]:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fastdiff.optional_packages import pip_install
 from fastdiff_bench import BenchError
+from fastdiff_bench.records.comparisons import is_ours
 from fastdiff_bench.records.number_format import label
-from fastdiff_bench.records.races import is_ours
 from fastdiff_bench.records.record import Measurement
 
 if TYPE_CHECKING:

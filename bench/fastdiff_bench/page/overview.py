@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from fastdiff_bench.page import bench_charts
 from fastdiff_bench.page.row_charts import RowChart
 from fastdiff_bench.page.tables import Table, tables
-from fastdiff_bench.records import doubts, races
+from fastdiff_bench.records import comparisons, record_warnings
+from fastdiff_bench.records.comparisons import Comparison
 from fastdiff_bench.records.fingerprint import Fingerprint
-from fastdiff_bench.records.races import Race
 from fastdiff_bench.records.record import Measurement, Record, by_provider
 
 _OF_A_STEP = ("throughput", "step time", "mfu", "of matmul", "peak allocated", "peak resident")
@@ -32,8 +32,8 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """The races of one bench."""
+class BenchComparisons:
+    """The comparisons of one bench."""
 
     words: str
     span: str
@@ -57,17 +57,17 @@ def devices(records: Sequence[Record], titles: Mapping[str, str]) -> Iterator[De
     for name, own in _by_device(records).items():
         names = dict.fromkeys(m.bench for one in own for m in one.measurements)
         benches = sorted(names, key=[*titles, *names].index)
-        compared = [race for one in own for race in races.races(one)]
+        compared = [found for one in own for found in comparisons.of_record(one)]
         yield Device(
             name,
             "; ".join(titles.get(bench, bench) for bench in benches),
-            races.counts(compared) if compared else "none yet",
+            comparisons.counts(compared) if compared else "none yet",
             max(one.fingerprint.date for one in own)[:10],
         )
 
 
 def fastest_steps(records: Sequence[Record]) -> list[Table]:
-    """Return fastdiff's training step with the highest throughput, of each network on each device, with its doubts."""
+    """Return fastdiff's training step with the highest throughput, of each network on each device, and warnings."""
     best: dict[tuple[str, str], dict[str, Measurement]] = {}
     for name, own in _by_device(records).items():
         for case, of_one in _own_steps(own):
@@ -78,11 +78,11 @@ def fastest_steps(records: Sequence[Record]) -> list[Table]:
 
 
 def _own_steps(records: Sequence[Record]) -> Iterator[tuple[str, dict[str, Measurement]]]:
-    """Yield fastdiff's measured training steps by their cases; their providers say case, program and doubt."""
+    """Yield fastdiff's measured training steps by their cases; their providers say case, program and warning."""
     for one in records:
-        reason = doubts.busy(one.fingerprint)
+        reason = record_warnings.busy(one.fingerprint)
         for (case, provider), of_one in by_provider(one.measurements).items():
-            if races.is_ours(provider) and {"throughput", "step time"} <= of_one.keys():
+            if comparisons.is_ours(provider) and {"throughput", "step time"} <= of_one.keys():
                 told = f"{case}; {provider}{f'; doubtful: {reason}' if reason else ''}"
                 yield (
                     case,
@@ -90,17 +90,17 @@ def _own_steps(records: Sequence[Record]) -> Iterator[tuple[str, dict[str, Measu
                 )
 
 
-def comparisons(found: Sequence[Race], titles: Mapping[str, str]) -> Iterator[Comparison]:
-    """Yield the races by bench, in the order of the titles."""
-    for bench, chart in bench_charts.of_races(found, titles):
-        own = [race for race in found if race.bench == bench]
-        yield Comparison(races.counts(own), races.span(own), chart)
+def by_bench(found: Sequence[Comparison], titles: Mapping[str, str]) -> Iterator[BenchComparisons]:
+    """Yield the comparisons by bench, in the order of the titles."""
+    for bench, chart in bench_charts.of_comparisons(found, titles):
+        own = [one for one in found if one.bench == bench]
+        yield BenchComparisons(comparisons.counts(own), comparisons.span(own), chart)
 
 
 def _by_device(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Return the records with measurements by device, GPUs first; smoke runs measure nothing."""
     found: dict[str, list[Record]] = {}
     for one in sorted(records, key=lambda one: (one.fingerprint.device == "cpu", device(one.fingerprint))):
-        if one.measurements and not doubts.is_smoke(one):
+        if one.measurements and not record_warnings.is_smoke(one):
             found.setdefault(device(one.fingerprint), []).append(one)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fastdiff_bench.records import doubts, record
+from fastdiff_bench.records import record, record_warnings
 from fastdiff_bench.records.number_format import interval, number
 from fastdiff_bench.records.record import Measurement
 
@@ -22,7 +22,7 @@ class Row:
 
     provider: str
     cells: tuple[tuple[str, str, str], ...]
-    """Value, interval and doubt per column; empty if not measured."""
+    """Value, interval and warning per column; empty if not measured."""
     launch_bound: bool
     """Whether a part of the time may be that of the launch."""
     n: str
@@ -132,7 +132,7 @@ def _row(provider: str, of_one: Mapping[str, Measurement], quantities: Iterable[
     repetitions = sorted({m.n for m in found if m and m.p20 is not None})
     return Row(
         provider,
-        tuple((number(m.value), interval(m), doubts.unsteady(m)) if m else ("", "", "") for m in found),
+        tuple((number(m.value), interval(m), record_warnings.unsteady(m)) if m else ("", "", "") for m in found),
         any(m.facts.get("launch bound") is True for m in found if m),
         "" if not repetitions else "–".join(dict.fromkeys(map(str, (repetitions[0], repetitions[-1])))),
     )

@@ -14,7 +14,7 @@ from fastdiff_bench.measure import interleaved
 from fastdiff_bench.measure.session import Steps
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.readers.samples import Samples
-from fastdiff_bench.records import doubts
+from fastdiff_bench.records import record_warnings
 from fastdiff_bench.records.number_format import number
 from fastdiff_bench.records.record import Fact, Failure, Log, Measurement, measured
 from fastdiff_bench.records.tables import table
@@ -73,7 +73,7 @@ class Case:
             for measurement in found:
                 log.write(measurement)
             first, last = found[0].interval
-            shown = [one.value for one in found[1:] if not (log.fingerprint.smoke and doubts.is_ratio(one))]
+            shown = [one.value for one in found[1:] if not (log.fingerprint.smoke and record_warnings.is_ratio(one))]
             cells = [number(value) for value in (found[0].value, first, last, *shown)]
             rows.append([name, *cells, *[""] * (len(heading) - 1 - len(cells))])
         print(f"\n{self.name}\n{table(rows, '<>>>>>>>')}\npeak GiB: {_RESIDENT}")

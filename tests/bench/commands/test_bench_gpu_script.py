@@ -18,7 +18,7 @@ import pytest
 
 from fastdiff_bench import cases
 from fastdiff_bench.__main__ import COMMANDS, module_of
-from fastdiff_bench.measure import peers, sweep
+from fastdiff_bench.measure import baselines, sweep
 from fastdiff_bench.records.fingerprint import ROOT
 from tests.support.processes import DIE_WITH_TESTS, stop
 from tests.support.waiting import wait_until
@@ -37,7 +37,7 @@ case "$*" in
     -|"- --smoke") cat >/dev/null; echo nvidia-h200 ;;
     *Fingerprint*) echo "device NVIDIA H200" ;;
     *find_spec*|*"import "*) ;;
-    *fastdiff_bench.records.goals*) echo "goals of $3" ;;
+    *fastdiff_bench.records.targets*) echo "targets of $3" ;;
     *"tests/ops"*) echo "one test failed"; exit 3 ;;
     *"bench data"*) exit 5 ;;
     *) printf 'ran'; printf ' %q' "$@"; echo ;;
@@ -119,7 +119,7 @@ def test_it_goes_on_after_failures_and_ends_with_the_code_of_the_first(
     assert {p.name for p in out.iterdir()} == {
         "environment.txt", "summary.txt", "README.md", *(f"{name}.log" for name in PARTS),
     }  # fmt: skip
-    assert (out / "README.md").read_text() == f"goals of {out}\n"
+    assert (out / "README.md").read_text() == f"targets of {out}\n"
     assert (out / "environment.txt").read_text() == "device NVIDIA H200\n"
     assert "one test failed" in done.stdout
     assert done.stdout.endswith(f"To take it away: tar -C {out.parent} -czf gpu.tar.gz out\n")
@@ -152,7 +152,7 @@ def test_every_command_exists_and_asks_for_what_there_is(
             continue
         workloads = sweep.workloads(given, device)
         for workload in workloads if group == "peer" else []:
-            peers._check(workload, given.peer)
+            baselines._check(workload, given.peer)
         assert device == "cpu" or {workload.config(Path(), Path()).performance.precision for workload in workloads} == {
             "bf16"
         }

@@ -19,7 +19,7 @@ from fastdiff_bench.arguments import open_log
 from fastdiff_bench.commands import report
 from fastdiff_bench.page import bench_charts, charts, overview, plots, row_charts, tables
 from fastdiff_bench.page.todays_command import translate
-from fastdiff_bench.records import doubts, races, readme, record
+from fastdiff_bench.records import comparisons, readme, record, record_warnings
 from fastdiff_bench.records.fingerprint import ROOT, Fingerprint
 from fastdiff_bench.records.number_format import interval, number
 from fastdiff_bench.records.record import Better, Failure, Log, Measurement
@@ -28,7 +28,7 @@ from tests.support.benches import bench_records
 
 @pytest.fixture(autouse=True, scope="module")
 def _idle() -> Iterator[None]:
-    """Records of a machine that does nothing else; another load would be a doubt about all of them."""
+    """Records of a machine that does nothing else; another load would be a warning about all of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
         yield
@@ -160,18 +160,18 @@ def test_cases_with_a_column_in_common_by_way_of_others_are_in_one_table() -> No
 
 
 @pytest.mark.parametrize(
-    ("git", "doubt"),
+    ("git", "warning"),
     [
         ("0123456789ab", None),
         ("0123456789ab-dirty", "Measured on files that differ from that commit."),
         ("unknown", "Measured on files of a commit that is not known."),
     ],
 )
-def test_an_uncommitted_tree_is_pointed_out(tmp_path: Path, git: str, doubt: str | None) -> None:
+def test_an_uncommitted_tree_is_pointed_out(tmp_path: Path, git: str, warning: str | None) -> None:
     bench_records.write(tmp_path, "data")
     one = record.read(tmp_path / "data.jsonl")
     page = report.page([replace(one, fingerprint=replace(one.fingerprint, git=git, command="fastdiff bench data"))])
-    assert re.findall(r'<span class="doubt">(.*?)</span>', page) == ([doubt] if doubt else [])
+    assert re.findall(r'<span class="warning">(.*?)</span>', page) == ([warning] if warning else [])
 
 
 def test_launch_bound_times_are_marked(tmp_path: Path) -> None:
@@ -303,14 +303,14 @@ def test_a_smoke_run_is_marked_and_has_no_ratio(tmp_path: Path, how: str) -> Non
         said = {"smoke": True} if how == "fingerprint" else {"command": "python -m bench step --peer plain --smoke"}
         one = replace(one, fingerprint=replace(one.fingerprint, **said))
     texts = Page(report.page([one])).texts
-    assert any(text.startswith(doubts.SMOKE) for text in texts)
+    assert any(text.startswith(record_warnings.SMOKE) for text in texts)
     assert "speed-up" not in texts
     assert not any(" over " in text or "faster" in text for text in texts if not text.startswith(("Values", "A comp")))
     assert "No record compares fastdiff with another program." in texts
 
 
-def race(ratio: float, low: float, high: float, **said: object) -> races.Race:
-    """The race of a record with one speed-up, whose sides have steady times, unless ``said`` says otherwise."""
+def comparison(ratio: float, low: float, high: float, **said: object) -> comparisons.Comparison:
+    """The comparison of a record with one speed-up, whose sides have steady times, unless ``said`` says otherwise."""
     made = [
         Measurement(
             bench="peer", case="c", provider=provider, quantity="step time", unit="ms", value=ms, p20=ms, p80=ms * wide,
@@ -325,7 +325,7 @@ def race(ratio: float, low: float, high: float, **said: object) -> races.Race:
         )
     )  # fmt: skip
     load = said.get("load")
-    (found,) = races.races(record.Record(Path("a/b.jsonl"), fingerprint(load=load), tuple(made), ()))
+    (found,) = comparisons.of_record(record.Record(Path("a/b.jsonl"), fingerprint(load=load), tuple(made), ()))
     return found
 
 
@@ -334,14 +334,14 @@ def fingerprint(**said: object) -> Fingerprint:
 
 
 def test_a_verdict_needs_the_whole_range_on_one_side_and_steady_sides() -> None:
-    assert race(1.9, 1.8, 2.0).verdict == "faster"
-    assert race(0.9, 0.8, 0.95).verdict == "slower"
-    assert race(1.1, 0.9, 1.2).verdict == "no clear difference"
-    assert race(39.4, 15.0, 46.5).verdict == "doubtful"
-    unsteady = race(1.9, 1.8, 2.0, spread=2.24)
-    assert (unsteady.verdict, unsteady.doubt) == ("doubtful", "fastdiff ddp, step time: p80 is 2.24 times p20")
-    busy = race(1.9, 1.8, 2.0, load=1.6)
-    assert (busy.verdict, busy.doubt) == ("doubtful", "load average 1.60 per processor before it began")
+    assert comparison(1.9, 1.8, 2.0).verdict == "faster"
+    assert comparison(0.9, 0.8, 0.95).verdict == "slower"
+    assert comparison(1.1, 0.9, 1.2).verdict == "no clear difference"
+    assert comparison(39.4, 15.0, 46.5).verdict == "doubtful"
+    unsteady = comparison(1.9, 1.8, 2.0, spread=2.24)
+    assert (unsteady.verdict, unsteady.warning) == ("doubtful", "fastdiff ddp, step time: p80 is 2.24 times p20")
+    busy = comparison(1.9, 1.8, 2.0, load=1.6)
+    assert (busy.verdict, busy.warning) == ("doubtful", "load average 1.60 per processor before it began")
 
 
 def test_a_ratio_of_times_counts_as_its_inverse() -> None:
@@ -349,14 +349,14 @@ def test_a_ratio_of_times_counts_as_its_inverse() -> None:
         bench="scripts", case="t2i", provider="fastdiff over script", quantity="ratio of the time of a step", unit="1",
         value=0.5, p20=0.4, p80=0.8, n=9, better="lower",
     )  # fmt: skip
-    (found,) = races.races(record.Record(Path("a/b.jsonl"), fingerprint(), (row,), ()))
+    (found,) = comparisons.of_record(record.Record(Path("a/b.jsonl"), fingerprint(), (row,), ()))
     assert (found.times, found.low, found.high) == (2.0, 1.25, 2.5)
     assert (found.ours, found.rival, found.what, found.verdict) == ("fastdiff", "script", "time of a step", "faster")
 
 
 def test_no_race_is_between_two_parts_of_fastdiff() -> None:
     record_of = record.Record(Path("a/b.jsonl"), fingerprint(), tuple(rows("data")), ())
-    assert {found.rival for found in races.races(record_of)} == {
+    assert {found.rival for found in comparisons.of_record(record_of)} == {
         "dali webdataset", "webdataset", "webdataset 2 workers", "npy dataloader", "npy dataloader 2 workers",
     }  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""The goals of speed on one H200, and a page that says which of them the records of a folder meet.
+"""The targets of speed on one H200, and a page that says which of them the records of a folder meet.
 
-``python -m fastdiff_bench.records.goals FOLDER`` prints the page; ``bench/gpu.sh`` writes it to ``FOLDER/README.md``.
+``python -m fastdiff_bench.records.targets FOLDER`` prints the page; ``bench/gpu.sh`` writes it to ``FOLDER/README.md``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _EAGER = r"fastdiff zero1 eager"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
-    """One figure, its goal, and how a record has it."""
+class Target:
+    """One figure, its target, and how a record has it."""
 
     what: str
     part: str
@@ -37,11 +37,11 @@ class Goal:
     """Regular expression of the whole provider."""
     least: float | None = None
     most: float | None = None
-    """Bounds; neither: the figure is wanted, and has no goal."""
+    """Bounds; neither: the figure is wanted, and has no target."""
     in_every_case: bool = False
     """The worst case counts; otherwise the best."""
     basis: str = ""
-    """Where the goal comes from, or a published figure to compare with."""
+    """Where the target comes from, or a published figure to compare with."""
 
     def __post_init__(self) -> None:
         assert self.least is None or self.most is None
@@ -59,7 +59,7 @@ class Goal:
         return (max if highest else min)(found, key=lambda m: m.value, default=None)
 
     def verdict(self, value: float) -> Literal["met", "missed", ""]:
-        """Compare a value with the goal; empty if there is none."""
+        """Compare a value with the target; empty if there is none."""
         if self.least is None and self.most is None:
             return ""
         reached = value >= self.least if self.least is not None else value <= (self.most or 0.0)
@@ -67,49 +67,49 @@ class Goal:
 
     @property
     def bound(self) -> str:
-        """The goal in words."""
+        """The target in words."""
         if self.least is not None:
             return f"at least {number(self.least)}"
         return "" if self.most is None else f"at most {number(self.most)}"
 
 
-def _step(name: str, part: str, case: str, least: float, mfu: float, basis: str) -> Iterator[Goal]:
-    """Yield the goals of a preset's training step on one GPU."""
+def _step(name: str, part: str, case: str, least: float, mfu: float, basis: str) -> Iterator[Target]:
+    """Yield the targets of a preset's training step on one GPU."""
     case, group = f"^{case}, batch .*bf16", "step"
 
-    def goal(
+    def target(
         what: str, quantity: str, *, least: float | None = None, most: float | None = None, in_every_case: bool = False
-    ) -> Goal:
-        return Goal(
+    ) -> Target:
+        return Target(
             what=f"{name}: {what}", part=part, bench=group, quantity=quantity, case=case, provider=_COMPILED,
             basis=basis if quantity == "throughput" else "", least=least, most=most,
             in_every_case=in_every_case,
         )  # fmt: skip
 
-    yield goal("images per second", "throughput", least=least)
-    yield goal("MFU of 989 TFLOP/s", "mfu", least=mfu)
-    yield goal("graph breaks", "graph breaks in code", most=0, in_every_case=True)
-    yield goal("step", "step time")
-    yield goal("waiting for data in a step", "phase data", most=1)
-    yield goal("peak memory", "peak allocated")
-    yield Goal(
+    yield target("images per second", "throughput", least=least)
+    yield target("MFU of 989 TFLOP/s", "mfu", least=mfu)
+    yield target("graph breaks", "graph breaks in code", most=0, in_every_case=True)
+    yield target("step", "step time")
+    yield target("waiting for data in a step", "phase data", most=1)
+    yield target("peak memory", "peak allocated")
+    yield Target(
         what=f"{name}, eager: images per second", part=f"{part}-eager", bench=group, quantity="throughput", case=case,
         provider=_EAGER, basis="compiled should be 1.1 to 1.4 times as fast",
     )  # fmt: skip
-    yield Goal(
+    yield Target(
         what=f"{name}: largest batch without recomputation", part=part.replace("step", "largest"), bench=group,
         quantity="largest batch", case=case.replace("batch .*", "any batch.*"), provider=_COMPILED,
         least=350 if case.startswith("^dit") else 110, basis="139 GiB by saved activations",
     )  # fmt: skip
 
 
-def _op(op: str, case: str, what: str, quantity: str, provider: str, **rest: object) -> Goal:
+def _op(op: str, case: str, what: str, quantity: str, provider: str, **rest: object) -> Target:
     full = {"what": what, "part": f"op-{op}", "bench": "op", "quantity": quantity, "case": f"^{op} {case}"}
-    return Goal(provider=provider, **full, **rest)  # type: ignore[arg-type]
+    return Target(provider=provider, **full, **rest)  # type: ignore[arg-type]
 
 
 _COPY = "4.3 TB/s is the copy bandwidth"
-GOALS: tuple[Goal, ...] = (
+TARGETS: tuple[Target, ...] = (
     *_step("DiT-XL/2, 256 px", "step-dit", DIT, 700, 0.45, "best published: 285 on an H800 (LightningDiT)"),
     *_step("SD 2, 512 px", "step-sd2", SD2, 200, 0.40, "best published: 129 (MLPerf v4.0, H200, fp16)"),
     *(
@@ -144,7 +144,7 @@ GOALS: tuple[Goal, ...] = (
         for way, least in zip(("forward", "backward"), bounds, strict=True)
     ),
     *(
-        Goal(
+        Target(
             what=f"times as fast as {name}", part=part, bench="peer", quantity="speed-up", case=f"^{case}",
             provider=rf"fastdiff.* over {peer}, best flags", least=1, basis="with their best flags",
         )
@@ -154,9 +154,10 @@ GOALS: tuple[Goal, ...] = (
             ("diffusers' trainer", "peer-diffusers", "sd2-512", "diffusers"),
         )
     ),
-    Goal(what="shards read, samples per second", part="data", bench="data", quantity="throughput", case=r"151 KB.*warm",
+    Target(what="shards read, samples per second", part="data", bench="data", quantity="throughput",
+         case=r"151 KB.*warm",
          provider="fastdiff (reader|prefetch)", least=7000, basis="ten times what DiT-XL/2 takes"),
-    Goal(what="step beside a save over step", part="checkpoint", bench="checkpoint",
+    Target(what="step beside a save over step", part="checkpoint", bench="checkpoint",
          quantity="step time beside a save / step time", case=r"^dit-xl-2-256", provider="fastdiff.*", most=1.05),
 )  # fmt: skip
 """In the order of ``bench/gpu.sh``."""
@@ -166,15 +167,15 @@ def page(folder: Path) -> str:
     """Return the page about the records of a folder, in Markdown."""
     records, damaged = _readable(folder)
     measurements = [m for one in records for m in one.measurements]
-    rows = [_row(goal, goal.of(measurements)) for goal in GOALS]
+    rows = [_row(target, target.of(measurements)) for target in TARGETS]
     met, missed = (sum(row[4] == verdict for row in rows) for verdict in ("met", "missed"))
     lines = [
-        "# One GPU against the goals",
+        "# One GPU against the targets",
         "",
         *dict.fromkeys(f"{machine(one.fingerprint)}, {one.fingerprint.date[:10]}.  " for one in records),
-        f"{met} of {met + missed} measured goals are met; {sum(not row[2] for row in rows)} figures are not measured.",
+        f"{met} of {met + missed} measured targets are met; {sum(not row[2] for row in rows)} are not measured.",
         "",
-        *_table([("figure", "goal", "measured", "p20 to p80", "", "case or missing part", "basis"), *rows]),
+        *_table([("figure", "target", "measured", "p20 to p80", "", "case or missing part", "basis"), *rows]),
     ]
     failures = [f for one in records for f in one.failures]
     if failures or damaged:
@@ -198,11 +199,11 @@ def _readable(folder: Path) -> tuple[list[Record], list[str]]:
     return sorted(found, key=lambda one: one.fingerprint.date), damaged
 
 
-def _row(goal: Goal, found: Measurement | None) -> tuple[str, ...]:
+def _row(target: Target, found: Measurement | None) -> tuple[str, ...]:
     if found is None:
-        return (goal.what, goal.bound, "", "", "", f"`bash bench/gpu.sh {goal.part}`", goal.basis)
+        return (target.what, target.bound, "", "", "", f"`bash bench/gpu.sh {target.part}`", target.basis)
     where = f"{found.case}; {found.provider}"
-    return (goal.what, goal.bound, _value(found), interval(found), goal.verdict(found.value), where, goal.basis)
+    return (target.what, target.bound, _value(found), interval(found), target.verdict(found.value), where, target.basis)
 
 
 def _value(found: Measurement) -> str:

@@ -22,7 +22,7 @@ from fastdiff_bench import BenchError
 from fastdiff_bench.measure import interleaved, stepping, synthetic
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.measure.workload import Workload
-from fastdiff_bench.records import doubts, record
+from fastdiff_bench.records import record, record_warnings
 from fastdiff_bench.records.record import Fact, Measurement, measured
 from fastdiff_bench.records.tables import progress, table
 from fastdiff_bench.trainers import dit, images, plain, text_to_image
@@ -30,7 +30,7 @@ from fastdiff_bench.trainers.encoders import FACTOR, Shares
 from fastdiff_bench.trainers.plain_torch import FLAGS, untrained
 
 _RUNS = {"plain": plain.run, "dit": dit.run, "diffusers": text_to_image.run}
-PEERS = tuple(_RUNS)
+BASELINES = tuple(_RUNS)
 BEST = "best flags"
 _BENCH = "peer"
 _BATCHES = 4
@@ -55,7 +55,7 @@ def run(workload: Workload, peers: Sequence[str], effort: interleaved.Effort, de
 
     Args:
         workload: workload of all trainers; with ``plain`` fastdiff also runs under ZeRO-3.
-        peers: baselines of ``PEERS``.
+        peers: baselines of ``BASELINES``.
         effort: number of steps.
         device: ``cuda`` or ``cpu``.
         log: gets step times, throughput, memory and speed-ups.
@@ -84,9 +84,9 @@ def run(workload: Workload, peers: Sequence[str], effort: interleaved.Effort, de
 
 def _check(workload: Workload, peers: Sequence[str]) -> None:
     config = workload.config(Path(), Path())
-    unknown = [name for name in peers if name not in PEERS]
+    unknown = [name for name in peers if name not in BASELINES]
     if unknown or not peers or len(set(peers)) != len(peers):
-        raise BenchError(f"--peer {' '.join(peers)}: expected some of {', '.join(PEERS)}, each once")
+        raise BenchError(f"--peer {' '.join(peers)}: expected some of {', '.join(BASELINES)}, each once")
     _check_objective(workload.preset, config, peers)
     model = config.model
     if "dit" in peers and not isinstance(model, DiTConfig):
@@ -207,7 +207,7 @@ def _speed_ups(
 def _words(ratio: Timing, *sides: interleaved.Result) -> str:
     """Format a speed-up, marked if its own rounds or the steps of a side are too unsteady for one."""
     timings = (ratio, *(side.timing for side in sides))
-    mark = " unsteady" if any(doubts.too_wide(timing.p20, timing.p80) for timing in timings) else ""
+    mark = " unsteady" if any(record_warnings.too_wide(timing.p20, timing.p80) for timing in timings) else ""
     return f"{ratio.median:.2f} ({ratio.p20:.2f}-{ratio.p80:.2f}){mark}"
 
 

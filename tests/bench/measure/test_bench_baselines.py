@@ -28,7 +28,7 @@ from fastdiff.models.load import build_network
 from fastdiff.rng import Stream, normal
 from fastdiff_bench import BenchError
 from fastdiff_bench.__main__ import main
-from fastdiff_bench.measure import peers, synthetic
+from fastdiff_bench.measure import baselines, synthetic
 from fastdiff_bench.measure.interleaved import Effort
 from fastdiff_bench.measure.workload import Workload
 from fastdiff_bench.records import record
@@ -47,8 +47,8 @@ OBJECTIVES: dict[str, list[dict[str, Any]]] = {
     "digits-t2i": (fixed := [{"prediction": "epsilon"}, {"prediction": "v", "min_snr_gamma": 5.0}]),
     "digits": [*fixed, {"prediction": "epsilon", "variance": "learned_range"}],
 }
-PEERS = [("digits", Plain), ("digits-t2i", Plain), ("digits", Dit), ("digits-t2i", TextToImage)]
-EACH_PEER = pytest.mark.parametrize(("preset", "build"), PEERS)
+BASELINES = [("digits", Plain), ("digits-t2i", Plain), ("digits", Dit), ("digits-t2i", TextToImage)]
+EACH_PEER = pytest.mark.parametrize(("preset", "build"), BASELINES)
 BOTH_COLUMNS = pytest.mark.parametrize("best", [False, True])
 
 
@@ -109,7 +109,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     [
         # By day every objective of a peer, and both of its columns.
         pytest.param(name, build, each, best, marks=() if best == number % 2 else pytest.mark.nightly)
-        for name, build in PEERS
+        for name, build in BASELINES
         for number, each in enumerate(OBJECTIVES[name])
         for best in (False, True)
     ],
@@ -308,7 +308,7 @@ def test_a_peer_that_cannot_train_the_workload_is_refused(
     workload: Workload, names: list[str], message: str, tmp_path: Path
 ) -> None:
     with record.Log(tmp_path / "peer.jsonl") as log, pytest.raises(BenchError, match=message):
-        peers.run(workload, names, Effort(rounds=2, steps=1, warm_up=1), "cpu", log)
+        baselines.run(workload, names, Effort(rounds=2, steps=1, warm_up=1), "cpu", log)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_an_objective_that_a_peer_would_train_otherwise_is_refused(
         f"--peer {name} does not support preset {workload.preset}, which has --objective.prediction previous_x; try"
     )
     with record.Log(tmp_path / "peer.jsonl") as log, pytest.raises(BenchError, match=message):
-        peers.run(workload, [name], Effort(rounds=2, steps=1, warm_up=1), "cpu", log)
+        baselines.run(workload, [name], Effort(rounds=2, steps=1, warm_up=1), "cpu", log)
 
 
 @pytest.mark.nightly
@@ -366,7 +366,7 @@ def test_a_comparison_with_diffusers_is_recorded_with_its_speed_ups(
 ) -> None:
     workload = Workload(preset="digits-t2i", batch=2, precision="bf16", deepspeed="zero1")
     with record.Log(tmp_path / "peer.jsonl") as log:
-        assert peers.run(workload, ["diffusers"], Effort(rounds=2, steps=1, warm_up=1), "cpu", log) == 0
+        assert baselines.run(workload, ["diffusers"], Effort(rounds=2, steps=1, warm_up=1), "cpu", log) == 0
     rows = {row.name: row for row in record.read(tmp_path / "peer.jsonl").measurements}
     case = "digits-t2i, 4x8x8, batch 2, bf16"
     where = {"fastdiff zero1": "cached", "diffusers": "online", "diffusers, best flags": "cached"}

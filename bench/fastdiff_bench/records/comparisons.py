@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fastdiff_bench.records import doubts
+from fastdiff_bench.records import record_warnings
 from fastdiff_bench.records.number_format import number
 from fastdiff_bench.records.record import Measurement, Record
 
@@ -21,7 +21,7 @@ _TIMES = ("step time", "throughput", "time")
 
 
 @dataclass(frozen=True, slots=True)
-class Race:
+class Comparison:
     """One comparison with a rival."""
 
     bench: str
@@ -36,13 +36,13 @@ class Race:
     """20 % of the rounds did not exceed it; equals ``times`` if it was not repeated."""
     high: float
     """80 % of the rounds did not exceed it."""
-    doubt: str
+    warning: str
     """Why it says nothing; empty: it does."""
 
     @property
     def verdict(self) -> Verdict:
         """``faster`` or ``slower`` if the whole interval is on that side of 1."""
-        if self.doubt:
+        if self.warning:
             return "doubtful"
         if self.low > 1:
             return "faster"
@@ -59,34 +59,34 @@ def is_ours(provider: str) -> bool:
     return provider.startswith("fastdiff") or provider in _OURS
 
 
-def races(one: Record) -> list[Race]:
-    """Return the races of a record; a smoke run has none."""
-    if doubts.is_smoke(one):
+def of_record(one: Record) -> list[Comparison]:
+    """Return the comparisons of a record; a smoke run has none."""
+    if record_warnings.is_smoke(one):
         return []
-    return [race for m in one.measurements if (race := _race(m, one)) is not None]
+    return [found for m in one.measurements if (found := _comparison(m, one)) is not None]
 
 
-def words(found: Sequence[Race]) -> str:
-    """Return the verdict on races in one sentence."""
+def words(found: Sequence[Comparison]) -> str:
+    """Return the verdict on comparisons in one sentence."""
     if not found:
         return "No record compares fastdiff with another program."
     return f"fastdiff against other programs: {counts(found)}."
 
 
-def counts(found: Sequence[Race]) -> str:
-    """Return how many races have each verdict: ``faster in 20, slower in 10, no clear difference in 8 of 38``."""
-    number_of = Counter(race.verdict for race in found)
+def counts(found: Sequence[Comparison]) -> str:
+    """Return how many comparisons have each verdict: ``faster in 20, slower in 10, no clear difference in 8 of 38``."""
+    number_of = Counter(one.verdict for one in found)
     said = [f"{verdict} in {number_of[verdict]}" for verdict in VERDICTS if number_of[verdict]]
     return f"{', '.join(said)} of {len(found)}"
 
 
-def span(found: Sequence[Race]) -> str:
+def span(found: Sequence[Comparison]) -> str:
     """Return the smallest and the largest speed-up: ``0.97 to 2.93 times as fast``."""
-    low, high = (end(race.times for race in found) for end in (min, max))
+    low, high = (end(one.times for one in found) for end in (min, max))
     return f"{number(low)}{'' if low == high else f' to {number(high)}'} times as fast"
 
 
-def _race(m: Measurement, one: Record) -> Race | None:
+def _comparison(m: Measurement, one: Record) -> Comparison | None:
     named = _names(m)
     if named is None:
         return None
@@ -97,12 +97,15 @@ def _race(m: Measurement, one: Record) -> Race | None:
     value = m.value
     if inverse:
         low, value, high = (1 / end if end else math.inf for end in (high, value, low))
-    reasons = [doubts.busy(one.fingerprint), *_unsteady((m, *_sides(m, what, (ours, rival), one.measurements)))]
-    return Race(m.bench, m.case, what, ours, rival, value, low, high, "; ".join(filter(None, reasons)))
+    reasons = [
+        record_warnings.busy(one.fingerprint),
+        *_unsteady((m, *_sides(m, what, (ours, rival), one.measurements))),
+    ]
+    return Comparison(m.bench, m.case, what, ours, rival, value, low, high, "; ".join(filter(None, reasons)))
 
 
 def _names(m: Measurement) -> tuple[str, str, str, bool] | None:
-    """Return the quantity, fastdiff's and the rival's name, and whether less is better; None: not a race."""
+    """Return the quantity, fastdiff's and the rival's name, and whether less is better; None: not a comparison."""
     ours, _, rival = m.provider.partition(" over ")
     if m.quantity == "speed-up":
         return ("time of reading" if m.bench == "data" else "step time", ours, rival, False)
@@ -125,6 +128,6 @@ def _sides(m: Measurement, what: str, names: Sequence[str], all_: Sequence[Measu
 
 def _unsteady(found: Sequence[Measurement]) -> Iterator[str]:
     for m in found:
-        if reason := doubts.unsteady(m):
+        if reason := record_warnings.unsteady(m):
             yield f"{m.provider}, {m.quantity}: {reason}"
             return
