@@ -54,7 +54,8 @@ def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dt
     (folder / "scheduler").mkdir()
     write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
     index = dict(pipeline.json(INDEX))
-    index |= {part: ["diffusers", model.diffusers_class], "scheduler": ["diffusers", scheduler["_class_name"]]}
+    library = index[part][0] if part in index else "diffusers"
+    index |= {part: [library, model.diffusers_class], "scheduler": ["diffusers", scheduler["_class_name"]]}
     for other, kind in index.items():
         own = other in (part, "scheduler") or not isinstance(kind, list) or kind[0] is None
         if not own and not copy_part(pipeline, other, folder / other):

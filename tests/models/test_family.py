@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import math
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from fastdiff.models.blockwise import BlockwiseModel
 from fastdiff.models.build import build_model
 from fastdiff.models.family import family_of
 from fastdiff.parallel.world import World
+from tests.support.installed.packages import install
 from tests.support.processes import ROOT, Finished
 from tests.support.runs import losses, newest
 from tests.support.scripts import COMMAND, TRAIN, run_job, run_script
@@ -157,15 +157,8 @@ def test_a_configuration_without_a_kind_is_refused() -> None:
 
 
 def installed(site: Path, entry: str) -> Path:
-    """A folder for PYTHONPATH with the toy network, as pip leaves it there."""
-    shutil.copytree(
-        ROOT / "tests" / "support" / "toy_network", site / "toy_network", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    metadata = site / "toy_network-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-network\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[fastdiff.networks]\ntoy = {entry}\n")
-    return site
+    """A folder for PYTHONPATH with the toy network."""
+    return install(site, "toy_network", {"fastdiff.networks": f"toy = {entry}"})
 
 
 def test_an_installed_network_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,9 @@ def check_run_folder(config: RunConfig, launch: Launch) -> None:
         facts["versions"] = plugins(config)
     if config.pretrained.path and not config.pretrained.is_file:
         facts["config"] = _as_saved(facts["config"], manifest["config"])
+        network = {"plugin.network"}
+        saved = {name: value for name, value in manifest.get("versions", {}).items() if name in network}
+        facts["versions"] = {name: facts["versions"][name] for name in facts["versions"].keys() - network} | saved
     else:
         prediction: Any = config.objective.predicted
         facts["config"] = as_json(replace(config, objective=replace(config.objective, prediction=prediction)))

@@ -20,7 +20,7 @@ CAPTION_TOKENS = 77
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainedConfig:
-    """A Stable Diffusion pipeline in the layout of diffusers, or the weights of a DiT or an ADM UNet in one file."""
+    """A text-to-image pipeline in the layout of diffusers, or the weights of a DiT or an ADM UNet in one file."""
 
     path: str = ""
     """Folder or Hugging Face id of the pipeline whose autoencoder, text encoder and scheduler the run uses; for a DiT

@@ -119,7 +119,13 @@ class Pretrained:
     @cached_property
     def latent_space(self) -> LatentSpace:
         """The latents of its autoencoder."""
-        return self._autoencoder.space(self)
+        try:
+            return self._autoencoder.space(self)
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise ConfigError(
+                f"{self.folder_of('vae')} does not describe the latents of its autoencoder ({error!r}); download or "
+                "save the pipeline again"
+            ) from None
 
     def autoencoder(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Autoencoder:
         """Load its autoencoder, frozen."""

@@ -128,6 +128,34 @@ def test_parts_are_frozen(pipelines: dict[str, Path]) -> None:
     assert {(p.requires_grad, p.dtype) for p in vae.parameters()} == {(False, torch.bfloat16)}
 
 
+def test_statistics_per_channel_are_undone_as_they_are_applied(copied: Path) -> None:
+    mean, std = [0.5, -1.0, 0.0, 2.0], [2.0, 1.0, 0.5, 4.0]
+    path = copied / "vae" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"latents_mean": mean, "latents_std": std}))
+    found = Pretrained(str(copied)).autoencoder()
+    assert found.space.shift == tuple(mean)
+    assert found.space.scale == tuple(0.18215 / each for each in std)
+    normalised = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    stored = normalised * torch.tensor(std)[:, None, None] / 0.18215 + torch.tensor(mean)[:, None, None]
+    with torch.no_grad():
+        expected = found.module.decode(stored).sample.clamp(-1, 1)
+    torch.testing.assert_close(found.decode(normalised), expected, rtol=0, atol=1e-5)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"block_out_channels": None}))
+    with pytest.raises(ConfigError, match=r"vae does not describe the latents of its autoencoder \(TypeError"):
+        _ = Pretrained(str(copied)).latent_space
+
+
+def test_a_transformer_that_nobody_registers_is_named(copied: Path) -> None:
+    (copied / "unet").rename(copied / "transformer")
+    index = json.loads((copied / "model_index.json").read_text())
+    index["transformer"] = ["diffusers", "FluxTransformer2DModel"]
+    (copied / "model_index.json").write_text(json.dumps(index))
+    found = Pretrained(str(copied))
+    assert found.denoiser == "transformer"
+    with pytest.raises(ConfigError, match="a network of class FluxTransformer2DModel; expected UNet2DConditionModel"):
+        found.network_config()
+
+
 @pytest.mark.parametrize(
     ("text", "message"), [("no/pipeline", "neither a folder"), ("no such thing", "neither a folder")]
 )

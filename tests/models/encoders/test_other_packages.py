@@ -1,0 +1,194 @@
+"""Encoders and a network of another package go all the way; nothing of fastdiff knows their pipeline."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fastdiff.data.shards.format import DatasetInfo
+from fastdiff.data.shards.reader import LatentReader
+from fastdiff.errors import ConfigError
+from fastdiff.models.encoders import registry
+from fastdiff.models.encoders.family import AutoencoderFamily, TextEncoderFamily
+from fastdiff.models.encoders.registry import encoder_of
+from fastdiff.sampling.npz import read_npz
+from tests.support.inputs.encoding import captioned, picture
+from tests.support.installed.packages import install
+from tests.support.processes import ROOT, Finished
+from tests.support.runs import losses, newest
+from tests.support.scripts import COMMAND, DYING, TRAIN, run_job, run_script
+
+CAPTIONS = ["red", "a red cat", "two blue birds", "", "one two three four five six seven", "cat", "a cat", "birds"]
+SOURCES = sorted((ROOT / "fastdiff").rglob("*.py"))
+ENGINES = {
+    "flat": ["--deepspeed_config", "deepspeed_configs/ddp.json", "--performance.engine", "flat"],
+    "zero0": ["--deepspeed_config", "deepspeed_configs/ddp.json", "--performance.engine", "deepspeed"],
+    **{f"zero{n}": ["--deepspeed_config", f"deepspeed_configs/zero{n}.json"] for n in (1, 2, 3)},
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    encoders = "text = toy_pipeline.text_encoder:TOY_TEXT\nautoencoder = toy_pipeline.autoencoder:TOY_AUTOENCODER"
+    networks = "toy-text = toy_pipeline.network:ToyTextConfig"
+    site = tmp_path_factory.mktemp("installed") / "site"
+    return install(site, "toy_pipeline", {"fastdiff.encoders": encoders, "fastdiff.networks": networks})
+
+
+def ended(finished: Finished) -> str:
+    assert finished.code == 0, finished.output
+    return finished.output
+
+
+@pytest.fixture(scope="module")
+def fastdiff(site: Path) -> Callable[..., str]:
+    return lambda *words: ended(run_script(COMMAND, *words, PYTHONPATH=str(site)))
+
+
+@pytest.fixture(scope="module")
+def pipeline(site: Path) -> Path:
+    folder = site.parent / "pipeline"
+    writing = site.parent / "write.py"
+    writing.write_text("import sys\nfrom pathlib import Path\nfrom toy_pipeline.write import write_pipeline\n"
+                       "write_pipeline(Path(sys.argv[1]))\n")  # fmt: skip
+    ended(run_script(writing, folder, PYTHONPATH=str(site)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shards(pipeline: Path, fastdiff: Callable[..., str]) -> Path:
+    images = captioned(pipeline.parent / "images", CAPTIONS, [(8, 8)] * len(CAPTIONS))
+    out = pipeline.parent / "shards"
+    said = fastdiff(
+        "encode", images, out, "--pretrained", pipeline, "--resolution", "8", "--decode", "pillow", "--dtype", "float32"
+    )
+    assert "longer than the 6 tokens that the text encoder reads: 1 (first: 004.png)" in said
+    return out
+
+
+def train_flags(shards: Path, pipeline: Path, folder: Path, steps: int, engine: str) -> list[str | Path]:
+    return [
+        "--preset", "sd15-finetune", "--pretrained.path", pipeline,
+        "--data.path", shards, "--output.folder", folder, "--samples", str(8 * steps), "--batch.samples", "8",
+        "--output.log-every", "1", "--output.checkpoint-every", "1", "--output.sample-every", "0",
+        "--batch.micro", "4", "--optim.name", "adamw", "--optim.lr", "1e-3",
+        "--performance.precision", "fp32", "--performance.device", "cpu",
+        "--validation.prompts", "a red cat", "--validation.every", "4",
+        "--validation.steps", "2", *ENGINES[engine],
+    ]  # fmt: skip
+
+
+def test_shards_hold_what_the_encoders_gave(shards: Path, pipeline: Path) -> None:
+    info = DatasetInfo.read(shards)
+    assert (info.kind, info.latent.shape) == ("mean", (12, 4, 4))
+    weights = load_file(pipeline / "vae" / "diffusion_pytorch_model.safetensors")
+    assert info.normalisation.shift == tuple(weights["mean"].tolist())
+    np.testing.assert_allclose(info.normalisation.scale, 1 / weights["std"].numpy())
+    with LatentReader(shards) as reader:
+        found = reader.read(np.arange(len(CAPTIONS)))
+        assert reader.null()["context_mask"].tolist() == [1, 0, 0, 0, 0, 0]
+    assert found["context_mask"].sum(1).tolist() == [2, 4, 4, 1, 6, 2, 3, 2], "the words of each caption, and the end"
+    assert not found["context"][np.asarray(found["context_mask"]) == 0].any()
+    pixels = torch.from_numpy(np.stack([np.asarray(picture(number, (8, 8))) for number in range(len(CAPTIONS))]))
+    images = torch.nn.functional.pixel_unshuffle(pixels.permute(0, 3, 1, 2) / 127.5 - 1, 2)
+    expected = torch.einsum("dc,bchw->bdhw", weights["rotation"], images)
+    np.testing.assert_allclose(found["latent"], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "engine", [name if name in ("flat", "zero3") else pytest.param(name, marks=pytest.mark.nightly) for name in ENGINES]
+)
+def test_a_killed_training_goes_on_with_fewer_ranks(
+    engine: str, shards: Path, pipeline: Path, site: Path, tmp_path: Path
+) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    ended(run_job(TRAIN, *train_flags(shards, pipeline, whole, 4, engine), ranks=1, PYTHONPATH=str(site)))
+    flags = train_flags(shards, pipeline, folder, 4, engine)
+    killed = run_job(DYING, "12", TRAIN, *flags, ranks=2, PYTHONPATH=str(site))
+    assert killed.code == -9, killed.output
+    said = ended(run_job(TRAIN, *flags, ranks=1, PYTHONPATH=str(site)))
+    assert "resuming from step " in said
+    assert all(map(math.isfinite, losses(folder)))
+    assert losses(folder) == pytest.approx(losses(whole), rel=1e-5)
+    assert (folder / "samples" / "step-00000004.png").is_file(), "drawn by the pipeline's encoders"
+
+
+def test_a_run_is_sampled_and_exported(
+    shards: Path, pipeline: Path, site: Path, tmp_path: Path, fastdiff: Callable[..., str]
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    ended(run_job(TRAIN, *train_flags(shards, pipeline, run, 2, "flat"), ranks=1, PYTHONPATH=str(site)))
+    fastdiff(
+        "sample", run, "--npz", tmp_path / "drawn.npz", "--prompt", "a red cat", "--per-prompt", "1", "--steps", "2"
+    )
+    images, _ = read_npz(tmp_path / "drawn.npz")
+    assert images.shape == (1, 8, 8, 3)
+    fastdiff("export", run, out, "--format", "diffusers", "--raw")
+    index, before = (json.loads((folder / "model_index.json").read_text()) for folder in (out, pipeline))
+    assert index == before
+    weights, trained = load_file(out / "transformer" / "diffusion_pytorch_model.safetensors"), newest(run).weights()
+    assert weights.keys() == trained.keys()
+    assert all(torch.equal(weights[name], trained[name]) for name in weights)
+    for name in ("vae/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors", "vae/config.json"):
+        assert (out / name).read_bytes() == (pipeline / name).read_bytes()
+    fastdiff("sample", run, "--grid", tmp_path / "grid.png", "--prompt", "cat", "--steps", "2")
+
+
+def test_without_its_package_the_classes_of_a_pipeline_are_named(pipeline: Path, tmp_path: Path) -> None:
+    refused = run_script(COMMAND, "encode", ROOT, tmp_path / "out", "--pretrained", pipeline, "--resolution", "8")
+    assert refused.code == 2
+    assert "has an autoencoder of class ToyAutoencoder; expected AutoencoderKL, or install" in refused.output
+
+
+def test_nobody_names_the_class_of_an_encoder() -> None:
+    """But its own file, what builds a pipeline, and formats of others that have no other one."""
+    named = re.compile(r"Autoencoder(KL|DC)|CLIPTextModel")
+    files = {str(path.relative_to(ROOT / "fastdiff")) for path in SOURCES if named.search(path.read_text())}
+    assert {file for file in files if not file.startswith("models/encoders/")} == {
+        "models/pretrained/pipeline.py",  # old pipelines name no class
+        "models/pretrained/tiny_pipeline.py",
+        "cli/demo_t2i.py",
+        "export/diffusers_dit.py",
+        "export/original_names.py",
+    }
+
+
+def test_records_are_found_by_all_classes_of_a_pipeline() -> None:
+    assert encoder_of(TextEncoderFamily, ("CLIPTextModel",), "p").conditions == ("context",)
+    both = ("CLIPTextModel", "CLIPTextModelWithProjection")
+    assert encoder_of(TextEncoderFamily, both, "p").conditions == ("context", "pooled")
+    with pytest.raises(
+        ConfigError, match="p has text encoders of class CLIPTextModel with T5EncoderModel; expected CLIP"
+    ):
+        encoder_of(TextEncoderFamily, ("CLIPTextModel", "T5EncoderModel"), "p")
+    with pytest.raises(ConfigError, match="p has an autoencoder of class CLIPTextModel; expected AutoencoderKL, or"):
+        encoder_of(AutoencoderFamily, ("CLIPTextModel",), "p")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("text = toy_pipeline.nowhere:X", r"the encoder text of toy-pipeline cannot be imported \(No module .*nowhere"),
+        ("text = math:pi", "the encoder text of toy-pipeline is a float, expected an AutoencoderFamily"),
+        (
+            "clip = fastdiff.models.encoders.clip:ONE_CLIP",
+            "fastdiff and toy-pipeline both register text encoders of class CLIPTextModel; uninstall one",
+        ),
+    ],
+)
+def test_wrong_entry_points_are_named(
+    entry: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(install(tmp_path / "site", "toy_pipeline", {"fastdiff.encoders": entry}))
+    registry._installed.cache_clear()
+    with pytest.raises(ConfigError, match=message):
+        encoder_of(TextEncoderFamily, ("CLIPTextModel",), "p")
+    registry._installed.cache_clear()
