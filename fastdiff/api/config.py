@@ -204,8 +204,9 @@ def _plain(value: Any) -> Any:
 
 
 def _defaults(config: RunConfig) -> dict[str, Any]:
-    """Return the defaults of a configuration with the same network and process."""
+    """Return the defaults of a configuration with the same network, process and optimizer."""
     same = {"model": {"kind": config.model.kind}, "objective": {"process": config.objective.process}}
+    same["optim"] = {"name": config.optim.name}
     try:
         return as_json(config_file.with_kind(RunConfig(), same, "defaults"))
     except ConfigError:  # the defaults of this process need other fields
@@ -219,6 +220,8 @@ def _differences(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
             value = _differences(value, defaults[name])
             if name == "model":
                 value = {"kind": fields[name]["kind"], **value}
+            if name == "optim" and fields[name]["name"] != RunConfig().optim.name:
+                value = {"name": fields[name]["name"], **value}
             if value:
                 found[name] = value
         elif value != defaults.get(name):

@@ -2,9 +2,10 @@
 
 Every rank's file holds tensors named ``<kind>/<parameter>``. Kinds are ``master``, ``ema/<name>`` for an average, and
 those of the optimizer, such as ``exp_avg``. The tensors are slices of flattened parameters; the file's metadata holds
-their starts. The scales of 8-bit moments (``exp_avg_scales``) are slices counted in blocks of the parameter instead of
-elements. State that cannot be sliced (bitsandbytes' blocks cross the borders of parameters) is stored whole as
-``raw/<flat>/<key>``, and ``fragments/<flat>`` lists its parameters (``bitsandbytes_state``). ``meters`` holds the loss
+their starts. State with an entry per block, matrix or parameter (``config.optimizers.family``), such as the scales of
+8-bit moments (``exp_avg_scales``), is sliced in these entries instead of elements. State that cannot be sliced
+(bitsandbytes' blocks cross the borders of parameters) is stored whole as ``raw/<flat>/<key>``, and
+``fragments/<flat>`` lists its parameters (``bitsandbytes_state``). ``meters`` holds the loss
 sums of the rank for the log. The file of rank 0 also holds the learned state of timestep sampling (``timesteps/<key>``)
 and the losses that spikes are compared with (``spikes/<key>``). There is no pickle. The manifest has all other state:
 progress, configuration, digests, parameter shapes, optimizer groups and loss scale (``training.checkpoints``).

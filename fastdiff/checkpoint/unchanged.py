@@ -47,13 +47,14 @@ FREE = (
 )
 """Fields, or sections that end with a dot, that may differ at a resume: they change nothing, or rounding alone
 (``batch.micro``, ``performance.engine``). The code of ``objective.plugin`` is compared by its digest."""
-_OF_RESULT = ("plugin.network", "plugin.objective")
+_OF_RESULT = ("plugin.network", "plugin.objective", "plugin.optimizer")
 """Plug-ins that decide the result of a run (``run_record.plugins``)."""
 _KEEPS_WEIGHTS = ("model.dropout", "model.qkv_order")
 """Fields of a network that leave the shapes of its weights as they are."""
 _MOST = 12
 """Changes that a message lists."""
 _SUMS = "performance.grad_accum_dtype"
+_OPTIMIZER = "optim.name"
 _OBJECTIVE = {f"objective.{name}": value for name, value in DEFAULTS.items()}
 
 
@@ -164,9 +165,12 @@ def config_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
     old = _OBJECTIVE | {key: value for key, value in defaults.items() if key in new} | flatten(saved)
     old[_SUMS] = old[_SUMS] or old["performance.precision"]  # runs older than the field added up in their precision
     new[_SUMS] = new[_SUMS] or old[_SUMS]
+    compared = old.keys() | new.keys()
+    if old[_OPTIMIZER] != new[_OPTIMIZER]:  # hyper-parameters that only one of them has differ with the name
+        compared -= {key for key in old.keys() ^ new.keys() if key.startswith("optim.")}
     return {
         key: f"{json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"
-        for key in sorted(old.keys() | new.keys())
+        for key in sorted(compared)
         if old.get(key) != new.get(key) and key not in allowed and not _is_free(key, free)
     }
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.files import read_bounded
@@ -109,8 +110,8 @@ def resolve(raw: Mapping[str, Any] | None, config: RunConfig, ranks: int) -> DsC
 
 def _default(config: RunConfig, ranks: int) -> DsConfig:
     """Return ZeRO-1; ZeRO-0 for one rank, which shards nothing, where that changes the losses by rounding at most."""
-    alone = ranks == 1 and (config.performance.precision, config.optim.name) == ("fp32", "adamw")
-    return _ZERO0 if alone else ZERO1
+    keeps_bits = config.performance.precision == "fp32" and family_of(config.optim).bits == 32
+    return _ZERO0 if ranks == 1 and keeps_bits else ZERO1
 
 
 def zero_stage(resolved: Mapping[str, Any]) -> int:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig, networks
+from fastdiff.config.optimizers.adamw import AdamWConfig
+from fastdiff.config.optimizers.registry import AnyOptimizer
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import DataConfig, ValidationConfig
 from fastdiff.config.sections.divergence import DivergenceConfig
@@ -41,7 +43,7 @@ class RunConfig:
     timesteps: TimestepConfig = field(default_factory=TimestepConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: Annotated[OptimConfig, AnyOptimizer()] = field(default_factory=AdamWConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
     performance: PerformanceConfig = field(default_factory=PerformanceConfig)
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)

@@ -19,6 +19,7 @@ from fastdiff import sanitize
 from fastdiff.config.deepspeed import DsConfig
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.user_defined import plugin_of
+from fastdiff.config.optimizers.registry import package_of
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError, StorageError
 from fastdiff.files import lock, of_other_program
@@ -67,6 +68,8 @@ def plugins(config: RunConfig) -> dict[str, str]:
     found, network, objective = {}, plugin_of(config.model.kind), config.objective.plugin
     if network is not None:
         found["plugin.network"] = _identified(network.text, network.identity)
+    if (optimizer := package_of(config.optim.name)) is not None:
+        found["plugin.optimizer"] = optimizer
     if objective:
         identity = identity_of(objective, "fastdiff.objectives", "--objective.plugin")
         found["plugin.objective"] = _identified(objective, identity)

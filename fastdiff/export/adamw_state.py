@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fastdiff.checkpoint.bitsandbytes_state import BlockwiseState
 from fastdiff.checkpoint.reader import FRAGMENTS, Checkpoint
+from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.run import RunConfig
 from fastdiff.parallel.fragments import Fragment
 from fastdiff.progress import Progress
@@ -26,8 +28,6 @@ Read = Callable[[Moment, str], Tensor]
 def moments(saved: Checkpoint, config: RunConfig) -> Read | str:
     """Return a reader of the moments of every parameter, or the reason why there are none.
 
-    8-bit moments are decoded.
-
     Args:
         saved: a checkpoint, not a snapshot.
         config: the run's.
@@ -36,10 +36,24 @@ def moments(saved: Checkpoint, config: RunConfig) -> Read | str:
         return "it is the state of an adapter, not of the merged weights"
     if not saved.optimizer_steps:
         return "no step was taken"
-    if config.optim.name == "adamw":
-        return lambda moment, name: saved.slice(moment, _whole(saved, name)).view(_shape(saved, name)).float()
-    if config.optim.name == "adamw8bit":
-        return lambda moment, name: _decoded(saved, moment, name).view(_shape(saved, name))
+    read = family_of(config.optim).adamw_moments
+    if read is None:
+        return f"--optim.name {config.optim.name} has no moments of an AdamW"
+    return resolve_name(read)(saved)  # type: ignore[no-any-return]
+
+
+def of_torch(saved: Checkpoint) -> Read:
+    """Return a reader of fp32 moments."""
+    return lambda moment, name: saved.slice(moment, _whole(saved, name)).view(_shape(saved, name)).float()
+
+
+def of_8bit(saved: Checkpoint) -> Read:
+    """Return a reader of the moments of ``fastdiff_kernels.adamw8bit``, decoded."""
+    return lambda moment, name: _decoded(saved, moment, name).view(_shape(saved, name))
+
+
+def of_bitsandbytes(saved: Checkpoint) -> Read | str:
+    """Return a reader of the moments of bitsandbytes, decoded, or the reason why there are none."""
     if not any(True for _ in saved.keys(FRAGMENTS)):
         return "the checkpoint does not record its parameter layout"
     state = BlockwiseState(saved)
@@ -61,13 +75,7 @@ def adamw_state(
     """
     progress, optim = Progress(**saved.manifest["progress"]), config.optim
     lr = optim.lr if progress.steps >= config.steps else lr_after(optim, config.steps, progress.applied)
-    adamw = torch.optim.AdamW(
-        [torch.zeros(1) for _ in range(parameters)],
-        lr=lr,
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-    )
+    adamw = torch.optim.AdamW([torch.zeros(1) for _ in range(parameters)], **optim.hyper_parameters() | {"lr": lr})
     steps = {number: {"step": torch.tensor(float(saved.optimizer_steps)), **found} for number, found in state.items()}
     return {**adamw.state_dict(), "state": steps}
 

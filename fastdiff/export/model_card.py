@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
+from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.console import log
 from fastdiff.diffusion.levels import GAMMA
@@ -23,7 +24,11 @@ _PICTURE = re.compile(r"step-([0-9]{8,})\.png")
 _MOST = 2**27
 """Bytes of the largest picture that is copied."""
 _LARGEST_CARD = 4 << 20
-_PLUGINS = {"plugin.network": "Network of the user", "plugin.objective": "Loss of the user"}
+_PLUGINS = {
+    "plugin.network": "Network of the user",
+    "plugin.objective": "Loss of the user",
+    "plugin.optimizer": "Optimizer of a package",
+}
 """Code of users by its name among the versions (``run_record.plugins``)."""
 _NORMAL = {"logit_normal": (0.0, 1.0), "log_normal": (-1.2, 1.2)}
 """Default mean and standard deviation."""
@@ -127,7 +132,7 @@ def _facts(exported: Exported, dtype: str) -> dict[str, object]:
     return facts | {
         "Data set (sha256)": f"`{manifest['dataset']}`",
         "Samples per step": config.batch.samples,
-        "Optimizer": f"{optim.name}, betas {optim.betas}, decay {optim.weight_decay:g}, clipped at {optim.clip:g}",
+        "Optimizer": f"{optim.name}, {_options(optim)}, clipped at {optim.clip:g}",
         "Learning rate": f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of warm-up",
         **objective_facts(config.objective, config.timesteps),
         "Precision": config.performance.precision,
@@ -204,3 +209,9 @@ def _drawn(drawn: TimestepConfig, objective: ObjectiveConfig) -> str:
 def use_of(config: RunConfig, format_: str, place: Place, step: int = 0) -> str:
     """Return Markdown code that uses an exported model; file names of original checkpoints contain ``step``."""
     return format_of(config.model, format_).use(config, place, step)
+
+
+def _options(optim: OptimConfig) -> str:
+    """Return the hyper-parameters of an optimizer in words, without the learning rate."""
+    given = {name: value for name, value in optim.hyper_parameters().items() if name != "lr"}
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in given.items())

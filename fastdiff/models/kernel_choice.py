@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 
+from fastdiff.config.optimizers.family import OptimizerFamily
+from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log
 from fastdiff.errors import ConfigError
 from fastdiff.models import float8
 from fastdiff.models.build import Model, build_model
 from fastdiff_kernels import dispatch, launch
-from fastdiff_kernels.adamw8bit.compiled import unavailable
 from fastdiff_kernels.dispatch import Choice
 from fastdiff_kernels.names import Backend
 from fastdiff_kernels.short_attention import HEAD_DIMS, LONGEST
@@ -23,7 +25,6 @@ Row = tuple[str, Choice]
 """Name of a layer, or of another part of the run, and the choice for one of its ops."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_LIBRARIES = {"adamw": "torch", "adamw8bit-bnb": "bitsandbytes"}
 
 
 def compiles(config: RunConfig, device: torch.device) -> bool:
@@ -52,19 +53,26 @@ def compile_options(config: RunConfig) -> dict[str, Any]:
 def backends(config: RunConfig, device: torch.device, optimizer_device: torch.device) -> dict[str, Backend]:
     """Return the backends to force, by op: those of ``--performance.kernels``, and what offloading needs.
 
-    The state of the 8-bit AdamW that a GPU offloads to the host is updated by compiled code, where that is possible.
-    Plain torch takes longer than the rest of the step. It compiles at the first call, for some ten seconds.
+    The state of an optimizer that a GPU offloads to the host is updated by compiled code, where its op has some. Plain
+    torch takes longer than the rest of the step. It compiles at the first call, for some ten seconds.
     """
-    forced = config.performance.kernel_backends()
-    if _is_offloaded(config, device, optimizer_device) and unavailable() is None:
-        forced["adamw8bit"] = "compile"
+    forced, family = config.performance.kernel_backends(), family_of(config.optim)
+    if _is_offloaded(config, device, optimizer_device) and _without_compiler(family) is None:
+        forced[str(family.kernel)] = "compile"
     return forced
 
 
 def _is_offloaded(config: RunConfig, device: torch.device, optimizer_device: torch.device) -> bool:
-    """Whether the 8-bit AdamW works on the host for a network on a GPU, by no backend in particular."""
-    chosen = config.optim.name == "adamw8bit" and "adamw8bit" not in config.performance.kernel_backends()
+    """Whether an op that can be compiled updates on the host a network on a GPU, by no backend in particular."""
+    family = family_of(config.optim)
+    chosen = family.without_compiler is not None and family.kernel not in config.performance.kernel_backends()
     return chosen and (device.type, optimizer_device.type) == ("cuda", "cpu")
+
+
+def _without_compiler(family: OptimizerFamily) -> str | None:
+    """Return why the optimizer's op cannot be compiled for the host; None if it can."""
+    assert family.without_compiler is not None
+    return resolve_name(family.without_compiler)()  # type: ignore[no-any-return]
 
 
 def choices(
@@ -138,13 +146,11 @@ def _choices(config: RunConfig, device: torch.device, optimizer_device: torch.de
     for op in ("philox", "noising"):
         yield "objective", dispatch.choice(op, latents, differentiated=False)
     yield "objective", dispatch.choice("loss", latents)
-    name = config.optim.name
-    if name == "adamw8bit":
-        yield "optimizer", _eight_bit(config, device, optimizer_device)
-    elif name == "adamw" and flat:
-        yield "optimizer", dispatch.choice(name, torch.empty(0, device=optimizer_device), differentiated=False)
+    family = family_of(config.optim)
+    if family.kernel is None or (family.kernel_in == "flat engine" and not flat):
+        yield "optimizer", Choice(family.name, family.library, "-", "not an op of fastdiff")
     else:
-        yield "optimizer", Choice(name, _LIBRARIES[name], "-", "not an op of fastdiff")
+        yield "optimizer", _of_optimizer(family.kernel, config, device, optimizer_device)
 
 
 def _fp8(config: RunConfig, model: Model, device: torch.device) -> Choice:
@@ -155,16 +161,19 @@ def _fp8(config: RunConfig, model: Model, device: torch.device) -> Choice:
     return Choice(f"{count} linear layers", "fp8", "fp8", "torchao" if on_gpu else "emulated on a CPU")
 
 
-def _eight_bit(config: RunConfig, device: torch.device, optimizer_device: torch.device) -> Choice:
+def _of_optimizer(op: str, config: RunConfig, device: torch.device, optimizer_device: torch.device) -> Choice:
+    family = family_of(config.optim)
+    found = dispatch.choice(op, torch.empty(0, device=optimizer_device), differentiated=False)
+    if family.without_compiler is None or optimizer_device.type != "cpu":
+        return found
     if _is_offloaded(config, device, optimizer_device):
-        why = unavailable()
+        why = _without_compiler(family)
         if why is None:
-            return Choice("adamw8bit", "compile", "-", "its state is on the host")
-        log.warning(f"8-bit AdamW on the host is plain torch, a multiple slower than compiled: {why}")
-        return Choice("adamw8bit", "reference", "-", "cannot be compiled here")
-    found = dispatch.choice("adamw8bit", torch.empty(0, device=optimizer_device), differentiated=False)
-    if found.forward == "compile" and optimizer_device.type == "cpu" and (why := unavailable()):
-        raise RuntimeError(f"adamw8bit, backend 'compile': {why}; use backend 'reference'")
+            return Choice(op, "compile", "-", "its state is on the host")
+        log.warning(f"{op} on the host is plain torch, a multiple slower than compiled: {why}")
+        return Choice(op, "reference", "-", "cannot be compiled here")
+    if found.forward == "compile" and (why := _without_compiler(family)):
+        raise RuntimeError(f"{op}, backend 'compile': {why}; use backend 'reference'")
     return found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +58,17 @@ class Fragment:
         """Return this fragment in units of blocks, partly covered blocks included.
 
         Args:
-            size: elements of a block; the parameter's last block may be shorter.
+            size: elements of a block; the parameter's last block may be shorter. 0: the parameter has no block.
             offset: position of the first block in the tensor with one entry per block.
         """
+        if not size:
+            return Fragment(self.name, 0, 0, offset)
         first, stop = self.start // size, -(-(self.start + self.numel) // size)
         return Fragment(self.name, first, stop - first, offset)
+
+
+Sizes = Mapping[str, int]
+"""Elements of a block by parameter; 0: the parameter has none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,11 +93,11 @@ class Flat:
         """The optimizer's state of this tensor; empty before the first step."""
         return self.states.get(self.key, {})
 
-    def blocks(self, size: int) -> tuple[Fragment, ...]:
+    def blocks(self, sizes: Sizes) -> tuple[Fragment, ...]:
         """The fragments in units of blocks, contiguous in a tensor with one entry per block."""
         found: list[Fragment] = []
         for fragment in self.fragments:
-            found.append(fragment.blocks(size, found[-1].offset + found[-1].numel if found else 0))
+            found.append(fragment.blocks(sizes[fragment.name], found[-1].offset + found[-1].numel if found else 0))
         return tuple(found)
 
 
@@ -121,13 +127,13 @@ def owned_fragments(flats: Sequence[Flat], tensors: Sequence[Tensor | None]) -> 
 
 
 def owned_blocks(
-    flats: Sequence[Flat], tensors: Sequence[Tensor | None], size: int
+    flats: Sequence[Flat], tensors: Sequence[Tensor | None], sizes: Sizes
 ) -> Iterator[tuple[Fragment, Tensor]]:
     """Yield owned fragments in units of blocks; a block on several ranks belongs to the rank of its first element."""
     for flat, tensor in zip(flats, tensors, strict=True):
         if flat.owned and tensor is not None:
-            for fragment, touched in zip(flat.fragments, flat.blocks(size), strict=True):
-                others = int(fragment.start % size > 0)
+            for fragment, touched in zip(flat.fragments, flat.blocks(sizes), strict=True):
+                others = int(touched.numel > 0 and fragment.start % sizes[fragment.name] > 0)
                 if touched.numel > others:
                     mine = Fragment(
                         touched.name, touched.start + others, touched.numel - others, touched.offset + others

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdiff.config import deepspeed as deepspeed_config
-from fastdiff.config.command_line.config_file import from_mapping
+from fastdiff.config.command_line.config_file import from_mapping, with_optimizer
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.files import read_bounded
@@ -158,7 +158,7 @@ def _config(facts: Mapping[str, Any]) -> RunConfig:
         base,
         samples=facts["batch"],
         batch=replace(base.batch, samples=facts["batch"], micro=facts.get("micro")),
-        optim=replace(base.optim, name=facts.get("optimizer") or base.optim.name),
+        optim=with_optimizer(base, facts.get("optimizer") or base.optim.name, "the record").optim,
         performance=replace(base.performance, **given),
     )
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastdiff.models.cost.memory import BYTES, MOMENTS, Setup
+from fastdiff.config.optimizers.registry import optimizer_family
+from fastdiff.models.cost.memory import BYTES, Setup
 from fastdiff.models.cost.traced import Traced
 
 RESERVED = 3 * 2**30
@@ -77,7 +78,7 @@ def memory(
     """
     n, share, static = setup.trained, 1 / setup.ranks, setup.static()
     own, sums = BYTES[setup.precision], BYTES[setup.sums if setup.several else setup.precision]
-    moments = 0.0 if setup.offload else n * MOMENTS[setup.optimizer] * (share if setup.stage else 1.0)
+    moments = 0.0 if setup.offload else n * setup.state_bytes * (share if setup.stage else 1.0)
     masters = static["optimizer"] - moments
     gradients = static["gradients"] - (own * n if setup.flat and setup.stage == 0 else 0)
     if setup.stage in (1, 2) and setup.ranks > 1 and not accumulates:
@@ -145,7 +146,7 @@ def _update(setup: Setup, n: int, own: int, sums: int, *, grown: bool) -> float:
     """Return the temporary bytes of an update on a CPU; ``grown``: with sums of gradients that are not held."""
     part, flat = n / setup.ranks, setup.flat and setup.stage == 0
     sum_bytes = part * sums if grown else 0.0
-    if setup.optimizer != "adamw":  # plain torch joins all tensors of a part in rows of blocks
+    if optimizer_family(setup.optimizer).bits < 32:  # plain torch joins all tensors of a part in rows of blocks
         beside = 4 * setup.averages + (own if own < 4 else 0) if flat else 0
         return sum_bytes + part * (4 + 2 + (sums if flat else 4) + beside)
     if flat:

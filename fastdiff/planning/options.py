@@ -11,6 +11,7 @@ import torch
 
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
+from fastdiff.config.optimizers.registry import family_of, optimizer_family
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.cost.memory import Setup, setup_of
@@ -25,8 +26,6 @@ from fastdiff.planning.step_time import StepTime, Work
 NAMES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 """The DeepSpeed configuration of each ZeRO stage."""
 OF_STAGE = {stage: deepspeed_config.read(name) for stage, name in NAMES.items()}
-_FLAT = ("adamw", "adamw8bit")
-"""Optimizers of the flat engine, which trains at stage 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +37,11 @@ class Option:
     micro: int
     recompute: bool
     optimizer: str
+
+    @property
+    def bits(self) -> int:
+        """Bits of the optimizer's state per element."""
+        return optimizer_family(self.optimizer).bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +132,7 @@ def _same_stage(one: Planned, other: Planned) -> bool:
 
 
 def _changes(option: Option) -> set[str]:
-    return {name for name, has in (("recompute", option.recompute), ("8-bit", option.optimizer != "adamw")) if has}
+    return {name for name, has in (("recompute", option.recompute), ("8-bit", option.bits < 32)) if has}
 
 
 def _unsuited(config: RunConfig, gpus: Gpus) -> str | None:
@@ -156,8 +160,8 @@ def _choices(config: RunConfig, launch: Launch, gpus: Gpus) -> Iterator[tuple[in
     if config.performance.precision == "fp16":  # DeepSpeed does not scale the loss at stage 0
         stages = [stage for stage in stages if stage] or [1]
     again = [True] if config.performance.recompute else [False, True]
-    varied = config.optim.name == "adamw" and not config.lora.rank  # the moments of an adapter are small
-    optimizers = ["adamw", "adamw8bit"] if varied else [config.optim.name]
+    smaller = None if config.lora.rank else family_of(config.optim).smaller  # the moments of an adapter are small
+    optimizers = [config.optim.name, *([smaller] if smaller else [])]
     yield from product(stages, again, optimizers)
 
 
@@ -180,7 +184,7 @@ def _planned(config: RunConfig, launch: Launch, network: Network, basis: Basis, 
     config = replace(
         config,
         batch=replace(config.batch, micro=option.micro),
-        optim=replace(config.optim, name=option.optimizer),  # type: ignore[arg-type]
+        optim=replace(config.optim, name=option.optimizer),
         performance=replace(config.performance, recompute=option.recompute),
     )
     setup = setup_for(config, json_of(option.stage, launch), network, option.gpus.count)
@@ -200,11 +204,12 @@ def setup_for(config: RunConfig, raw: deepspeed_config.DsConfig, network: Networ
     """Return what decides the memory of a rank."""
     resolved = deepspeed_config.resolve(raw, config, ranks)
     stage = deepspeed_config.zero_stage(resolved)
+    has_flat = family_of(config.optim).flat_update is not None
     return setup_of(
         config,
         resolved,
         ranks,
-        flat=stage == 0 and config.optim.name in _FLAT and config.performance.engine != "deepspeed",
+        flat=stage == 0 and has_flat and config.performance.engine != "deepspeed",
         trained=network.trained,
         frozen_bytes=network.frozen_bytes,
         buffer_bytes=network.buffer_bytes,
@@ -239,7 +244,7 @@ def work_of(config: RunConfig, raw: deepspeed_config.DsConfig, network: Network,
         frozen=network.frozen_parameters,
         width=width_of(performance.precision),
         sums=width_of(performance.sums if several else performance.precision),
-        is_8bit=config.optim.name != "adamw",
+        state_bytes=family_of(config.optim).state_bytes,
         recompute=performance.recompute,
     )
 

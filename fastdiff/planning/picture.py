@@ -69,6 +69,6 @@ def draw(path: Path, best: Sequence[Planned], samples: int) -> None:
 def _label(planned: Planned, samples: int) -> str:
     option = planned.option
     again = ", recomputed" if option.recompute else ""
-    moments = "" if option.optimizer == "adamw" else ", 8-bit moments"
+    moments = "" if option.bits == 32 else f", {option.bits}-bit moments"
     time = in_words(3600 * planned.hours(samples)[1])
     return f"{option.gpus.name}, ZeRO-{option.stage}, {option.micro} samples{again}{moments}: {time}"

@@ -19,8 +19,8 @@ from fastdiff.planning.scaling.zero import Zero
 
 _CPU_LAUNCH_S = 40e-6
 """Seconds of an eager operation on a CPU beside its arithmetic; on a GPU the host's time is apart. Assumed."""
-_8BIT_SAVES = 12.0
-"""Bytes per parameter that 8-bit moments move less: 2 instead of 8, read and written."""
+_STATE_BYTES = 8
+"""Bytes of optimizer state per parameter in ``copied_bytes``: two fp32 moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,8 @@ class Work:
     """Bytes per element of the network's weights."""
     sums: int
     """Bytes per element of the gradients when they are added up."""
-    is_8bit: bool
+    state_bytes: int
+    """Bytes of optimizer state per parameter."""
     recompute: bool
 
 
@@ -107,7 +108,8 @@ def _device(work: Work, gpus: Gpus, shares: Shares, factors: Factors) -> tuple[f
     """Return the seconds of the device in a step, and of its passes and its update alone."""
     one = factors.passes * pass_seconds(work, gpus, shares)
     bandwidth, ranks = shares.bandwidth * gpus.kind.bandwidth, gpus.count
-    moved = copied_bytes(work.zero.stage, ranks) - (_8BIT_SAVES / (ranks if work.zero.stage else 1)) * work.is_8bit
+    saved = 2.0 * (_STATE_BYTES - work.state_bytes) / (ranks if work.zero.stage else 1)  # read and written
+    moved = copied_bytes(work.zero.stage, ranks) - saved
     update = factors.update * sum(work.parameters) * moved / bandwidth
     forward = one / (4 if work.recompute else 3)
     messages = []

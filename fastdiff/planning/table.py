@@ -9,6 +9,7 @@ from typing import Any
 
 from fastdiff import sanitize
 from fastdiff.config.launch_options import Launch
+from fastdiff.config.run import RunConfig
 from fastdiff.durations import in_words
 from fastdiff.planning.options import NAMES, Planned, Refused
 from fastdiff.tables import table
@@ -65,7 +66,7 @@ def rows(best: Iterable[Planned], samples: int, price: float | None) -> Iterator
             str(one["zero_stage"]),
             str(one["micro"]),
             "yes" if one["recompute"] else "no",
-            "32-bit" if one["optimizer"] == "adamw" else "8-bit",
+            f"{planned.option.bits}-bit",
             f"{one['peak_gib']:.1f}/{one['room_gib']:.1f}",
             _round(rate["middle"]),
             f"{_round(rate['low'])}-{_round(rate['high'])}",
@@ -124,7 +125,7 @@ def command(planned: Planned, launch: Launch) -> str:
         flags += ["--deepspeed_config", NAMES[option.stage]]
     if option.recompute and "--performance.recompute" not in flags:
         flags.append("--performance.recompute")
-    if option.optimizer != "adamw" and option.optimizer not in flags:
+    if option.optimizer != RunConfig().optim.name and option.optimizer not in flags:
         flags += ["--optim.name", option.optimizer]
     if gpus.nodes == 1:
         return shlex.join(["fastdiff", "train", "--ranks", str(gpus.count), *flags])

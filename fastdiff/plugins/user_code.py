@@ -23,6 +23,7 @@ from fastdiff.files import read_bounded
 
 Group = Literal[
     "fastdiff.networks",
+    "fastdiff.optimizers",
     "fastdiff.encoders",
     "fastdiff.sources",
     "fastdiff.objectives",

@@ -7,10 +7,11 @@ There is no ``latest`` file to go stale: the newest intact checkpoint counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -20,13 +21,11 @@ from fastdiff.checkpoint.reader import METERS, SPIKES, TIMESTEPS, Checkpoint
 from fastdiff.checkpoint.step_folders import Draft, StepFolders
 from fastdiff.console import log
 from fastdiff.errors import StorageError, require
-from fastdiff.parallel.fragments import Flat, Fragment, owned_blocks, owned_fragments
+from fastdiff.parallel.fragments import Flat, Sizes, owned_blocks, owned_fragments
 from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
-from fastdiff.training.optimizer import state as optimizer_state
-from fastdiff.training.optimizer.build import PER_BLOCK
+from fastdiff.training import optimizer_state
 from fastdiff.training.state import TrainState
-from fastdiff_kernels.adamw8bit import BLOCK
 
 
 class Checkpoints:
@@ -187,32 +186,38 @@ def _manifest(state: TrainState) -> dict[str, Any]:
     return {**common_manifest(state), **optimizer_state.manifest(state), "loss_scale": state.engine.loss_scale}
 
 
-def _slices(flats: Sequence[Flat], kind: str, tensors: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
-    return owned_blocks(flats, tensors, BLOCK) if kind in PER_BLOCK else owned_fragments(flats, tensors)
-
-
 def _tensors(state: TrainState) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Return this rank's share of a checkpoint and, for the sliced tensors, where each starts in its parameter."""
     flats = state.engine.flats
     kinds: dict[str, Sequence[Tensor | None]] = {"master": [flat.master for flat in flats]}
     kinds |= {f"ema/{name}": averages for name, averages in state.ema.averages.items()}
-    for key in optimizer_state.sliced_keys(flats):
+    for key in optimizer_state.sliced_keys(state):
         kinds[key] = [flat.state[key].view(-1) if key in flat.state else None for flat in flats]
-    tensors, starts = sliced(flats, kinds)
+    tensors, starts = sliced(flats, kinds, optimizer_state.sliced_state(state))
     tensors[METERS] = state.meters.sums
     if state.world.is_first:  # the same on every rank
         tensors |= {TIMESTEPS + name: values for name, values in state.objective.timesteps.state().items()}
         tensors |= {SPIKES + name: values for name, values in state.guard.spikes.state().items()}
-    return tensors | dict(optimizer_state.unsliced_state(state.engine)), starts
+    return tensors | dict(optimizer_state.unsliced_state(state)), starts
 
 
 def sliced(
-    flats: Sequence[Flat], kinds: Mapping[str, Sequence[Tensor | None]]
+    flats: Sequence[Flat],
+    kinds: Mapping[str, Sequence[Tensor | None]],
+    blocks: Mapping[str, Sizes | None] = MappingProxyType({}),
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Slice flat tensors, by kind, into this rank's ``<kind>/<parameter>``; return the slices and their starts."""
+    """Slice flat tensors, by kind, into this rank's ``<kind>/<parameter>``; return the slices and their starts.
+
+    Args:
+        flats: of this rank.
+        kinds: for each kind its values in every flat; None: it has none.
+        blocks: for the kinds whose entries are blocks of a parameter, their sizes.
+    """
     tensors, starts = {}, {}
     for kind, flat_tensors in kinds.items():
-        for fragment, values in _slices(flats, kind, flat_tensors):
+        sizes = blocks.get(kind)
+        slices = owned_fragments(flats, flat_tensors) if sizes is None else owned_blocks(flats, flat_tensors, sizes)
+        for fragment, values in slices:
             tensors[f"{kind}/{fragment.name}"] = values
             starts[f"{kind}/{fragment.name}"] = fragment.start
     return tensors, starts

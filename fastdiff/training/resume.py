@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from fastdiff.checkpoint.power_function import constant_name
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.checkpoint.unchanged import Facts, check_resume, check_unchanged
 from fastdiff.config.launch_options import Launch
+from fastdiff.config.optimizers.family import OptimizerFamily
+from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.performance import Precision
@@ -22,7 +25,7 @@ from fastdiff.models.pretrained.training_state import AdamState, PublishedTraini
 from fastdiff.parallel.fragments import Flat
 from fastdiff.progress import Progress
 from fastdiff.training.checkpoints import Checkpoints
-from fastdiff.training.optimizer.build import step_count
+from fastdiff.training.optimizer.step_count import step_count
 from fastdiff.training.state import TrainState
 
 
@@ -86,11 +89,12 @@ def continue_from(path: Path, state: TrainState) -> Progress:
                 _fill(flat, average, found)
         elif first:
             log.warning(f"{path} has no average {name}: it starts at the weights")
-    if training.optimizer is not None and config.optim.name == "adamw":
+    family = family_of(config.optim)
+    if training.optimizer is not None and family.is_adam:
         if first:
             _report_differences(path, training, config.optim)
         for flat in state.engine.flats:
-            flat.states[flat.key] = _adamw(flat, training.optimizer)
+            flat.states[flat.key] = _adamw(family, flat, training.optimizer)
     elif first:
         reason = f"--optim.name is {config.optim.name}" if training.optimizer is not None else f"{path} has none"
         log.warning(f"the optimizer starts without the state of an AdamW: {reason}")
@@ -118,16 +122,17 @@ def _report_differences(path: Path, training: PublishedTraining, optim: OptimCon
 
 
 def _options(given: AdamState | OptimConfig) -> dict[str, str]:
-    """Format options as their flags are written."""
-    numbers = {"lr": (given.lr,), "betas": given.betas, "eps": (given.eps,), "weight_decay": (given.weight_decay,)}
-    return {name: " ".join(str(float(number)) for number in values) for name, values in numbers.items()}
+    """Format the options of an AdamW as their flags are written."""
+    values = {name: getattr(given, name) for name in ("lr", "betas", "eps", "weight_decay")}
+    numbers = {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
+    return {name: " ".join(str(float(number)) for number in found) for name, found in numbers.items()}
 
 
-def _adamw(flat: Flat, saved: AdamState) -> dict[str, Tensor | int]:
+def _adamw(family: OptimizerFamily, flat: Flat, saved: AdamState) -> dict[str, Any]:
     moments = {name: torch.zeros_like(flat.key, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
     _fill(flat, moments["exp_avg"].view(-1), saved.exp_avg)
     _fill(flat, moments["exp_avg_sq"].view(-1), saved.exp_avg_sq)
-    return {**moments, "step": step_count("adamw", saved.applied, flat.key.device)}
+    return {**moments, **step_count(family, saved.applied, flat.key.device)}
 
 
 def _fill(flat: Flat, target: Tensor | None, source: Mapping[str, Tensor]) -> None:

@@ -176,7 +176,8 @@ def test_doctor_steps_every_optimizer() -> None:
     assert any(line.startswith("torch ") for line in healthy)
     (libraries,) = [line for line in healthy if line.startswith("OK libraries: ")]
     for name in ("adamw8bit", "adamw8bit-bnb"):
-        assert f"8-bit Adam, {name}: runs, its state is 8-bit" in libraries
+        assert f"optimizer {name}: runs, its state is 8-bit" in libraries
+    assert "optimizer adamw: runs, its state is 32-bit" in libraries
 
 
 @pytest.fixture

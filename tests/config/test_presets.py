@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig
+from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.presets import FID_400K, PRESETS, preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import DdpmConfig, FlowConfig
-from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import build_model
@@ -80,7 +80,7 @@ def test_a_published_run_is_that_of_the_papers(name: str) -> None:
     """Sections 4 of both papers and the two train.py."""
     config = preset(name)
     assert (config.steps, config.batch.samples) == (400_000, 256)
-    assert config.optim == OptimConfig(name="adamw", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, clip=0.0)
+    assert config.optim == AdamWConfig(name="adamw", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, clip=0.0)
     assert (config.optim.schedule, config.optim.warmup_steps) == ("constant", 0)
     assert (config.ema.rates, config.ema.warmup) == ((0.9999,), False)
     assert (config.data.random_flip, config.objective.condition_dropout) == (True, 0.1)

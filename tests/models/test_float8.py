@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
+from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.sections.batch import BatchConfig
-from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models import float8
@@ -149,7 +149,7 @@ def test_operations_of_a_layer(narrow: None) -> None:
 
 def config_of(digits: Path, folder: Path, *, fp8: bool, steps: int = 8, **changes: Any) -> Any:
     performance = PerformanceConfig(precision="bf16", fp8=fp8)
-    optim = OptimConfig(lr=1e-3, schedule="constant")
+    optim = AdamWConfig(lr=1e-3, schedule="constant")
     given = {"model": WIDE, "performance": performance, "optim": optim, "batch": BatchConfig(samples=16)}
     return tiny(digits, folder, steps, **{**given, **changes})
 

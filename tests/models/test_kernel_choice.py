@@ -115,14 +115,14 @@ def test_nothing_else_compiles_the_optimizer(
     forced: dict[str, str],
 ) -> None:  # fmt: skip
     """Above all not a run on a CPU, whose start would take longer."""
-    monkeypatch.setattr(kernel_choice, "unavailable", lambda: pytest.fail("it was compiled"))
+    monkeypatch.setattr("fastdiff_kernels.adamw8bit.compiled.unavailable", lambda: pytest.fail("it was compiled"))
     assert kernel_choice.backends(config, device, optimizer_device) == forced
 
 
 def test_without_a_compiler_the_host_runs_the_reference_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kernel_choice, "unavailable", lambda: "there is no C++ compiler (g++)")
+    monkeypatch.setattr("fastdiff_kernels.adamw8bit.compiled.unavailable", lambda: "there is no C++ compiler (g++)")
     assert kernel_choice.backends(eight_bit(), CUDA, CPU) == {}
     for _ in range(2):
         assert kernel_choice._eight_bit(eight_bit(), CUDA, CPU).forward == "reference"
@@ -131,7 +131,7 @@ def test_without_a_compiler_the_host_runs_the_reference_and_says_so(
 
 
 def test_a_forced_compilation_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_choice, "unavailable", lambda: "there is no C++ compiler (g++)")
+    monkeypatch.setattr("fastdiff_kernels.adamw8bit.compiled.unavailable", lambda: "there is no C++ compiler (g++)")
     config = eight_bit(kernels="adamw8bit=compile")
     with pytest.raises(ConfigError, match=r"^--performance.kernels adamw8bit=compile: .* no C\+\+ compiler"):
         kernel_choice.choices(config, CPU)

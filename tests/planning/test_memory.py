@@ -22,11 +22,11 @@ from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.ema import EmaConfig
-from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.models.build import build_model
@@ -87,7 +87,7 @@ class Case:
             pretrained=PretrainedConfig(path=str(data / BASE), weights=True) if self.lora.rank else PretrainedConfig(),
             data=DataConfig(path=str(data), loader="prefetch"),
             batch=BatchConfig(samples=samples, micro=self.micro),
-            optim=OptimConfig(name=self.optimizer),  # type: ignore[arg-type]
+            optim=AdamWConfig(name=self.optimizer),  # type: ignore[arg-type]
             ema=EmaConfig(rates=(0.9,)),
             performance=PerformanceConfig(
                 device="cpu",

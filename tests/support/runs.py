@@ -17,13 +17,13 @@ from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.checkpoint.unchanged import flatten
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.ema import EmaConfig
-from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.data.shards.format import DatasetInfo
@@ -43,7 +43,7 @@ def tiny(data: Path, folder: Path, steps: int = STEPS, **changes: Any) -> RunCon
         model=DiTConfig(depth=2, hidden=32, heads=2, patch=2, channels=1, size=8, classes=10),
         data=DataConfig(path=str(data), loader="prefetch"),
         batch=BatchConfig(samples=16),
-        optim=OptimConfig(lr=1e-2, schedule="constant"),
+        optim=AdamWConfig(lr=1e-2, schedule="constant"),
         ema=EmaConfig(rates=(0.9, 0.5)),
         output=OutputConfig(folder=str(folder), log_every=1, checkpoint_every=0, sample_every=0),
     )

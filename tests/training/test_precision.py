@@ -17,13 +17,14 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fastdiff.config.optimizers.registry import optimizer_family
 from fastdiff.errors import ConfigError, DivergedError
 from fastdiff.parallel.fragments import Flat, Fragment
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.build import build
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
-from fastdiff.training.optimizer.build import check_is_8bit
+from fastdiff.training.optimizer.build import check_state
 from fastdiff_kernels.adamw8bit import AdamW8bit
 from tests.end_to_end.test_train import check_clipping
 from tests.support.runs import hexes, launch, losses, newest, records, tiny, train_losses
@@ -150,7 +151,7 @@ class _Unquantised(AdamW8bit):
 def test_a_moment_that_is_not_8bit_stops_the_run_before_it_starts(
     world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stage: int
 ) -> None:
-    monkeypatch.setattr("fastdiff.training.optimizer.build.AdamW8bit", _Unquantised)
+    monkeypatch.setattr("fastdiff_kernels.adamw8bit.AdamW8bit", _Unquantised)
     monkeypatch.setattr(bitsandbytes.optim, "AdamW8bit", bitsandbytes.optim.AdamW32bit)
     message = rf"--optim.name {name}: the moments of .*float32.*expected one byte.*; use --optim.name adamw"
     with pytest.raises(ConfigError, match=message):
@@ -164,10 +165,10 @@ def _flat(state: dict[str, torch.Tensor], size: int) -> Flat:
 
 
 def test_bitsandbytes_may_keep_small_tensors_in_fp32() -> None:
-    check_is_8bit("adamw8bit-bnb", [_flat({k: torch.zeros(4095) for k in ("state1", "state2")}, 4095)])
+    check_state(optimizer_family("adamw8bit-bnb"), [_flat({k: torch.zeros(4095) for k in ("state1", "state2")}, 4095)])
     for name, size in (("adamw8bit-bnb", 4096), ("adamw8bit", 1)):
         with pytest.raises(ConfigError, match="expected one byte"):
-            check_is_8bit(name, [_flat({}, size)])
+            check_state(optimizer_family(name), [_flat({}, size)])
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "adamw8bit-bnb"])

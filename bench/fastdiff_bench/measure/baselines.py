@@ -16,6 +16,7 @@ from pathlib import Path
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.presets import SD15_UNET
 from fastdiff.config.run import RunConfig
 from fastdiff_bench import BenchError
@@ -33,6 +34,8 @@ _RUNS = {"plain": plain.run, "dit": dit.run, "diffusers": text_to_image.run}
 BASELINES = tuple(_RUNS)
 BEST = "best flags"
 _BENCH = "peer"
+_OPTIMIZER = AdamWConfig().name
+"""The baselines' optimizer."""
 _BATCHES = 4
 """Batches in the data set: more would cost time to write and change no step."""
 _SHARED = ("preset", "batch", "recompute")
@@ -67,8 +70,8 @@ def run(workload: Workload, peers: Sequence[str], effort: interleaved.Effort, de
         BenchError: a baseline cannot train this workload.
     """
     _check(workload, peers)
-    if workload.optimizer is None and workload.config(Path(), Path()).optim.name != "adamw":
-        workload = replace(workload, optimizer="adamw")  # the baselines' optimizer, for a fair comparison
+    if workload.optimizer is None and workload.config(Path(), Path()).optim.name != _OPTIMIZER:
+        workload = replace(workload, optimizer=_OPTIMIZER)  # for a fair comparison
     folder = Path(tempfile.mkdtemp(prefix="fastdiff-bench-peers-"))
     try:
         entries = _entries(workload, peers, folder)

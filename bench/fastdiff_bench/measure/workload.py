@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdiff.config import deepspeed as deepspeed_config
-from fastdiff.config.command_line.config_file import from_mapping
+from fastdiff.config.command_line.config_file import from_mapping, with_optimizer
 from fastdiff.config.deepspeed import DsConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.presets import preset
@@ -71,7 +71,7 @@ class Workload:
             pretrained=PretrainedConfig(),
             data=DataConfig(path=str(data), **_given(loader=self.loader)),
             batch=replace(base.batch, samples=samples, micro=micro),
-            optim=replace(base.optim, **_given(name=self.optimizer)),
+            optim=with_optimizer(base, self.optimizer or base.optim.name, "--optimizer").optim,
             performance=replace(base.performance, **performance),
             validation=ValidationConfig(),
             output=OutputConfig(folder=str(folder), checkpoint_every=0, sample_every=0, report_to=()),

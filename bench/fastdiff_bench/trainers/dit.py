@@ -63,10 +63,7 @@ class Dit:
         }  # fmt: skip
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
         optim = config.optim
-        self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay,
-            fused=best or None,
-        )  # fmt: skip
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), **optim.hyper_parameters(), fused=best or None)
         self._sum: Tensor | float = 0.0
         self._steps = 0
 

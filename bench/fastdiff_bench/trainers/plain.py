@@ -47,10 +47,7 @@ class Plain:
         self.model = network(config, device, best=best)
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.performance.precision == "bf16")
         optim, rate = config.optim, config.ema.rates[0]
-        self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay,
-            fused=best or None,
-        )  # fmt: skip
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), **optim.hyper_parameters(), fused=best or None)
         self._schedule = build_lr_schedule(self._optimizer, optim, config.steps)
         one_by_one = None if best else get_ema_avg_fn(rate)  # type: ignore[no-untyped-call]
         together = get_ema_multi_avg_fn(rate) if best else None  # type: ignore[no-untyped-call]

@@ -88,10 +88,7 @@ class TextToImage:
             foreach=best,
         )  # fmt: skip
         optim = config.optim
-        optimizer = torch.optim.AdamW(
-            unet.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay,
-            fused=best or None,
-        )  # fmt: skip
+        optimizer = torch.optim.AdamW(unet.parameters(), **optim.hyper_parameters(), fused=best or None)
         schedule = build_lr_schedule(optimizer, optim, config.steps)
         self.model, self._optimizer, self._schedule = self.accelerator.prepare(unet, optimizer, schedule)
         self.facts: dict[str, Fact] = {

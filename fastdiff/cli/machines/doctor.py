@@ -12,18 +12,19 @@ from pathlib import Path
 
 import torch
 
+from fastdiff.config.optimizers.registry import optimizers
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
-from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.data.dali_trial import dali_installed, dali_problem
 from fastdiff.errors import ConfigError
 from fastdiff.models import kernel_choice
 from fastdiff.models.toolchain import c_compiler, compiler_problem, cpp_compiler, python_header
 from fastdiff.parallel.devices import Capability, architecture_problem, precision_problem, select_device, usable_gpus
 from fastdiff.parallel.fragments import Flat, Fragment
+from fastdiff.parallel.world import World
 from fastdiff.tables import table
 from fastdiff.terminal import columns
-from fastdiff.training.optimizer.build import build_optimizer, check_is_8bit
+from fastdiff.training.optimizer.build import build_optimizer, check_state, create_state
 from fastdiff_kernels import attention, launch
 from fastdiff_kernels.dispatch import Choice
 
@@ -189,7 +190,7 @@ def _libraries() -> Iterator[str]:
         yield f"PROBLEM: {problem}; until then the plain prefetcher loads"
     yield "loader DALI" if problem is None else "loader prefetch (DALI is not installed)"
     yield _attention(on_cuda)
-    yield from _eight_bit_adam()
+    yield from _optimizers()
 
 
 def _attention(on_cuda: bool) -> str:
@@ -204,19 +205,21 @@ def _attention(on_cuda: bool) -> str:
     return f"attention {chosen.forward}"
 
 
-def _eight_bit_adam() -> Iterator[str]:
+def _optimizers() -> Iterator[str]:
     """Take one real step of each optimizer; only that shows the dtype of its state."""
-    for name, remedy in (("adamw8bit", "adamw"), ("adamw8bit-bnb", "adamw8bit, or reinstall bitsandbytes")):
-        weight = torch.nn.Parameter(torch.zeros(4096, device=_selected()))
+    for name, family in optimizers().items():
+        weight = torch.nn.Parameter(torch.zeros(64, 64, device=_selected()))
         weight.grad = torch.ones_like(weight)
         try:
-            optimizer = build_optimizer([weight], OptimConfig(name=name), skip_non_finite=False)  # type: ignore[arg-type]
+            optimizer = build_optimizer([weight], family.config(name=name), skip_non_finite=False)
+            flat = Flat(weight, optimizer.state, (Fragment("weight", 0, 4096, 0),), owned=True)
+            create_state(optimizer, family, [flat], {"weight": (64, 64)}, World(rank=0, size=1, device=weight.device))
             optimizer.step()
-            check_is_8bit(name, [Flat(weight, optimizer.state, (Fragment("weight", 0, 4096, 0),), owned=True)])
+            check_state(family, [flat])
         except Exception as error:
-            yield f"PROBLEM: 8-bit Adam, {name}, does not run ({error}); use --optim.name {remedy}"
+            yield f"PROBLEM: optimizer {name} does not run ({error}); {family.remedy}"
         else:
-            yield f"8-bit Adam, {name}: runs, its state is 8-bit"
+            yield f"optimizer {name}: runs, its state is {family.bits}-bit"
 
 
 def _shared_memory() -> Iterator[str]:

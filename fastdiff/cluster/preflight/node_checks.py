@@ -18,6 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 import fastdiff_kernels
 from fastdiff.checkpoint.manifest import committed, read_manifest
 from fastdiff.cluster.supervisor.waiting import value_of
+from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import versions
 from fastdiff.config.sections.performance import Device
@@ -142,8 +143,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
     if newest is not None:
         return sum(int(entry["bytes"]) for entry in read_manifest(newest)["files"].values())
     averages = len(config.ema.rates) + len(config.ema.power_stds)
-    moments = 8 if config.optim.name == "adamw" else 2
-    return _trained_parameters(load.resolve(config)) * (4 + moments + 4 * averages)
+    return _trained_parameters(load.resolve(config)) * (4 + family_of(config.optim).state_bytes + 4 * averages)
 
 
 def _trained_parameters(config: RunConfig) -> int:

@@ -11,17 +11,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fastdiff.config.optimizers.registry import optimizers
+
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 """Values of accelerate's ``--mixed_precision``."""
 PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v", "sample": "x0"}
 """Values of diffusers' ``--prediction_type``."""
-_OPTIMIZERS = {
-    "adamw": "adamw", "adamw8bit": "adamw8bit", "adamw_torch": "adamw", "adamw_torch_fused": "adamw",
-    "adamw_bnb_8bit": "adamw8bit", "adamw_8bit": "adamw8bit",
-}  # fmt: skip
 _DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 CHOICES = {
-    "optim.name": ("adamw", "adamw8bit", "adamw8bit-bnb"),
     "optim.schedule": ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"),
     "output.report-to": ("tensorboard", "wandb", "trackio"),
     "performance.device": ("auto", "cuda", "cpu"),
@@ -64,6 +61,17 @@ class Ours:
 
     def _split(self, value: str) -> list[str]:
         return value.split(self.separator) if self.separator else [value]
+
+
+@dataclass(frozen=True, slots=True)
+class _Optimizer(Ours):
+    """``--optim.name``, to whose values installed packages add."""
+
+    def of(self, *given: str) -> str:
+        """Return the words with the names of all known optimizers as choices."""
+        known = optimizers()
+        names = {alias: name for name, family in known.items() for alias in (name, *family.aliases)}
+        return Ours(self.text, names, choices=tuple(known)).of(*given)
 
 
 def _flag(name: str, values: Mapping[str, str] | None = None, cases: Mapping[str, str] | None = None) -> Ours:
@@ -178,7 +186,7 @@ _HF_TRAINER = {
     "bf16": Ours("is --performance.precision bf16", cases=_PRECISE),
     "fp16": Ours("is --performance.precision fp16", cases=_PRECISE),
     "torch_compile": Ours("is --performance.compile True", cases={_OFF: "is --performance.compile False"}),
-    "optim": _flag("optim.name", _OPTIMIZERS),
+    "optim": _Optimizer("is --optim.name {}"),
     "save_steps": _steps("output.checkpoint-every"),
     "logging_steps": _steps("output.log-every"),
     "eval_steps": _steps("validation.every"),
@@ -191,7 +199,7 @@ _KOHYA = {
     "network_alpha": _flag("lora.alpha"),
     "network_module": Ours("has no counterpart: --lora.rank N is what makes a LoRA"),
     "unet_lr": _flag("optim.lr"),
-    "optimizer_type": _flag("optim.name", _OPTIMIZERS),
+    "optimizer_type": _Optimizer("is --optim.name {}"),
     "max_train_epochs": _flag("epochs"),
     "min_snr_gamma": _flag("objective.min-snr-gamma"),
     "save_every_n_steps": _flag("output.checkpoint-every"),

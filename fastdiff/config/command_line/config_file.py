@@ -19,8 +19,10 @@ from fastdiff.config.arguments.types import LARGEST
 from fastdiff.config.arguments.unknown import nearest
 from fastdiff.config.networks.registry import network_called
 from fastdiff.config.networks.user_defined import add_network
+from fastdiff.config.optimizers.registry import optimizer_family
 from fastdiff.config.run import RunConfig, texts
 from fastdiff.config.sections.objective import PROCESSES, Process, in_process, without_defaults_of_others
+from fastdiff.config.sections.optim import OF_RUN
 from fastdiff.errors import ConfigError, require, require_utf8
 from fastdiff.files import read_bounded
 from fastdiff.plugins.user_code import names_file
@@ -187,18 +189,20 @@ def from_mapping(fields: dict[str, Any], source: str) -> RunConfig:
 
 
 def with_kind(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
-    """Return ``base`` with the ``given`` kind of network and process.
+    """Return ``base`` with the ``given`` kind of network, process and optimizer.
 
-    A new kind of network starts from its defaults; for a new process see ``with_process``.
+    A new kind of network starts from its defaults; see also ``with_process`` and ``with_optimizer``.
 
     Raises:
-        ConfigError: unknown network or process; ``source`` names the origin of ``given``.
+        ConfigError: unknown network, process or optimizer; ``source`` names the origin of ``given``.
     """
-    model, objective = given.get("model"), given.get("objective")
+    model, objective, optim = given.get("model"), given.get("objective"), given.get("optim")
     kind = model.get("kind", base.model.kind) if isinstance(model, dict) else base.model.kind
     require(isinstance(kind, str), f"{source}: model.kind: expected the name of a network, given {kind!r}")
     if kind != base.model.kind:
         base = replace(base, model=network_called(kind, source)())
+    if isinstance(optim, dict):
+        base = with_optimizer(base, optim.get("name", base.optim.name), f"{source}: optim.name")
     process = base.objective.process
     if isinstance(objective, dict):
         process = objective.get("process", process)
@@ -213,6 +217,27 @@ def with_process(base: RunConfig, process: Process) -> RunConfig:
         return base
     objective = in_process(base.objective, process)
     return replace(base, objective=objective, timesteps=base.timesteps.in_process(objective))
+
+
+def with_optimizer(base: RunConfig, name: object, source: str) -> RunConfig:
+    """Return ``base`` with this optimizer; one with other hyper-parameters starts from their defaults.
+
+    Raises:
+        ConfigError: unknown optimizer; ``source`` names the origin of ``name``.
+    """
+    require(isinstance(name, str), f"{source}: expected the name of an optimizer, given {name!r}")
+    config, optim = optimizer_family(str(name), source).config, base.optim
+    if type(optim) is config:
+        return replace(base, optim=replace(optim, name=str(name)))
+    kept = {field: getattr(optim, field) for field in OF_RUN}
+    return replace(base, optim=config(name=str(name), **kept))
+
+
+def with_optimizer_name(fields: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """Return the fields of a file with the optimizer of the command line, which precedes its own; None: unchanged."""
+    if name is None or not isinstance(fields.get("optim"), dict):
+        return fields
+    return fields | {"optim": {**fields["optim"], "name": name}}
 
 
 def lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
@@ -233,7 +258,8 @@ def lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
         first = error.errors()[0]
         place = [str(part) for part in first["loc"]]
         # In a union, pydantic's location also contains the discriminator.
-        named = place[:2] in (["model", base.model.kind], ["objective", base.objective.process])
+        chosen = {"model": base.model.kind, "objective": base.objective.process, "optim": base.optim.name}
+        named = len(place) > 1 and chosen.get(place[0]) == place[1]
         name = ".".join([*place[:1], *place[2:]] if named else place)
         raise ConfigError(f"{source}: {name}: {first['msg']}, given {repr(first['input'])[:_SHOWN]}") from None
     except ConfigError as error:

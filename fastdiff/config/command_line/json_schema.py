@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 
 from fastdiff.config.arguments.types import LARGEST
+from fastdiff.config.optimizers.registry import optimizers
 from fastdiff.config.presets import PRESETS
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import DEFAULTS, PROCESSES
@@ -61,10 +62,10 @@ def _definitions(kind: type) -> dict[str, Any]:
 
 
 def _describe_inherited(definitions: dict[str, Any]) -> None:
-    """Describe the fields that a process has from its base, where pydantic does not look."""
-    for process in PROCESSES.values():
-        properties = definitions[process.__name__]["properties"]
-        for base in filter(is_dataclass, process.__mro__[1:]):
+    """Describe the fields that a process or an optimizer has from its base, where pydantic does not look."""
+    for kind in (*PROCESSES.values(), *{family.config for family in optimizers().values()}):
+        properties = definitions[kind.__name__]["properties"]
+        for base in filter(is_dataclass, kind.__mro__[1:]):
             for name, field in _definitions(base)[base.__name__]["properties"].items():
                 properties[name].setdefault("description", field["description"])
 

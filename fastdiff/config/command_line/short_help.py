@@ -55,7 +55,7 @@ SHOWN: dict[str, dict[str, str]] = {
     },
     "Optimizer": {
         "--optim.lr": "learning rate",
-        "--optim.name": "adamw or adamw8bit",
+        "--optim.name": "adamw, adamw8bit or another",
         "--optim.schedule": "learning rate over the run",
         "--optim.warmup-steps": "steps of the warm-up",
         "--ema.rates": "moving averages of the weights",

@@ -53,8 +53,8 @@ def parse(argv: Sequence[str], beside: Collection[str] = ()) -> tuple[Launch, Ru
     """Parse the command line of ``train.py``.
 
     A pre-pass reads the arguments of the ``deepspeed`` launcher and the flags that choose the defaults, among them
-    ``--objective.process``, which decides the type of the objective. tyro parses the rest. Precedence: preset <
-    data set (``flags.data_set``) < ``--config`` file < flags.
+    ``--objective.process`` and ``--optim.name``, which decide the types of these sections. tyro parses the rest.
+    Precedence: preset < data set (``flags.data_set``) < ``--config`` file < flags.
 
     Args:
         argv: the flags.
@@ -74,8 +74,11 @@ def parse(argv: Sequence[str], beside: Collection[str] = ()) -> tuple[Launch, Ru
     kind = _kind_of(own.kind)
     by_flag = own.steps or own.epochs or sets_samples(rest)
     steps, epochs = (own.steps, own.epochs) if by_flag else (file.steps, file.epochs)
+    if own.optimizer is not None:
+        default = config_file.with_optimizer(default, own.optimizer, "--optim.name")
     if own.config:
-        laid = with_whole_steps(file.fields, default) if by_flag or steps or epochs else file.fields
+        laid = config_file.with_optimizer_name(file.fields, own.optimizer)
+        laid = with_whole_steps(laid, default) if by_flag or steps or epochs else laid
         default = config_file.lay_over(default, laid, f"--config {own.config}")
     if kind is not None:
         default = config_file.with_kind(default, {"model": {"kind": kind}}, "--model.kind")
@@ -227,6 +230,7 @@ def pre_parser() -> argparse.ArgumentParser:
     add_run_length(parser)
     parser.add_argument("--objective.process", dest="process", choices=tuple(PROCESSES), help=argparse.SUPPRESS)
     parser.add_argument("--model.kind", dest="kind", help=argparse.SUPPRESS)
+    parser.add_argument("--optim.name", dest="optimizer", help=argparse.SUPPRESS)
     add_verbosity(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument(

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_config
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.presets import digits, iddpm, small_images
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import DataConfig, ValidationConfig
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.objective import DdpmConfig, FlowConfig, ObjectiveConfig
-from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import ConfigError
@@ -82,7 +82,7 @@ def _imagenet(name: str, model: DiTConfig, objective: ObjectiveConfig) -> RunCon
         objective=objective,
         data=DataConfig(path="data/imagenet256", random_flip=True),
         batch=BatchConfig(samples=batch),
-        optim=OptimConfig(name="adamw", lr=1e-4, weight_decay=0.0, clip=0.0),
+        optim=AdamWConfig(name="adamw", lr=1e-4, weight_decay=0.0, clip=0.0),
         ema=EmaConfig(rates=(0.9999,)),
         performance=PerformanceConfig(device="cuda"),
         output=OutputConfig(folder=f"runs/{name}", checkpoint_every=10_000, sample_every=10_000),
@@ -133,7 +133,7 @@ def _from_scratch(name: str, model: UNetConfig, pipeline: str) -> RunConfig:
         objective=DdpmConfig(schedule="scaled_linear", prediction="epsilon"),
         data=DataConfig(path="data/t2i-512"),
         batch=BatchConfig(samples=batch, micro="auto"),
-        optim=OptimConfig(
+        optim=AdamWConfig(
             name="adamw8bit", lr=1e-4, weight_decay=0.01, schedule="constant_with_warmup", warmup_steps=10_000
         ),
         performance=PerformanceConfig(device="cuda"),
@@ -157,7 +157,7 @@ def sd15_finetune() -> RunConfig:
         objective=DdpmConfig(schedule="scaled_linear", prediction="auto"),
         data=DataConfig(path="data/finetune"),
         batch=BatchConfig(samples=batch, micro="auto"),
-        optim=OptimConfig(name="adamw8bit", lr=1e-5, weight_decay=0.01),
+        optim=AdamWConfig(name="adamw8bit", lr=1e-5, weight_decay=0.01),
         ema=EmaConfig(warmup=True),
         performance=PerformanceConfig(device="cuda"),
         output=OutputConfig(folder="runs/sd15-finetune"),
@@ -197,7 +197,7 @@ def _lora(name: str, model: UNetConfig, pipeline: str) -> RunConfig:
         objective=DdpmConfig(schedule="scaled_linear", prediction="auto"),
         data=DataConfig(path="data/photos"),
         batch=BatchConfig(samples=batch, micro="auto"),
-        optim=OptimConfig(lr=1e-4, weight_decay=0.01),
+        optim=AdamWConfig(lr=1e-4, weight_decay=0.01),
         ema=EmaConfig(rates=()),
         performance=PerformanceConfig(device="cuda"),
         validation=ValidationConfig(captions=4, every=pictures_every),

@@ -8,12 +8,12 @@ from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import DataConfig, ValidationConfig
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.objective import DdpmConfig
-from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
@@ -32,7 +32,7 @@ def digits() -> RunConfig:
         "digits",
         model=DiTConfig(depth=4, hidden=128, heads=4, patch=2, channels=1, size=8, classes=10),
         objective=DdpmConfig(schedule="linear", prediction="v"),
-        optim=OptimConfig(lr=2e-3, schedule="cosine", warmup_steps=80),
+        optim=AdamWConfig(lr=2e-3, schedule="cosine", warmup_steps=80),
     )
 
 
@@ -57,7 +57,7 @@ def text_to_image() -> RunConfig:
         pretrained=PretrainedConfig(path="data/digits-t2i/pipeline"),
         objective=DdpmConfig(schedule="scaled_linear", prediction="epsilon"),
         data=DataConfig(path="data/digits-t2i/latents"),
-        optim=OptimConfig(lr=2e-3, schedule="cosine", warmup_steps=60),
+        optim=AdamWConfig(lr=2e-3, schedule="cosine", warmup_steps=60),
         ema=EmaConfig(rates=(0.98,)),
         validation=ValidationConfig(
             prompts=("a handwritten three", "a handwritten seven"), every=500, images_per_prompt=4, guidance_scale=4.0
@@ -80,7 +80,7 @@ def adm() -> RunConfig:
         model=AdmConfig(classes=10, **_ADM),
         objective=_hybrid(condition_dropout=0.1),
         timesteps=TimestepConfig(density="importance"),
-        optim=OptimConfig(lr=1e-3, schedule="cosine", warmup_steps=80),
+        optim=AdamWConfig(lr=1e-3, schedule="cosine", warmup_steps=80),
     )
 
 
@@ -100,7 +100,7 @@ def enlarged() -> RunConfig:
         objective=_hybrid(condition_dropout=0.0),
         timesteps=TimestepConfig(density="importance"),
         data=DataConfig(path="data/digits-train"),
-        optim=OptimConfig(lr=1e-3, schedule="cosine", warmup_steps=80),
+        optim=AdamWConfig(lr=1e-3, schedule="cosine", warmup_steps=80),
         output=OutputConfig(folder="runs/digits-sr", log_every=20, checkpoint_every=250, sample_every=0),
     )
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastdiff.config.networks.adm import AdmConfig
+from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.objective import DdpmConfig
-from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 
@@ -111,7 +111,7 @@ def _run(
         objective=objective,
         data=DataConfig(path=folder),
         batch=BatchConfig(samples=batch),
-        optim=OptimConfig(name="adamw", lr=lr, weight_decay=0.0, clip=0.0),
+        optim=AdamWConfig(name="adamw", lr=lr, weight_decay=0.0, clip=0.0),
         ema=EmaConfig(rates=(0.9999,)),
         performance=PerformanceConfig(device="cuda"),
         output=OutputConfig(

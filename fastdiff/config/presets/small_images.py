@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.objective import DdpmConfig
-from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import ConfigError
@@ -59,7 +59,7 @@ def dit_small_images() -> RunConfig:
         objective=DdpmConfig(schedule="cosine", prediction="v"),
         data=DataConfig(path="data/pictures"),
         batch=BatchConfig(samples=batch),
-        optim=OptimConfig(lr=5e-4, schedule="constant_with_warmup", warmup_steps=100),
+        optim=AdamWConfig(lr=5e-4, schedule="constant_with_warmup", warmup_steps=100),
         ema=EmaConfig(rates=(0.999,), warmup=True),
         performance=PerformanceConfig(precision="fp32"),
         output=OutputConfig(folder="runs/dit-small-images", log_every=20, checkpoint_every=500, sample_every=500),

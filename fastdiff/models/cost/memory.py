@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from fastdiff.config.deepspeed import DsConfig, offloads_optimizer, zero_stage
+from fastdiff.config.optimizers.registry import optimizer_family
 from fastdiff.config.run import RunConfig
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-MOMENTS = {"adamw": 8, "adamw8bit": 2, "adamw8bit-bnb": 2}
 _ON_HOST = ("can't allocate memory", "not enough memory")
 """Messages of torch's allocator of host memory, as RuntimeErrors."""
 _ON_GPU = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -27,7 +27,7 @@ RECOMPUTED = 0.25
 """Part of the activations that is left with --performance.recompute: the inputs of the blocks, and one whole block."""
 _MOST = 3
 """Number of remedies in a message."""
-_ADAMW8BIT = "--optim.name adamw8bit --allow-change optim.name"
+_OTHER_OPTIMIZER = "--allow-change optim.name"
 _OFFLOAD = "--deepspeed_config zero3_offload"
 
 
@@ -51,12 +51,18 @@ class Setup:
     sums: str
     """Dtype in which gradients are added up."""
     optimizer: str
+    """Name of its family."""
     averages: int
     micro: int
     """Samples of a micro-batch."""
     recompute: bool
     several: bool
     """Whether a step adds up several gradients."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state per trained parameter."""
+        return optimizer_family(self.optimizer).state_bytes
 
     def static(self) -> dict[str, float]:
         """Return the bytes by kind that a step needs whatever its batch."""
@@ -69,7 +75,7 @@ class Setup:
         return {
             "weights": (n * own + self.frozen_bytes) * cut["weights"] + self.buffer_bytes,
             "gradients": n * (sums * cut["gradients"] + beside),
-            "optimizer": on_device * n * (masters + MOMENTS[self.optimizer]) * cut["optimizer"],
+            "optimizer": on_device * n * (masters + self.state_bytes) * cut["optimizer"],
             "averages": on_device * n * 4 * self.averages * share,
         }
 
@@ -191,7 +197,7 @@ def _reason(cause: str) -> str:
 
 
 def _restarts(flag: str) -> str:
-    return ", starts its moments anew" if _ADAMW8BIT in flag else ""
+    return ", starts its moments anew" if _OTHER_OPTIMIZER in flag else ""
 
 
 def remedies(setup: Setup, activations: float, room: float) -> list[tuple[str, float]]:
@@ -216,8 +222,8 @@ def _changes(setup: Setup, activations: float) -> Iterator[tuple[str, float]]:
         yield f"--batch.micro {half}", total(replace(setup, several=True), activations * half / setup.micro)
     if not setup.recompute:
         yield "--performance.recompute", total(setup, activations * RECOMPUTED)
-    if setup.optimizer == "adamw":
-        yield _ADAMW8BIT, total(replace(setup, optimizer="adamw8bit"))
+    if smaller := optimizer_family(setup.optimizer).smaller:
+        yield _with_optimizer(smaller), total(replace(setup, optimizer=smaller))
     for stage in (2, 3):
         if setup.ranks > 1 and setup.stage < stage:
             changed = replace(setup, stage=stage, offload=False)
@@ -231,6 +237,10 @@ def _changes(setup: Setup, activations: float) -> Iterator[tuple[str, float]]:
         yield flags, total(replace(setup, sums=setup.precision))
 
 
+def _with_optimizer(name: str) -> str:
+    return f"--optim.name {name} {_OTHER_OPTIMIZER}"
+
+
 def half_of(micro: int) -> int:
     """Return the largest divisor of a micro-batch that is at most its half: the global batch stays divisible."""
     return max((size for size in range(1, micro // 2 + 1) if micro % size == 0), default=1)
@@ -239,10 +249,11 @@ def half_of(micro: int) -> int:
 def _combined(setup: Setup, activations: float) -> Iterator[tuple[str, float]]:
     """Yield the strongest remedies together, without those that the run has."""
     flags: list[str] = []
+    smaller = optimizer_family(setup.optimizer).smaller or setup.optimizer
     for missing, flag, changed, part in (
         (setup.micro > 1, "--batch.micro 1", {"several": True}, 1 / setup.micro),
         (not setup.recompute, "--performance.recompute", {}, RECOMPUTED),
-        (setup.optimizer == "adamw", _ADAMW8BIT, {"optimizer": "adamw8bit"}, 1.0),
+        (setup.optimizer != smaller, _with_optimizer(smaller), {"optimizer": smaller}, 1.0),
         (not (setup.offload and setup.stage == 3), _OFFLOAD, {"stage": 3, "offload": True}, 1.0),
     ):
         if not missing:

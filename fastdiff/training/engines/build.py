@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from fastdiff.config.deepspeed import DsConfig, zero_stage
+from fastdiff.config.optimizers.registry import family_of, optimizers
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log
 from fastdiff.errors import require
@@ -16,8 +17,6 @@ from fastdiff.parallel.world import World
 from fastdiff.training.engines.base import Engine
 
 Kind = Literal["deepspeed", "flat"]
-OPTIMIZERS = ("adamw", "adamw8bit")
-"""Values of --optim.name that the flat engine has."""
 _OWNED = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16",
     "fp16", "data_types", "communication_data_type", "zero_optimization", "zero_allow_untested_optimizer",
@@ -55,8 +54,8 @@ def _unsupported(config: RunConfig, ds_config: DsConfig) -> str | None:
         return f"with ZeRO stage {stage}: it is for stage 0; use --deepspeed_config ddp"
     if config.performance.precision == "fp16":
         return "with --performance.precision fp16: it does not scale the loss; use bf16 or fp32"
-    if config.optim.name not in OPTIMIZERS:
-        names = " or ".join(OPTIMIZERS)
+    if family_of(config.optim).flat_update is None:
+        names = " or ".join(name for name, family in optimizers().items() if family.flat_update is not None)
         return f"with --optim.name {config.optim.name}: use {names}, or --performance.engine deepspeed"
     if others or zero:
         named = ", ".join([*others, *(f"zero_optimization.{name}" for name in zero)])

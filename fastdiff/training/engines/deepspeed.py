@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from torch import Tensor, nn
 
 from fastdiff.config.deepspeed import DsConfig, with_sums, zero_stage
+from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.run import RunConfig
 from fastdiff.console import without_prints
 from fastdiff.errors import ConfigError, DivergedError
@@ -26,7 +27,7 @@ from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes, copy_into
 from fastdiff.parallel.world import World
 from fastdiff.training.engines.base import Engine
-from fastdiff.training.optimizer.build import build_lr_schedule, build_optimizer, create_8bit_state, forget, set_lr_step
+from fastdiff.training.optimizer.build import build_lr_schedule, build_optimizer, create_state, forget, set_lr_step
 from fastdiff.training.optimizer.second_try import give_a_second_try
 from fastdiff.training.zero.calls import named_calls
 from fastdiff.training.zero.catching_up import CollectiveReplay
@@ -80,8 +81,8 @@ class DeepSpeedEngine(Engine):
         blocks: module classes that ZeRO-3 gathers as one unit, so that a block can be compiled whole.
 
     Raises:
-        ConfigError: this device cannot compute in ``config.performance.precision``, or an 8-bit optimizer keeps its
-            moments in more than 8 bits.
+        ConfigError: this device cannot compute in ``config.performance.precision``, or the optimizer keeps its
+            state in more bits than its family declares.
     """
 
     kind = "deepspeed"
@@ -138,7 +139,8 @@ class DeepSpeedEngine(Engine):
         self.flats: list[Flat] = list(flats_of(self._engine, optimizer, names, world))
         for name, value in exact.items():  # the cast copies are already their roundings
             copy_into(self.flats, name, value)
-        world.on_all_ranks(lambda: create_8bit_state(optimizer, config.optim.name, self.flats, world))
+        family = family_of(config.optim)
+        world.on_all_ranks(lambda: create_state(optimizer, family, self.flats, self.shapes, world))
         give_a_second_try(optimizer)
         self._schedule = build_lr_schedule(optimizer, config.optim, config.steps)
         self._rank, self._device = world.rank, world.device

@@ -10,11 +10,13 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor, nn
 
 from fastdiff.config.deepspeed import DsConfig, zero_stage
+from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.run import RunConfig
 from fastdiff.models.build import Model
 from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
@@ -47,13 +49,16 @@ class FlatEngine(Engine):
         self.frozen_bytes, self.buffer_bytes = frozen_bytes(model, precision), buffer_bytes(model, precision)
         self.shapes: Shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
         self._model, self._config, self._world = model, config, world
-        # The 8-bit AdamW has scales of elements that are neighbours in the parameter, at every ZeRO stage.
-        self._places = places_of(model, channels_last=model.channels_last and config.optim.name == "adamw")
+        family = family_of(config.optim)
+        # Blocks and matrices have the elements in the order of the parameter, at every ZeRO stage.
+        self._places = places_of(model, channels_last=model.channels_last and family.elementwise)
         self._master, self._copy = move_into(self._places, model, DTYPES[precision], world.device)
         self._gradients = Gradients(self._places, self._sums_dtype, world.device)
         self._parts = self._cut(ranges_of(self._places, world))
         self.flats = [part.flat for part in self._parts]
-        self._update = Update(config.optim, self._parts, self._gradients.views)
+        assert family.flat_update is not None
+        self._update: Update = resolve_name(family.flat_update)(config.optim, self._parts, self._gradients.views)
+        self._update.create_state(self.optimizer, self.shapes, world)
         self._ranks = DataParallel(model, self._places, self._gradients) if world.size > 1 else None
         self._lost = False
         self._schedule = build_lr_schedule(self.optimizer, config.optim, config.steps)
@@ -74,7 +79,7 @@ class FlatEngine(Engine):
         return DTYPES[performance.sums if self._summands > 1 else performance.precision]
 
     def _cut(self, ranges: Sequence[tuple[bool, Sequence[Place]]]) -> list[Part]:
-        """Cut the flat buffers, and create the optimizer, whose groups and states are used but not its ``step``."""
+        """Cut the flat buffers, and create the optimizer, whose groups and states the update uses."""
         bounds = [(places[0].offset, places[-1].end) for _, places in ranges]
         keys = [self._master[first:end] for first, end in bounds]
         self.optimizer = build_optimizer(keys, self._config.optim, skip_non_finite=False)
@@ -196,8 +201,7 @@ class FlatEngine(Engine):
 
     def _set_steps(self, steps: int) -> None:
         self._steps = steps
-        for flat in self.flats:
-            flat.state["step"] = steps
+        self._update.count(steps)
 
     def grad_norm(self) -> Tensor | None:
         """Return the norm of the last gradient before clipping, left on its device; None before the first step."""
@@ -212,7 +216,7 @@ class FlatEngine(Engine):
         """Restore the learning rate and the numbers of steps, that of the optimizer from its state."""
         set_lr_step(self._schedule, applied)
         self._applied = applied
-        self._set_steps(int(self.flats[0].state["step"]))
+        self._set_steps(int(self.flats[0].state.get("step", applied)))
 
     @torch.no_grad()
     def return_to(self, read: Callable[[Fragment], Tensor]) -> None:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from fastdiff.config.optimizers.family import BYTES, OptimizerFamily
+from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError
-from fastdiff.parallel.fragments import Flat
+from fastdiff.parallel.fragments import Flat, Shapes
 from fastdiff.parallel.world import World
 from fastdiff.training.optimizer.clipping import clip_factor, norm_of
 from fastdiff.training.optimizer.lr_schedule import lr_factor
-from fastdiff_kernels.adamw8bit import AdamW8bit
+from fastdiff.training.optimizer.whole_matrices import WholeMatrices
 
-PER_ELEMENT = ("exp_avg", "exp_avg_sq", "exp_avg_codes", "exp_avg_sq_codes")
-"""Optimizer state with one entry per element of a parameter (AdamW, AdamW8bit)."""
-PER_BLOCK = ("exp_avg_scales", "exp_avg_sq_scales")
-"""Optimizer state with one entry per block of a parameter (AdamW8bit)."""
-SLICED = {"adamw": PER_ELEMENT[:2], "adamw8bit": (*PER_ELEMENT[2:], *PER_BLOCK)}
-"""State of each optimizer that is saved in slices of parameters; bitsandbytes' has none."""
 _TABLES = "qmap"
 """Prefix of the constant quantization tables of bitsandbytes."""
-_MOMENTS_8BIT = {"adamw8bit": ("exp_avg_codes", "exp_avg_sq_codes"), "adamw8bit-bnb": ("state1", "state2")}
 
 
 class SkipNonFinite:
@@ -55,7 +51,7 @@ class SkipNonFinite:
         if self.clip <= 0:
             return
         factor = clip_factor(norm, self.clip)
-        if isinstance(self, AdamW8bit):  # in its own pass over the gradients
+        if hasattr(self, "grad_scale"):  # it scales in its own pass over the gradients
             self.grad_scale = factor
         else:
             torch._foreach_mul_(gradients, factor)
@@ -68,26 +64,29 @@ def build_optimizer(
 
     Args:
         parameters: the trainable ones.
-        config: name, learning rate, betas, eps, weight decay, clip.
+        config: name, hyper-parameters and clip.
         skip_non_finite: clip and check for finite gradients in the optimizer itself (ZeRO-0 in fp32).
+
+    Raises:
+        ConfigError: its library cannot be imported.
     """
-    base = _optimizer_class(config.name)
+    family = family_of(config)
+    base = _optimizer_class(family)
+    if family.whole_matrices:
+        base = type(f"Whole{base.__name__}", (WholeMatrices,), {"of": base})
     if skip_non_finite:
         base = type(f"Guarded{base.__name__}", (SkipNonFinite, base), {"clip": config.clip})
-    options: dict[str, Any] = {
-        "lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay,
-    }  # fmt: skip
-    if config.name == "adamw":
-        options["fused"] = True  # one pass over memory, without temporaries
-    return base(parameters, **options)
+    arguments: dict[str, Any] = {**config.hyper_parameters(), **family.arguments}
+    return base(parameters, **arguments)
 
 
-def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    if name != "adamw8bit-bnb":
-        return {"adamw": torch.optim.AdamW, "adamw8bit": AdamW8bit}[name]
-    import bitsandbytes  # only on request: it looks for CUDA libraries on import
-
-    return bitsandbytes.optim.AdamW8bit  # type: ignore[no-any-return]
+def _optimizer_class(family: OptimizerFamily) -> type[torch.optim.Optimizer]:
+    try:
+        return resolve_name(family.optimizer)  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise ConfigError(
+            f"--optim.name {family.name} needs {family.library}, which cannot be imported ({error}); {family.remedy}"
+        ) from None
 
 
 def build_lr_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, steps: int) -> LambdaLR:
@@ -109,11 +108,6 @@ def lr_after(config: OptimConfig, steps: int, applied: int) -> float:
     return config.lr * lr_factor(config, steps)(applied)
 
 
-def step_count(name: str, applied: int, device: torch.device) -> Tensor | int:
-    """Return the optimizer's own step counter after ``applied`` steps, as it keeps it for a parameter on ``device``."""
-    return torch.tensor(float(applied), device=device) if name == "adamw" else applied
-
-
 def forget(state: dict[str, Any]) -> None:
     """Reset the optimizer state of one tensor to that before the first step, in place.
 
@@ -126,42 +120,36 @@ def forget(state: dict[str, Any]) -> None:
             value.zero_()
 
 
-def create_8bit_state(optimizer: torch.optim.Optimizer, name: str, flats: Sequence[Flat], world: World) -> None:
-    """Create the state of an 8-bit optimizer on all ranks, and check that it is 8-bit; a no-op for others.
+def create_state(
+    optimizer: torch.optim.Optimizer, family: OptimizerFamily, flats: Sequence[Flat], shapes: Shapes, world: World
+) -> None:
+    """Create the state of an optimizer that does not wait for its first step, and check it; called by all ranks.
 
     Raises:
-        ConfigError: see ``check_is_8bit``.
+        ConfigError: see ``check_state``.
     """
-    if isinstance(optimizer, AdamW8bit):
-        # NCCL cannot access host memory, where ZeRO's offload keeps the state.
-        offloaded = world.device.type == "cuda" and any(flat.key.device.type == "cpu" for flat in flats)
-        group = torch.distributed.new_group(backend="gloo") if offloaded else None
-        optimizer.cut({flat.key: flat.fragments for flat in flats}, group)
-    elif name == "adamw8bit-bnb":
-        options = optimizer.param_groups[0]
-        parameters = options["params"]
-        for flat in flats:
-            options["params"] = [flat.key]  # bitsandbytes looks it up there; ZeRO-3 has it only during a step
-            optimizer.init_state(options, flat.key, 0, 0)  # type: ignore[attr-defined]
-        options["params"] = parameters
-    check_is_8bit(name, flats)
+    if isinstance(optimizer, WholeMatrices):
+        optimizer.lay_out(family, flats, shapes, world)
+    elif family.create_state is not None:
+        resolve_name(family.create_state)(optimizer, flats, world)
+        check_state(family, flats)
 
 
-def check_is_8bit(name: str, flats: Iterable[Flat]) -> None:
-    """Raise ConfigError unless every moment of the optimizer called ``name`` has one byte per element.
+def check_state(family: OptimizerFamily, flats: Iterable[Flat]) -> None:
+    """Raise ConfigError unless the state has the bytes per element that its family declares.
 
     Libraries silently fall back to fp32 state (odd sizes, unsupported devices); then the memory plan is wrong.
     bitsandbytes keeps tensors below 4096 elements in fp32 when they are optimized one by one (ZeRO-0), by design.
-    An optimizer that is not 8-bit passes.
     """
-    keys = _MOMENTS_8BIT.get(name, ())
-    smallest = 4096 if name == "adamw8bit-bnb" else 1
     for flat in flats:
-        moments = [flat.state.get(key) for key in keys if flat.master.numel() >= smallest]
-        if any(m is None or m.element_size() != 1 or m.numel() != flat.master.numel() for m in moments):
-            found = [None if m is None else (str(m.dtype), m.numel()) for m in moments]
+        if flat.master.numel() < family.smallest:
+            continue
+        held = [(flat.state.get(tensor.name), BYTES[tensor.dtype]) for tensor in family.elements]
+        if any(m is None or m.element_size() != size or m.numel() != flat.master.numel() for m, size in held):
+            found = [None if m is None else (str(m.dtype), m.numel()) for m, _ in held]
             first = flat.fragments[0].name if flat.fragments else "padding"
+            size = "one byte" if family.bits == 8 else f"{family.bits // 8} bytes"
             raise ConfigError(
-                f"--optim.name {name}: the moments of {first} are kept in {found}, expected one byte for "
-                f"each of {flat.master.numel()} elements; use --optim.name adamw"
+                f"--optim.name {family.name}: the moments of {first} are kept in {found}, expected {size} for "
+                f"each of {flat.master.numel()} elements; {family.remedy}"
             )

@@ -12,12 +12,12 @@ import torch
 from fastdiff.conditions import image_conditions
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.pretrained import PretrainedConfig
+from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import DataConfig, ValidationConfig
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.objective import DdpmConfig
-from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance, condition_columns
@@ -77,7 +77,7 @@ def text_run(
         objective=DdpmConfig(schedule="scaled_linear", prediction="auto"),
         data=DataConfig(path=str(data), loader="prefetch"),
         batch=BatchConfig(samples=8),
-        optim=OptimConfig(lr=1e-3),
+        optim=AdamWConfig(lr=1e-3),
         ema=EmaConfig(rates=(0.9, 0.5)),
         performance=PerformanceConfig(precision="fp32"),
         validation=ValidationConfig(),

@@ -19,12 +19,13 @@ from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.build import build
 from fastdiff.training.checkpoints import Checkpoints
-from fastdiff.training.optimizer.build import PER_BLOCK, create_8bit_state
+from fastdiff.training.optimizer.adamw8bit import create_state
 from fastdiff_kernels.adamw8bit import BLOCK, AdamW8bit
 from tests.support.processes import run_ranks
 from tests.support.runs import assert_same_checkpoint, copy_run, hexes, launch, losses, newest, tiny, train_losses
 
 CODES = ("exp_avg_codes", "exp_avg_sq_codes")
+SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
 
 
 def config_of(digits: Path, folder: Path, steps: int) -> RunConfig:
@@ -71,8 +72,8 @@ def moments(saved: Checkpoint) -> dict[str, Tensor]:
     found = {}
     for name, shape in saved.manifest["parameters"].items():
         numel = torch.Size(shape).numel()
-        for kind in (*CODES, *PER_BLOCK):
-            entries = -(-numel // BLOCK) if kind in PER_BLOCK else numel
+        for kind in (*CODES, *SCALES):
+            entries = -(-numel // BLOCK) if kind in SCALES else numel
             found[f"{kind}/{name}"] = saved.slice(kind, Fragment(name, 0, entries, 0))
     return found
 
@@ -127,16 +128,16 @@ def test_moments_are_those_of_the_clipped_gradient(
 
 def test_every_block_is_saved_by_one_rank() -> None:
     """A parameter of 1000 elements, cut at elements 100 and 400: its blocks start at 0, 256, 512 and 768."""
-    found = []
+    found, sizes = [], {"other": 256, "weight": 256}
     for start, numel in [(0, 100), (100, 300), (400, 600)]:
         key = torch.zeros(numel + 7)
         flat = Flat(key, {}, (Fragment("other", 0, 7, 0), Fragment("weight", start, numel, 7)), owned=True)
-        _, touched = flat.blocks(256)
+        _, touched = flat.blocks(sizes)
         assert touched.offset == 1, "behind the block of the other parameter"
         scales = torch.arange(touched.start - 1, touched.start + touched.numel)  # of each block, its number
         found += [
             (block.start, values.tolist())
-            for block, values in owned_blocks([flat], [scales], 256)
+            for block, values in owned_blocks([flat], [scales], sizes)
             if block.name == "weight"
         ]
     assert found == [(0, [0]), (1, [1]), (2, [2, 3])]
@@ -149,7 +150,7 @@ def test_offloaded_state_is_agreed_on_through_gloo(world: World) -> None:
     flat = Flat(weight, optimizer.state, (Fragment("weight", 0, 1000, 0),), owned=True)
     groups = []
     for device in ("cpu", "cuda"):
-        create_8bit_state(optimizer, "adamw8bit", [flat], World(rank=0, size=1, device=torch.device(device)))
+        create_state(optimizer, [flat], World(rank=0, size=1, device=torch.device(device)))
         groups.append(optimizer._group)
     assert groups[0] is None, "the group of all ranks"
     assert groups[1] is not None

@@ -8,12 +8,12 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 
-from fastdiff.config.sections.optim import OptimConfig
+from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.errors import ConfigError
 from fastdiff.training.optimizer.build import build_lr_schedule, lr_after, set_lr_step
 from fastdiff.training.optimizer.lr_schedule import lr_factor
 
-NAMES = get_args(get_type_hints(OptimConfig)["schedule"])
+NAMES = get_args(get_type_hints(AdamWConfig)["schedule"])
 LENGTHS = ((1, 0), (7, 0), (40, 10), (40, 39), (40, 40), (10, 40), (1000, 37))
 """Steps of the run, and of the warm-up."""
 
@@ -36,7 +36,7 @@ def test_equal_to_the_bit(name: str, library: str) -> None:
     for (steps, warmup), lr in product(LENGTHS, (1e-4, 3e-3, 1.0 / 3)):
         if name == "constant" and warmup:
             continue  # refused
-        config = OptimConfig(lr=lr, schedule=name, warmup_steps=warmup)  # type: ignore[arg-type]
+        config = AdamWConfig(lr=lr, schedule=name, warmup_steps=warmup)  # type: ignore[arg-type]
         theirs = get_scheduler(library)(name, optimizer(lr), num_warmup_steps=warmup, num_training_steps=steps)
         ours, factor = build_lr_schedule(optimizer(lr), config, steps), lr_factor(config, steps)
         for applied in range(2 * steps + 3):
@@ -54,7 +54,7 @@ def test_step_by_step(name: str) -> None:
     """As a training calls it."""
     warmup = 0 if name == "constant" else 5
     mine, other = optimizer(1e-3), optimizer(1e-3)
-    config = OptimConfig(lr=1e-3, schedule=name, warmup_steps=warmup)  # type: ignore[arg-type]
+    config = AdamWConfig(lr=1e-3, schedule=name, warmup_steps=warmup)  # type: ignore[arg-type]
     ours = build_lr_schedule(mine, config, 20)
     theirs = get_scheduler("transformers")(name, other, num_warmup_steps=warmup, num_training_steps=20)
     for _ in range(25):
@@ -67,4 +67,4 @@ def test_step_by_step(name: str) -> None:
 
 def test_polynomial_needs_a_rate_above_its_end() -> None:
     with pytest.raises(ConfigError, match=r"--optim.lr 1e-07 with --optim.schedule polynomial"):
-        OptimConfig(lr=1e-7, schedule="polynomial")
+        AdamWConfig(lr=1e-7, schedule="polynomial")

@@ -28,7 +28,7 @@ from fastdiff.train import take_steps
 from fastdiff.training.build import build
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.optimizer.build import build_optimizer
-from fastdiff.training.optimizer.state import check_groups
+from fastdiff.training.optimizer_state import check_groups
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import copy_run, launch, newest, renew_digest, tiny
 

@@ -19,9 +19,9 @@ from fastdiff.config.deepspeed import resolve
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
-from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.models.build import Model, build_model
 from fastdiff.models.lora import add_lora
 from fastdiff.models.pretrained.tiny_pipeline import UNETS
@@ -66,7 +66,7 @@ def config_of(kind: str, quantize: Any, precision: str) -> RunConfig:
     performance = {"performance__precision": precision, "performance__recompute": quantize == "4bit"}
     config = tiny(Path(), Path(), model=MODELS[kind], performance__engine="deepspeed", **performance)
     lora = LoraConfig(rank=2, alpha=3.0, quantize=quantize)
-    optim = OptimConfig(lr=1e-2, schedule="constant", clip=CLIP)
+    optim = AdamWConfig(lr=1e-2, schedule="constant", clip=CLIP)
     start = PretrainedConfig(path="somewhere", weights=True)
     return replace(config, pretrained=start, lora=lora, batch=BatchConfig(samples=8), optim=optim)
 

@@ -1,13 +1,13 @@
 """Optimizer state in checkpoints: saving, and restoring to other numbers of ranks and ZeRO stages.
 
-State with one entry per element or block of a parameter is saved in slices of parameters, which any layout reads. The
+State is saved in slices of parameters, which any layout reads, if its family says so (``OptimizerFamily.sliced``). The
 state of bitsandbytes is saved as raw memory and copied back into an equal layout; for another layout it is requantized
 (``checkpoint.bitsandbytes_state``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,27 +15,45 @@ from torch import Tensor
 
 from fastdiff.checkpoint.bitsandbytes_state import BlockwiseState, fragments_tensor, requantize
 from fastdiff.checkpoint.reader import FRAGMENTS, RAW, Checkpoint
+from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError, StorageError
-from fastdiff.parallel.fragments import Flat, layout_digest
-from fastdiff.training.engines.base import Engine
-from fastdiff.training.optimizer.build import PER_BLOCK, PER_ELEMENT, SLICED, lr_after, step_count
+from fastdiff.parallel.fragments import Flat, Sizes, layout_digest
+from fastdiff.training.optimizer.build import lr_after
+from fastdiff.training.optimizer.step_count import step_count
 from fastdiff.training.state import TrainState
-from fastdiff_kernels.adamw8bit import BLOCK
 
 
-def sliced_keys(flats: Sequence[Flat]) -> list[str]:
-    """Return the names of this rank's state that is saved in slices of parameters, sorted."""
-    return sorted({key for flat in flats for key in flat.state} & {*PER_ELEMENT, *PER_BLOCK})
+def sliced_state(state: TrainState) -> dict[str, Sizes | None]:
+    """Return the state that is saved in slices of parameters, sorted by name.
+
+    Returns:
+        For each tensor the elements of a parameter that share an entry, by parameter; None: each has its own.
+    """
+    family = family_of(state.config.optim)
+    tensors = sorted(family.state, key=lambda tensor: tensor.name) if family.sliced else []
+    return {
+        tensor.name: None
+        if tensor.unit == "element"
+        else {name: tensor.elements_per_entry(shape) for name, shape in state.engine.shapes.items()}
+        for tensor in tensors
+    }
 
 
-def unsliced_state(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+def sliced_keys(state: TrainState) -> list[str]:
+    """Return the names of the sliced state that this rank has; an optimizer may have none before its first step."""
+    found = {key for flat in state.engine.flats for key in flat.state}
+    return [name for name in sliced_state(state) if name in found]
+
+
+def unsliced_state(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's state that cannot be sliced, and the places of the parameters in it."""
+    engine, sliced = state.engine, sliced_state(state)
     for index, flat in enumerate(engine.flats):
         raw = {
             key: value
             for key, value in (flat.state.items() if flat.owned else ())
-            if key not in ("step", *PER_ELEMENT, *PER_BLOCK) and isinstance(value, Tensor)
+            if key != "step" and key not in sliced and isinstance(value, Tensor)
         }
         yield from ((f"{RAW}{index}/{key}", value) for key, value in raw.items())
         if raw and flat.fragments:
@@ -47,20 +65,23 @@ def manifest(state: TrainState) -> dict[str, Any]:
     world, engine = state.world, state.engine
     return {
         "layout": layout_digest(world, engine.flats),
-        "sliced_state": sorted({key for keys in world.gather(sliced_keys(engine.flats)) for key in keys}),
-        "has_raw_state": any(world.gather(any(True for _ in unsliced_state(engine)))),
-        "optimizer_steps": max(world.gather(_steps(engine.flats))),
+        "sliced_state": sorted({key for keys in world.gather(sliced_keys(state)) for key in keys}),
+        "has_raw_state": any(world.gather(any(True for _ in unsliced_state(state)))),
+        "optimizer_steps": max(world.gather(_steps(state))),
     }
 
 
-def _steps(flats: Sequence[Flat]) -> int:
+def _steps(state: TrainState) -> int:
     """Return the step count of the optimizer; AdamW's is equal for all tensors, so that only one is read."""
+    if family_of(state.config.optim).counts is None:
+        return state.progress.applied
+    flats = state.engine.flats
     counts = [flat.state["step"] for flat in flats if "step" in flat.state]
     return int(counts[0]) if counts and isinstance(counts[0], Tensor) else max(counts, default=0)
 
 
 def restore(saved: Checkpoint, state: TrainState) -> None:
-    """Copy saved state of at least one step into an optimizer without state (``optim.forget``), in place.
+    """Copy saved state of at least one step into an optimizer without state (``optimizer.build.forget``), in place.
 
     Called by all ranks. Exact to the bit, except for bitsandbytes' state of another number of ranks or ZeRO stage.
 
@@ -69,7 +90,8 @@ def restore(saved: Checkpoint, state: TrainState) -> None:
         StorageError: the checkpoint lacks a part of a parameter's state.
     """
     flats, world, manifest = state.engine.flats, state.world, saved.manifest
-    if missing := set(SLICED.get(state.config.optim.name, ())) - {*manifest["sliced_state"]}:
+    sliced = sliced_state(state)
+    if missing := sliced.keys() - {*manifest["sliced_state"]}:
         raise StorageError(
             f"{saved.folder}: lacks {min(missing)} of the optimizer, which has taken {saved.optimizer_steps} steps; "
             "restore the checkpoint from a copy",
@@ -83,8 +105,8 @@ def restore(saved: Checkpoint, state: TrainState) -> None:
             values = flat.state
         else:
             values = {key: _copied(value, flat, key) for key, value in saved.unsliced_state(index, world.rank).items()}
-        values |= _sliced(saved, flat, [key for key in manifest["sliced_state"] if key not in values])
-        values["step"] = step_count(state.config.optim.name, saved.optimizer_steps, flat.key.device)
+        values |= _sliced(saved, flat, sliced)
+        values |= step_count(family_of(state.config.optim), saved.optimizer_steps, flat.key.device)
         flat.states[flat.key] = values
 
 
@@ -104,15 +126,16 @@ def _blockwise(saved: Checkpoint) -> BlockwiseState:
     return BlockwiseState(saved)
 
 
-def _sliced(saved: Checkpoint, flat: Flat, keys: Sequence[str]) -> dict[str, Tensor]:
+def _sliced(saved: Checkpoint, flat: Flat, tensors: Mapping[str, Sizes | None]) -> dict[str, Tensor]:
     """Return the state of ``flat`` that was saved in slices."""
     found = {}
-    for key in keys:
+    for key, sizes in tensors.items():
         whole = flat.state.get(key)
         if whole is None:
             whole = torch.zeros_like(flat.key, requires_grad=False)
-        for part in flat.blocks(BLOCK) if key in PER_BLOCK else flat.fragments:
-            part.write(whole.view(-1), saved.slice(key, part))
+        for part in flat.fragments if sizes is None else flat.blocks(sizes):
+            if part.numel:
+                part.write(whole.view(-1), saved.slice(key, part))
         found[key] = whole
     return found
 
@@ -123,14 +146,11 @@ def check_groups(optimizer: torch.optim.Optimizer, config: OptimConfig, steps: i
     Groups are built from the configuration and never restored; this finds anything that changes them in between.
 
     Raises:
-        ConfigError: a group has another learning rate, betas, eps or weight decay.
+        ConfigError: a group has another learning rate or another hyper-parameter.
     """
-    expected = {
-        "lr": lr_after(config, steps, applied), "betas": config.betas, "eps": config.eps,
-        "weight_decay": config.weight_decay,
-    }  # fmt: skip
+    expected = {**config.hyper_parameters(), "lr": lr_after(config, steps, applied)}
     for number, group in enumerate(optimizer.param_groups):
-        found = {key: tuple(group[key]) if key == "betas" else group[key] for key in expected}
+        found = {key: tuple(group[key]) if isinstance(group[key], list) else group[key] for key in expected}
         if found != expected:
             raise ConfigError(
                 f"parameter group {number} of --optim.name {config.name} has {found} after {applied} steps, and the "

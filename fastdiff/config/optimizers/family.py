@@ -1,0 +1,120 @@
+"""Optimizer family: one frozen record per optimizer with all that the other packages need of it.
+
+No module outside ``config/optimizers`` and ``training/optimizer`` compares the name of an optimizer: it asks the
+record. The record imports no torch. It names code as ``module:NAME``, which is imported on first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from math import prod
+from typing import Any, Literal
+
+from fastdiff.config.sections.optim import OptimConfig
+
+Unit = Literal["element", "block", "matrix", "parameter"]
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
+"""Bytes per entry of each dtype that state may have, by torch's name."""
+STEP_BY_STEP = "fastdiff.training.engines.update:StepUpdate"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateTensor:
+    """A tensor of the optimizer's state; zeros before the first step."""
+
+    name: str
+    """Its key in ``optimizer.state[parameter]``, and its name in checkpoints."""
+    unit: Unit = "element"
+    """What has one entry: each element of a parameter, each block of ``block`` neighbouring elements, each parameter
+    of two or more dimensions (matrix), or each parameter."""
+    dtype: str = "float32"
+    """A key of ``BYTES``."""
+    block: int = 1
+    """Elements of a block."""
+
+    def elements_per_entry(self, shape: Sequence[int]) -> int:
+        """Return the elements of a parameter of this shape that share an entry; 0: it has none."""
+        if self.unit in ("element", "block"):
+            return self.block
+        return prod(shape) if self.unit == "parameter" or len(shape) > 1 else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerFamily:
+    """Properties of an optimizer."""
+
+    name: str
+    """Value of ``--optim.name``, recorded in ``run.json`` and checkpoints."""
+    config: type[OptimConfig]
+    """Type of its configuration, whose own fields are its hyper-parameters."""
+    optimizer: str
+    """``module:CLASS`` of its ``torch.optim.Optimizer``. It is called with the parameters, the hyper-parameters and
+    ``arguments``."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments, equal in all runs."""
+    state: tuple[StateTensor, ...] = ()
+    """Its state, apart from ``step``."""
+    counts: Literal["tensor", "int"] | None = None
+    """How it keeps ``state[parameter]["step"]``, the number of its steps: in a scalar fp32 tensor on the device of the
+    parameter, or in an int. None: it does not count."""
+    whole_matrices: bool = False
+    """Whether it needs whole parameters in their shapes. Otherwise it gets flat tensors with slices of parameters, as
+    ZeRO cuts them, and updates each element by itself."""
+    sliced: bool = True
+    """Whether checkpoints hold its state in slices of parameters, which any number of ranks and any ZeRO stage reads.
+    Otherwise they hold it as raw memory (``checkpoint.bitsandbytes_state``)."""
+    smallest: int = 1
+    """Elements of the smallest tensor whose state has the dtypes of ``state``; smaller ones have fp32."""
+    create_state: str | None = None
+    """``module:FUNCTION(optimizer, flats, world)`` that creates the state under DeepSpeed, on all ranks at once. None:
+    the optimizer creates it in its first step."""
+    flat_update: str | None = STEP_BY_STEP
+    """``module:CLASS`` of its update in the flat engine (``training.engines.update``), for example a fused kernel; by
+    default its ``step``. None: the flat engine does not have it."""
+    kernel: str | None = None
+    """Op of ``fastdiff_kernels`` that updates the weights; None: it is code of ``library``."""
+    kernel_in: Literal["flat engine", "every engine"] = "flat engine"
+    """Engines in which the op updates them."""
+    without_compiler: str | None = None
+    """``module:FUNCTION`` that says why the op cannot be compiled for a host; None: it never is."""
+    library: str = "torch"
+    """Package with its class."""
+    remedy: str = "use --optim.name adamw"
+    """What to do where it does not run."""
+    smaller: str | None = None
+    """Name of an optimizer with less state that can replace it under equal flags; None: there is none."""
+    aliases: tuple[str, ...] = ()
+    """Its names in other trainers, in lower case."""
+    adamw_moments: str | None = None
+    """``module:FUNCTION(saved)`` that reads its state as moments of ``torch.optim.AdamW`` (``export.adamw_state``);
+    None: an export leaves its state out."""
+
+    @property
+    def elements(self) -> tuple[StateTensor, ...]:
+        """State with one entry per element."""
+        return tuple(tensor for tensor in self.state if tensor.unit == "element")
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of state per trained element. Entries of blocks, matrices and parameters, below 2 %, do not count."""
+        return sum(BYTES[tensor.dtype] for tensor in self.elements)
+
+    @property
+    def bits(self) -> int:
+        """Bits of the smallest state with one entry per element: 32, 16 or 8."""
+        return min((8 * BYTES[tensor.dtype] for tensor in self.elements), default=32)
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether the update of an element depends on no other, so that the order of the elements does not matter."""
+        return not self.whole_matrices and all(tensor.unit == "element" for tensor in self.state)
+
+    @property
+    def is_adam(self) -> bool:
+        """Whether it has the state and options of ``torch.optim.AdamW``, so that it continues a published training."""
+        moments = {(tensor.name, tensor.unit, tensor.dtype) for tensor in self.state}
+        options = {one.name for one in fields(self.config)}
+        return moments == {(name, "element", "float32") for name in ("exp_avg", "exp_avg_sq")} and options >= {
+            "betas", "eps"
+        }  # fmt: skip

@@ -1,0 +1,122 @@
+"""Registry of the optimizers. This module imports no torch.
+
+The optimizers of this package are listed in ``_BUILT_IN``. One of another package is found by its entry point, so that
+every command knows it:
+
+    [project.entry-points."fastdiff.optimizers"]
+    lion = "my_package.lion:LION"
+
+The entry point names an ``OptimizerFamily``. Within one process ``register(LION)`` is enough.
+"""
+
+from __future__ import annotations
+
+from functools import cache, reduce
+from operator import or_
+from typing import Annotated, Any, get_args, get_type_hints
+
+from fastdiff.config.optimizers.adamw import ADAMW, ADAMW8BIT, ADAMW8BIT_BNB
+from fastdiff.config.optimizers.family import BYTES, OptimizerFamily
+from fastdiff.config.sections.optim import OptimConfig
+from fastdiff.errors import ConfigError, require
+from fastdiff.plugins.user_code import Group, identity_of, installed
+
+ENTRY_POINTS: Group = "fastdiff.optimizers"
+"""Group of the entry points (``module:FAMILY``) by which other packages register optimizers."""
+_BUILT_IN = (ADAMW, ADAMW8BIT, ADAMW8BIT_BNB)
+_registered: dict[str, OptimizerFamily] = {family.name: family for family in _BUILT_IN}
+_of_packages: dict[str, str] = {}
+"""Names of the entry points of the installed optimizers, by name."""
+
+
+def register(family: OptimizerFamily) -> OptimizerFamily:
+    """Register an optimizer and return its family.
+
+    Raises:
+        ConfigError: another optimizer has this name, or its parts contradict each other.
+    """
+    known = _registered.setdefault(family.name, family)
+    require(known is family, f"two optimizers have the name {family.name}; rename one")
+    named = get_args(get_type_hints(family.config)["name"])
+    wrong = next(filter(None, (
+        f"{family.config.__name__}.name is not Literal[{family.name!r}]" if family.name not in named else "",
+        *(f"{one.name} has the dtype {one.dtype}, expected {', '.join(BYTES)}" for one in family.state
+          if one.dtype not in BYTES),
+        *(f"{one.name} has an entry per {one.unit}, which needs whole_matrices=True" for one in family.state
+          if one.unit in ("matrix", "parameter") and not family.whole_matrices),
+        *(f"{one.name} is {one.dtype} per {one.unit}, expected float32 per element, matrix or parameter with "
+          "whole_matrices=True" for one in family.state
+          if family.whole_matrices and (one.unit == "block" or one.dtype != "float32")),
+    )), None)  # fmt: skip
+    if wrong is not None:
+        del _registered[family.name]
+        raise ConfigError(f"the optimizer {family.name} cannot be registered: {wrong}")
+    return family
+
+
+class AnyOptimizer:
+    """Annotation by which pydantic accepts the configuration of every known optimizer, discriminated by ``name``."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Return the schema of all types."""
+        from pydantic import Field
+
+        types = list(dict.fromkeys(family.config for family in optimizers().values()))
+        if len(types) == 1:
+            return handler.generate_schema(types[0])
+        return handler.generate_schema(Annotated[reduce(or_, types), Field(discriminator="name")])
+
+
+def optimizers() -> dict[str, OptimizerFamily]:
+    """Return the family of every optimizer by name: built in, installed, or registered by this process.
+
+    Raises:
+        ConfigError: an installed optimizer cannot be imported, or two optimizers have the same name.
+    """
+    _installed()
+    return dict(_registered)
+
+
+def optimizer_family(name: str, source: str = "--optim.name") -> OptimizerFamily:
+    """Return the family of the optimizer of this name.
+
+    Raises:
+        ConfigError: unknown name; ``source`` names its origin.
+    """
+    known = optimizers()
+    if name not in known:
+        raise ConfigError(
+            f"{source}: not a known optimizer, given {name!r}; expected {', '.join(known)}, or install the package "
+            f"that registers it under the entry points {ENTRY_POINTS}"
+        )
+    return known[name]
+
+
+def family_of(config: OptimConfig) -> OptimizerFamily:
+    """Return the family of a configured optimizer."""
+    return optimizer_family(config.name)
+
+
+def package_of(name: str) -> str | None:
+    """Return the entry point and the package with its version of an installed optimizer; None: it is of no package."""
+    optimizers()
+    point = _of_packages.get(name)
+    return None if point is None else identity_of(point, ENTRY_POINTS, "--optim.name")
+
+
+@cache
+def _installed() -> None:
+    for point in installed(ENTRY_POINTS).values():
+        package = point.dist.name if point.dist else "a package"
+        try:
+            family = point.load()
+        except Exception as error:  # of the code of the package
+            raise ConfigError(
+                f"the optimizer {point.name} of {package} cannot be imported ({error}); repair or uninstall that "
+                "package"
+            ) from None
+        require(
+            isinstance(family, OptimizerFamily),
+            f"the optimizer {point.name} of {package} is a {type(family).__name__}, expected an OptimizerFamily",
+        )
+        _of_packages[register(family).name] = point.name

@@ -1,0 +1,81 @@
+"""AdamW with 8-bit moments: its state under DeepSpeed, and its update in the flat engine.
+
+On a CPU plain torch and the compiled update get their numbers and the answer to skip from the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastdiff.config.optimizers.adamw import ADAMW8BIT, AdamWConfig
+from fastdiff.parallel.fragments import Flat, Shapes
+from fastdiff.parallel.world import World
+from fastdiff.training.engines.buffers import Part
+from fastdiff.training.engines.update import Update
+from fastdiff.training.optimizer.adamw import NUMBERS, send
+from fastdiff_kernels.adamw import step_numbers
+from fastdiff_kernels.adamw8bit import AdamW8bit
+from fastdiff_kernels.adamw8bit.blocks import build_blocks
+from fastdiff_kernels.adamw8bit.kernels import adamw8bit
+from fastdiff_kernels.adamw8bit.reference import DeviceStep, Extras, Moments, Step, with_shrink
+from fastdiff_kernels.dispatch import choose
+
+_STATE = tuple(tensor.name for tensor in ADAMW8BIT.state)
+
+
+def create_state(optimizer: AdamW8bit, flats: Sequence[Flat], world: World) -> None:
+    """Create the moments of the slices that DeepSpeed gave this rank; called by all ranks."""
+    # NCCL cannot access host memory, where ZeRO's offload keeps the state.
+    offloaded = world.device.type == "cuda" and any(flat.key.device.type == "cpu" for flat in flats)
+    group = torch.distributed.new_group(backend="gloo") if offloaded else None
+    optimizer.cut({flat.key: flat.fragments for flat in flats}, group)
+
+
+class AdamW8bitUpdate(Update):
+    """AdamW with 8-bit moments; see ``Update`` for the arguments."""
+
+    config: AdamWConfig
+
+    def __init__(self, config: AdamWConfig, parts: Sequence[Part], views: Sequence[Tensor]) -> None:
+        super().__init__(config, parts, views)
+        device, chosen = parts[0].grad.device, choose("adamw8bit", parts[0].flat.master)
+        self.by_host = device.type == "cpu" and chosen in ("reference", "compile")
+        self._numbers = torch.zeros(NUMBERS, device=device)
+        self._number = torch.zeros((), dtype=torch.int64, device=device)
+        self._blocks = [build_blocks(part.flat.fragments, device) for part in parts]
+
+    def create_state(self, optimizer: torch.optim.Optimizer, shapes: Shapes, world: World) -> None:
+        """Create codes and scales of both moments."""
+        for part, blocks in zip(self.parts, self._blocks, strict=True):
+            flat = part.flat
+            sizes = [flat.master.numel() if tensor.unit == "element" else blocks.pieces for tensor in ADAMW8BIT.state]
+            flat.states[flat.key] = {"step": 0} | {
+                tensor.name: torch.zeros(size, dtype=getattr(torch, tensor.dtype), device=flat.master.device)
+                for tensor, size in zip(ADAMW8BIT.state, sizes, strict=True)
+            }
+
+    def _take(self, number: int, lr: float, shares: Sequence[float]) -> None:
+        config = self.config
+        numbers = with_shrink(step_numbers(number, lr, config.betas, config.eps, config.weight_decay))
+        self._numbers = send([*numbers, *shares], self._numbers)
+        self._number.fill_(number)
+        beta1, _, beta2, _, shrink, rate, correction, eps = numbers
+        step: Step | DeviceStep = DeviceStep(number=self._number, numbers=self._numbers[:NUMBERS])
+        if self.by_host:
+            step = Step(
+                number=number, beta1=beta1, beta2=beta2, shrink=shrink, rate=rate, correction=correction, eps=eps
+            )
+        for index, (part, blocks) in enumerate(zip(self.parts, self._blocks, strict=True)):
+            averages = self.own_averages(index)
+            extras = Extras(
+                grad_scale=self.factor,
+                copy=part.copy,
+                averages=averages,
+                shares=self._numbers[NUMBERS:] if averages else None,
+                skip=None if self.by_host else self.skip,
+            )
+            moments = Moments(*(part.flat.state[name] for name in _STATE))
+            adamw8bit(part.flat.master, part.grad, moments, blocks, step, extras)
