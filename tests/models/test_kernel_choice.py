@@ -95,7 +95,7 @@ def eight_bit(**changes: str) -> RunConfig:
 
 def test_state_on_the_host_of_a_gpu_is_updated_by_compiled_code() -> None:
     assert kernel_choice.backends(eight_bit(), CUDA, CPU) == {"adamw8bit": "compile"}
-    assert kernel_choice._eight_bit(eight_bit(), CUDA, CPU) == Choice(
+    assert kernel_choice._of_optimizer("adamw8bit", eight_bit(), CUDA, CPU) == Choice(
         "adamw8bit", "compile", "-", "its state is on the host"
     )
 
@@ -125,7 +125,7 @@ def test_without_a_compiler_the_host_runs_the_reference_and_says_so(
     monkeypatch.setattr("fastdiff_kernels.adamw8bit.compiled.unavailable", lambda: "there is no C++ compiler (g++)")
     assert kernel_choice.backends(eight_bit(), CUDA, CPU) == {}
     for _ in range(2):
-        assert kernel_choice._eight_bit(eight_bit(), CUDA, CPU).forward == "reference"
+        assert kernel_choice._of_optimizer("adamw8bit", eight_bit(), CUDA, CPU).forward == "reference"
     said = capsys.readouterr().err
     assert said.count("plain torch, a multiple slower than compiled: there is no C++ compiler (g++)") == 1
 
