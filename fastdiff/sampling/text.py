@@ -32,16 +32,17 @@ def encode_prompts(
     Raises:
         ConfigError: the text encoder does not give a condition that the network takes.
     """
-    encoder, wanted = pipeline.text(), of_source("caption", model.conditions)
+    given, wanted = pipeline.text_family.conditions, of_source("caption", model.conditions)
+    for name in wanted:
+        require(
+            name in given,
+            f"the text encoder of {pipeline.path} gives {' and '.join(given)}, but not {name}, which the network "
+            "takes; use the pipeline that encoded the data",
+        )
+    encoder = pipeline.text()
     condition = without_padding(encoder(prompts))
     null = encoder.null() if negative is None else {name: value[0] for name, value in encoder([negative]).items()}
     null = without_padding(null)
-    for name in wanted:
-        require(
-            name in condition,
-            f"the text encoder of {pipeline.path} gives {' and '.join(condition)}, but not {name}, which the network "
-            "takes; use the pipeline that encoded the data",
-        )
     pixels = (model.size * pipeline.latent_space.factor,) * 2
     sizes = image_conditions(model.conditions, pixels, (0, 0), pixels)
     of_image = {name: torch.tensor(values).expand(len(prompts), -1) for name, values in sizes.items()}

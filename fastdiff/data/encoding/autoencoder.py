@@ -96,7 +96,9 @@ class LatentEncoder:
     @cached_property
     def _autoencoder(self) -> Autoencoder:
         found = self._pretrained.autoencoder(self.device, self._dtype)
-        found.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for weight in found.module.parameters():
+            if weight.dim() == 4:  # others have no such format
+                weight.data = weight.data.to(memory_format=torch.channels_last)
         return found
 
     @cached_property

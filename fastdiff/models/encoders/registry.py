@@ -12,6 +12,7 @@ from functools import cache
 from pkgutil import resolve_name
 from typing import TypeVar
 
+from fastdiff.conditions import CONDITIONS
 from fastdiff.errors import ConfigError
 from fastdiff.models.encoders.family import AutoencoderFamily, TextEncoderFamily
 from fastdiff.plugins.user_code import Group, installed
@@ -46,6 +47,14 @@ def encoder_of(kind: type[Family], classes: tuple[str, ...], pipeline: str) -> F
     return known[classes]
 
 
+def _require_known_conditions(family: AutoencoderFamily | TextEncoderFamily, package: str) -> None:
+    unknown = [name for name in getattr(family, "conditions", ()) if name not in CONDITIONS]
+    if unknown:
+        raise ConfigError(
+            f"{_named(family.classes)} of {package} gives the condition {unknown[0]}; expected {', '.join(CONDITIONS)}"
+        )
+
+
 def _named(classes: tuple[str, ...]) -> str:
     return " with ".join(classes)
 
@@ -72,6 +81,7 @@ def _installed() -> tuple[AutoencoderFamily | TextEncoderFamily, ...]:
                 f"the encoder {point.name} of {package} is a {type(family).__name__}, expected an AutoencoderFamily or "
                 "a TextEncoderFamily; repair or uninstall that package"
             )
+        _require_known_conditions(family, package)
         if (other := found.setdefault((type(family), family.classes), package)) != package:
             raise ConfigError(
                 f"{other} and {package} both register {family.title} of class {_named(family.classes)}; uninstall one"

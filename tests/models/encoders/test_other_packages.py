@@ -142,6 +142,15 @@ def test_a_run_is_sampled_and_exported(
     fastdiff("sample", run, "--grid", tmp_path / "grid.png", "--prompt", "cat", "--steps", "2")
 
 
+def test_images_are_encoded_while_training(shards: Path, pipeline: Path, site: Path, tmp_path: Path) -> None:
+    stored, online = tmp_path / "stored", tmp_path / "online"
+    ended(run_job(TRAIN, *train_flags(shards, pipeline, stored, 2, "flat"), ranks=1, PYTHONPATH=str(site)))
+    flags = train_flags(pipeline.parent / "images", pipeline, online, 2, "flat")
+    flags += ["--data.online", "--data.resolution", "8", "--data.center-crop", "--data.decode", "pillow"]
+    ended(run_job(TRAIN, *flags, ranks=1, PYTHONPATH=str(site)))
+    assert losses(online) == pytest.approx(losses(stored), rel=1e-2), "but for the rounding to 16 bits"
+
+
 def test_without_its_package_the_classes_of_a_pipeline_are_named(pipeline: Path, tmp_path: Path) -> None:
     refused = run_script(COMMAND, "encode", ROOT, tmp_path / "out", "--pretrained", pipeline, "--resolution", "8")
     assert refused.code == 2
@@ -182,11 +191,17 @@ def test_records_are_found_by_all_classes_of_a_pipeline() -> None:
             "clip = fastdiff.models.encoders.clip:ONE_CLIP",
             "fastdiff and toy-pipeline both register text encoders of class CLIPTextModel; uninstall one",
         ),
+        ("text = wrong:TEXT", "Wrong of toy-pipeline gives the condition words; expected label, context, "),
     ],
 )
 def test_wrong_entry_points_are_named(
     entry: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "wrong.py").write_text(
+        "from fastdiff.models.encoders.family import TextEncoderFamily\n"
+        "TEXT = TextEncoderFamily(classes=('Wrong',), conditions=('words',), load=None)\n"
+    )
     monkeypatch.syspath_prepend(install(tmp_path / "site", "toy_pipeline", {"fastdiff.encoders": entry}))
     registry._installed.cache_clear()
     with pytest.raises(ConfigError, match=message):

@@ -28,6 +28,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.models.load import build_network, resolve
 from fastdiff.models.pretrained import tiny_pipeline
 from fastdiff.models.pretrained.pipeline import Pretrained
+from fastdiff.sampling.text import encode_prompts
 from tests.support.inputs.text_runs import encode, text_run
 
 CAPTIONS = ["a handwritten seven", "", "a" * 500]
@@ -69,6 +70,11 @@ def test_text_of_two_encoders(pipelines: dict[str, Path]) -> None:
     torch.testing.assert_close(null["context"], nothing[0], rtol=0, atol=0)
     torch.testing.assert_close(null["pooled"], zeros[0], rtol=0, atol=0)
     assert not null["context"].any()
+
+
+def test_prompts_need_every_condition_of_the_network(pipelines: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="gives context, but not pooled, which the network takes; use the pipeline"):
+        encode_prompts(Pretrained(str(pipelines["sd15"])), ["a cat"], tiny_pipeline.UNETS["sdxl"])
 
 
 def test_null_of_one_encoder_is_the_empty_caption(pipelines: dict[str, Path]) -> None:
