@@ -4,7 +4,7 @@ A configuration names its family (``ModelConfig.family``), which is imported on 
 another package, which provides a configuration, a network derived from ``BlockwiseModel``, and a family.
 
 The configuration determines the conditions. A class-conditional network takes ``label``, where ``classes`` is the null
-class (also if ``classes`` is 0); a text-conditional network takes the embeddings in ``text_widths``.
+class (also if ``classes`` is 0); a text-conditional network the embeddings of captions (``ModelConfig.conditions``).
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,20 @@ from PIL import Image
 
 from fastdiff.cli.main import main
 from fastdiff.config.launch_options import Launch
+from fastdiff.config.networks.registry import register
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.data import ValidationConfig
+from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import ConfigError
-from fastdiff.models.pretrained.tiny_pipeline import build
+from fastdiff.models.pretrained.tiny_pipeline import UNETS, build
 from fastdiff.parallel import fragments
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.callbacks import previews
 from tests.support.inputs.text_runs import encode, text_run
+from tests.support.pooled_network import PooledConfig
 from tests.support.processes import run_ranks
-from tests.support.runs import intact, launch, tiny
+from tests.support.runs import intact, launch, losses, tiny
 
 PROMPTS = ("a red cat", "two birds")
 DRAWN = ValidationConfig(prompts=PROMPTS, every=1, images_per_prompt=2, steps=3, guidance_scale=3.0)
@@ -60,6 +65,29 @@ def test_images_while_training_are_those_of_the_averaged_weights(
     negative = ["--negative-prompt", "a blue dog"]
     assert main(["sample", str(run), *prompts, *SAME, *negative, "--grid", str(tmp_path / "negative.png")]) == 0
     assert abs(picture(tmp_path / "negative.png") - drawn[1]).max() > 1
+
+
+def test_a_network_with_pooled_embeddings_and_no_sizes_trains_and_draws(
+    world: World, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From data and a pipeline of SDXL, which have the sizes of images too."""
+    register(PooledConfig)
+    run, data = tmp_path / "run", made / "sdxl-data"
+    assert "time_ids" in DatasetInfo.read(data).columns
+    widths = UNETS["sdxl"].conditions
+    model = PooledConfig(width=widths["context"][-1], pooled_width=widths["pooled"][0])
+    config = text_run(
+        data, made / "sdxl", run, model=model, pretrained__weights=False, objective__condition_dropout=0.5,
+        validation=DRAWN,
+    )  # fmt: skip
+    train(config, launch(2), world)
+    assert all(map(math.isfinite, losses(run)))
+    sampled = ["sample", str(run), "--prompt", "a red cat", "--steps", "2", "--cfg", "3"]
+    assert main([*sampled, "--grid", str(tmp_path / "grid.png")]) == 0
+    assert picture(tmp_path / "grid.png").std() > 1
+    wrong = replace(model, pooled_width=model.pooled_width + 1)
+    with pytest.raises(ConfigError, match=r"holds the conditions context of .*; the model takes .*pooled of"):
+        train(replace(config, model=wrong, output=replace(config.output, folder=str(tmp_path / "2"))), launch(2), world)
 
 
 @pytest.mark.parametrize(

@@ -156,10 +156,12 @@ def test_guidance_replaces_every_input_that_has_a_null_and_no_other() -> None:
     generator = torch.Generator().manual_seed(0)
     condition = {
         "context": torch.randn(3, 5, 6, generator=generator).bfloat16(),
+        "context_mask": torch.tensor([[True] * n + [False] * (5 - n) for n in (1, 3, 5)]),
         "pooled": torch.randn(3, 4, generator=generator).bfloat16(),
         "time_ids": torch.rand(3, 6, generator=generator),
     }
     null = {"context": torch.full((5, 6), 0.125), "pooled": torch.full((4,), -0.5)}
+    null["context_mask"] = torch.tensor([True, True, False, False, False])
     seen: list[dict[str, Tensor]] = []
 
     def model(noisy: Tensor, time: Tensor, **given: Tensor) -> Tensor:

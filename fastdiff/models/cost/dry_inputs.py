@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import DTYPES, Condition
-from fastdiff.conditions import CONDITIONS
+from fastdiff.conditions import CONDITIONS, ConditionKind, Shape
 from fastdiff.config.networks.registry import ModelConfig
 
 
@@ -20,10 +20,12 @@ def dry_inputs(model: ModelConfig, names: Collection[str], samples: int) -> tupl
         names: names of its conditions (``BlockwiseModel.inputs``); unknown ones are left out.
         samples: rows of each input.
     """
-    condition: Condition = {"position": torch.arange(samples)} if "position" in names else {}
-    for name in names:
-        kind = CONDITIONS.get(name)
-        shape = model.conditions.get(name, () if kind and not kind.shape else None)
-        if kind and shape is not None and name not in condition:
-            condition[name] = torch.full((samples, *shape), bool(kind.mask_of), dtype=DTYPES[kind.dtype])
+    shapes = {**{name: () for name, kind in CONDITIONS.items() if not kind.shape}, **model.conditions}
+    condition = {name: _blank(CONDITIONS[name], (samples, *shapes[name])) for name in names if name in shapes}
+    if "position" in condition:
+        condition["position"] = torch.arange(samples)
     return torch.zeros(samples, model.channels, model.size, model.size), condition
+
+
+def _blank(kind: ConditionKind, shape: Shape) -> Tensor:
+    return torch.full(shape, bool(kind.mask_of), dtype=DTYPES[kind.dtype])

@@ -1,0 +1,140 @@
+"""Captions of variable length: shards store the tokens of each with its mask, and loaders deliver both."""
+
+from __future__ import annotations
+
+import dataclasses
+import tarfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastdiff.conditions import problem_of_shapes, require_shapes
+from fastdiff.config.sections.data import DataConfig
+from fastdiff.config.sections.objective import DdpmConfig
+from fastdiff.data.loading.build import build_batches, build_order
+from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance, condition_columns
+from fastdiff.data.shards.reader import LatentReader
+from fastdiff.data.shards.verify import verify
+from fastdiff.data.shards.writer import ShardWriter
+from fastdiff.diffusion.objective import Objective
+from fastdiff.errors import ConfigError, DataError
+from fastdiff.rng import Stream, uniform
+
+TOKENS, WIDTH, COUNT = 5, 3, 8
+LATENT = Column(dtype="float16", shape=(2, 4, 4))
+SHAPES = {"context": (TOKENS, WIDTH), "context_mask": (TOKENS,)}
+NULL = {"context": np.full((TOKENS, WIDTH), 0.5, np.float16), "context_mask": np.array([1, 0, 0, 0, 0], np.uint8)}
+Arrays = dict[str, Any]
+
+
+def template(**changes: Any) -> DatasetInfo:
+    fields: dict[str, Any] = {
+        "columns": {"latent": LATENT, **condition_columns(SHAPES, "float16")},
+        "normalisation": Normalisation(shift=(0.0,) * 2, scale=(1.0,) * 2),
+        "provenance": Provenance(source="test", transform="none"),
+        "captions": 2,
+    }
+    return DatasetInfo(**(fields | changes))
+
+
+def sample(number: int) -> Arrays:
+    """A latent and two captions, the first of 1 to 5 tokens, the second of two tokens that do not lie side by side."""
+    generator = np.random.default_rng(number)
+    masks = (np.arange(TOKENS) <= number % TOKENS), np.array([1, 0, 1, 0, 0])
+    arrays: Arrays = {"latent": generator.standard_normal((2, 4, 4)).astype(np.float16)}
+    for suffix, mask in zip(("", "1"), masks, strict=True):
+        arrays[f"context{suffix}"] = generator.standard_normal((TOKENS, WIDTH)).astype(np.float16)
+        arrays[f"context_mask{suffix}"] = mask.astype(np.uint8)
+    return arrays
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("masks") / "data"
+    with ShardWriter(folder, template(), samples_per_shard=COUNT, null=NULL) as writer:
+        for number in range(COUNT):
+            writer.add(f"{number}", sample(number), captions=2)
+    return folder
+
+
+def test_a_shard_holds_the_tokens_of_each_caption(folder: Path) -> None:
+    """Up to the last one that the mask marks, and zeros for others, so that the padding costs no disk."""
+    with tarfile.open(folder / "train-000000.tar") as tar:
+        files = [tar.extractfile(f"{number}.context.npy") for number in range(COUNT)]
+        lengths = [np.load(BytesIO(file.read())).shape for file in files if file is not None]
+    assert lengths == [(n % TOKENS + 1, WIDTH) for n in range(COUNT)]
+    assert verify(folder).ok
+    with LatentReader(folder) as reader:
+        for caption, share in (("", 0.0), ("1", 0.9)):
+            found = reader.read(np.arange(COUNT), choice={"caption": np.full(COUNT, share)})
+            for number in range(COUNT):
+                context, mask = (sample(number)[f"{name}{caption}"] for name in SHAPES)
+                assert np.array_equal(found["context_mask"][number], mask)
+                assert np.array_equal(found["context"][number], context * mask[:, None].astype(np.float16))
+
+
+@pytest.mark.parametrize("loader", ["prefetch", "dali"])
+def test_a_dropped_caption_takes_its_mask_along(folder: Path, loader: Any) -> None:
+    with LatentReader(folder) as reader:
+        null = {name: torch.from_numpy(value) for name, value in reader.null().items()}
+        null["context_mask"] = null["context_mask"].bool()
+        order = build_order(reader.info, seed=5, window_shards=1, global_batch=COUNT)
+        with build_batches(
+            reader, order, config=DataConfig(loader=loader, random_flip=False), seed=5, device=torch.device("cpu"),
+            start_samples=0, rank=0, ranks=1, micro=COUNT, global_batch=COUNT,
+        ) as batches:  # fmt: skip
+            batch = next(batches)
+    assert batch.condition["context_mask"].dtype == torch.bool
+    objective = Objective(DdpmConfig(condition_dropout=0.5), seed=0, null=null, device="cpu", inputs=tuple(SHAPES))
+    found = objective.corrupt(batch).condition
+    dropped = uniform(0, Stream.LABEL_DROP, batch.position, 1)[:, 0] < 0.5
+    assert 0 < dropped.sum() < COUNT
+    for name, value in found.items():
+        assert torch.equal(value[dropped], null[name].expand_as(value)[dropped])
+        assert torch.equal(value[~dropped], batch.condition[name][~dropped])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "problem"),
+    [
+        ({"context_mask": (5,)}, "context_mask is the mask of context, which is missing"),
+        ({"context": (5, 3), "context_mask": (4,)}, "context_mask has the shape [4], expected [tokens] with 5 tokens"),
+        ({"context": (5, 3), "pooled": (3, 1)}, "pooled has the shape [3, 1], expected [pooled_width]"),
+        ({"time_ids": (5,)}, "time_ids has the shape [5], expected [6]"),
+        ({"depth": (1,)}, "unknown condition 'depth'; expected label, context, context_mask"),
+    ],
+)
+def test_conditions_outside_the_table_are_refused(shapes: dict[str, tuple[int, ...]], problem: str) -> None:
+    assert problem in str(problem_of_shapes(shapes))
+    with pytest.raises(ConfigError, match="the network x declares its conditions wrongly"):
+        require_shapes(shapes, "the network x")
+
+
+def test_a_mask_is_stored_as_bytes(tmp_path: Path) -> None:
+    columns = template().columns
+    columns["context_mask"] = dataclasses.replace(columns["context_mask"], dtype="float16")
+    with pytest.raises(DataError, match="context_mask is float16, expected uint8"):
+        ShardWriter(tmp_path, template(columns=columns), samples_per_shard=1)
+
+
+def test_a_caption_of_impossible_length_is_damage(folder: Path, tmp_path: Path) -> None:
+    """Six tokens in place of one, with all digests right: the reader and the check name the array."""
+    longer = template(
+        columns={"latent": LATENT, **condition_columns({"context": (6, WIDTH), "context_mask": (6,)}, "float16")}
+    )
+    arrays = sample(0) | {f"context{s}": np.ones((6, WIDTH), np.float16) for s in ("", "1")}
+    arrays |= {f"context_mask{s}": np.ones(6, np.uint8) for s in ("", "1")}
+    with ShardWriter(tmp_path / "data", longer, samples_per_shard=1) as writer:
+        writer.add("0", arrays, captions=2)
+    info = DatasetInfo.read(tmp_path / "data")
+    dataclasses.replace(info, columns=template().columns).write(tmp_path / "data")
+    with (
+        LatentReader(tmp_path / "data") as reader,
+        pytest.raises(DataError, match=r"key 0 \(context.npy\), .*164 bytes, expected 158"),
+    ):
+        reader.read([0])
+    assert "context.npy" in str(verify(tmp_path / "data"))

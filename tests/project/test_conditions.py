@@ -1,0 +1,75 @@
+"""No module follows from one condition that there is another: networks declare each by its name."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fastdiff.conditions import CAPTIONED, OF_IMAGE
+
+ROOT = Path(__file__).parents[2]
+NAMES = {*CAPTIONED, *OF_IMAGE}
+NETWORKS = ("fastdiff/models/unet/", "fastdiff/config/networks/")
+"""A network declares what it takes, and asks for all of it."""
+
+
+def named(node: ast.AST) -> set[str]:
+    """Conditions that code names: as a string, or by a variable, an attribute or an argument (``pooled_dim``)."""
+    found = set()
+    for part in ast.walk(node):
+        match part:
+            case ast.Constant(value=str(text)):
+                found |= {text} & NAMES
+            case ast.Name(id=text) | ast.Attribute(attr=text) | ast.keyword(arg=str(text)):
+                # A context is also much else in Python.
+                found |= {n for n in NAMES - {"context"} if text == n or text.startswith(f"{n}_")}
+    return found
+
+
+def inferred(tree: ast.AST) -> Iterator[str]:
+    """Code that names a condition where another one is asked for."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.If(test=test, body=body, orelse=other):
+                asked, then = [test], [*body, *other]
+            case ast.IfExp(test=test, body=value, orelse=alternative):
+                asked, then = [test], [value, alternative]
+            case ast.BoolOp(values=[first, *others]):
+                asked, then = [first], others
+            case ast.DictComp(key=key, value=value, generators=loops):
+                asked, then = [test for loop in loops for test in loop.ifs], [key, value]
+            case ast.ListComp(elt=value, generators=loops) | ast.SetComp(elt=value, generators=loops):
+                asked, then = [test for loop in loops for test in loop.ifs], [value]
+            case _:
+                continue
+        first = set().union(*map(named, asked))
+        if first and set().union(*map(named, then)) - first:
+            yield ast.unparse(node)
+
+
+def test_no_module_infers_one_condition_from_another() -> None:
+    sources = [path for part in ("fastdiff", "bench") for path in sorted((ROOT / part).rglob("*.py"))]
+    others = [path for path in sources if not str(path.relative_to(ROOT)).startswith(NETWORKS)]
+    assert len(others) > 300
+    found = [(str(path.relative_to(ROOT)), code) for path in others for code in inferred(ast.parse(path.read_text()))]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'if "pooled" in columns:\n    columns["time_ids"] = Column(dtype="float32", shape=(6,))',
+        'if "pooled" in tensors:\n    tensors["time_ids"] = torch.tensor(sizes)',
+        'absent |= set() if "pooled" in model.text_widths else {"time_ids"}',
+        'if model.pooled_dim:\n    columns["time_ids"] = column',
+        'sizes = {"time_ids": values} if config.pooled_dim else {}',
+        'condition |= {"context_mask": ones} if "context" in condition else {}',
+        'takes_sizes = "pooled" in columns and "time_ids"',
+        '{name: time_ids(image) for name in columns if name == "pooled"}',
+    ],
+)
+def test_an_inference_is_found(code: str) -> None:
+    assert list(inferred(ast.parse(code)))
