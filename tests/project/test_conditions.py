@@ -29,24 +29,28 @@ def named(node: ast.AST) -> set[str]:
     return found
 
 
+def asked(node: ast.AST) -> tuple[list[ast.AST], list[ast.AST]]:
+    """What code asks, and what depends on the answer."""
+    match node:
+        case ast.If():
+            return [node.test], [*node.body, *node.orelse]
+        case ast.IfExp():
+            return [node.test], [node.body, node.orelse]
+        case ast.BoolOp():
+            return [*node.values[:-1]], [node.values[-1]]
+        case ast.DictComp():
+            return [test for loop in node.generators for test in loop.ifs], [node.key, node.value]
+        case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
+            return [test for loop in node.generators for test in loop.ifs], [node.elt]
+    return [], []
+
+
 def inferred(tree: ast.AST) -> Iterator[str]:
     """Code that names a condition where another one is asked for."""
     for node in ast.walk(tree):
-        match node:
-            case ast.If(test=test, body=body, orelse=other):
-                asked, then = [test], [*body, *other]
-            case ast.IfExp(test=test, body=value, orelse=alternative):
-                asked, then = [test], [value, alternative]
-            case ast.BoolOp(values=[first, *others]):
-                asked, then = [first], others
-            case ast.DictComp(key=key, value=value, generators=loops):
-                asked, then = [test for loop in loops for test in loop.ifs], [key, value]
-            case ast.ListComp(elt=value, generators=loops) | ast.SetComp(elt=value, generators=loops):
-                asked, then = [test for loop in loops for test in loop.ifs], [value]
-            case _:
-                continue
-        first = set().union(*map(named, asked))
-        if first and set().union(*map(named, then)) - first:
+        tests, answers = asked(node)
+        known = {name for test in tests for name in named(test)}
+        if known and {name for answer in answers for name in named(answer)} - known:
             yield ast.unparse(node)
 
 

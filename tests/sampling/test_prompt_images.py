@@ -68,7 +68,7 @@ def test_images_while_training_are_those_of_the_averaged_weights(
 
 
 def test_a_network_with_pooled_embeddings_and_no_sizes_trains_and_draws(
-    world: World, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: World, made: Path, tmp_path: Path
 ) -> None:
     """From data and a pipeline of SDXL, which have the sizes of images too."""
     register(PooledConfig)

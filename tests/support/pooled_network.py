@@ -54,17 +54,26 @@ class Pooled(BlockwiseModel):
         """See the class."""
         dtype = self.text.weight.dtype
         moved = self.text(context.to(dtype)).mean(1) + self.pooled(pooled.to(dtype)) + time[:, None].to(dtype) / 1000
-        return self.image(noisy.to(dtype)) + moved[..., None, None]
+        out: Tensor = self.image(noisy.to(dtype)) + moved[..., None, None]
+        return out
 
 
 def _build(config: PooledConfig, /, *, recompute: bool, attention: AttentionBackend, seed: int) -> Pooled:
     return Pooled(config)
 
 
+def _image(config: PooledConfig) -> float:
+    return 9.0 * config.channels**2 * config.size**2
+
+
+def _text(config: PooledConfig) -> float:
+    return float((77 * config.width + config.pooled_width) * config.channels)
+
+
 POOLED = ModelFamily(
     config=PooledConfig,
     build=_build,
-    multiply_adds=lambda config: 1.0,
-    input_multiply_adds=lambda config: 1.0,
+    multiply_adds=lambda config: _image(config) + _text(config),
+    input_multiply_adds=lambda config: _image(config) + _text(config),
     subject=lambda config: "A network with pooled embeddings",
 )

@@ -137,6 +137,15 @@ def test_sdxl_has_pooled_embeddings_and_sizes(tmp_path: Path) -> None:
         assert not reader.null()["context"].any(), "the pipeline says that an empty prompt is zeros"
 
 
+def test_sizes_are_stored_for_a_network_that_takes_them_or_is_unknown(
+    tmp_path: Path, source: Path, sd: Path, plain: Path
+) -> None:
+    assert "time_ids" not in DatasetInfo.read(plain).columns
+    shutil.copytree(sd, tmp_path / "encoders", ignore=shutil.ignore_patterns("unet"))
+    encode(source, tmp_path / "out", tmp_path / "encoders", max_samples=2)
+    assert read(tmp_path / "out")["time_ids"].shape == (2, 6)
+
+
 def test_buckets_keep_the_aspect_ratio(tmp_path: Path, sd: Path) -> None:
     sizes = [(32, 64), (32, 32), (64, 32), (64, 128), (48, 48), (32, 64), (30, 60)]
     source = captioned(tmp_path / "images", [f"picture {n}" for n in range(7)], sizes)

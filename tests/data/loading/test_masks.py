@@ -24,11 +24,14 @@ from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.rng import Stream, uniform
 
+Arrays = dict[str, Any]
 TOKENS, WIDTH, COUNT = 5, 3, 8
 LATENT = Column(dtype="float16", shape=(2, 4, 4))
 SHAPES = {"context": (TOKENS, WIDTH), "context_mask": (TOKENS,)}
-NULL = {"context": np.full((TOKENS, WIDTH), 0.5, np.float16), "context_mask": np.array([1, 0, 0, 0, 0], np.uint8)}
-Arrays = dict[str, Any]
+NULL: Arrays = {
+    "context": np.full((TOKENS, WIDTH), 0.5, np.float16),
+    "context_mask": np.array([1, 0, 0, 0, 0], np.uint8),
+}
 
 
 def template(**changes: Any) -> DatasetInfo:
