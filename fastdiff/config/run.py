@@ -54,7 +54,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name, text in texts(asdict(self)):
             require_utf8(f"--{name}", text)
-        require_shapes(self.model.conditions, f"the network {self.model.kind}")
+        require_shapes(self.model.conditions, self.model.title)
         require(0 <= self.seed < 2**64, f"--seed {self.seed}: from 0 to 2**64 - 1")
         if self.output.sample_every and not self.model.text_conditional:
             require(
