@@ -1,4 +1,4 @@
-"""HTML of a run for notebooks: facts, the curve of the loss, the newest picture. Everything is escaped and inline."""
+"""HTML of a run for notebooks: metadata, the loss curve, the newest picture. Everything is escaped and inline."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Losses:
         return self._points
 
 
-def card(title: str, facts: Mapping[str, object], run: Path) -> str:
-    """Return a table of facts, the curve of the loss and the newest picture of a run."""
+def card(title: str, metadata: Mapping[str, object], run: Path) -> str:
+    """Return a table of metadata, the curve of the loss and the newest picture of a run."""
     rows = "".join(
         f"<tr><td style='text-align:left;opacity:.65'>{escape(name)}</td>"
         f"<td style='text-align:left'>{escape(str(value))}</td></tr>"
-        for name, value in facts.items()
+        for name, value in metadata.items()
     )
     table = f"<div><b>{escape(title)}</b><table>{rows}</table></div>"
     return f"<div style='{_FRAME}'>{table}{_curve(Losses(run).read())}{_newest_picture(run)}</div>"

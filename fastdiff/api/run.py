@@ -15,8 +15,8 @@ from fastdiff.config.networks.user_defined import add_network
 from fastdiff.config.run_record import read_record, require_run
 from fastdiff.config.sections.performance import Precision
 from fastdiff.config.sections.sampler import SamplerConfig, SchedulerName
-from fastdiff.dashboard.facts import glance
 from fastdiff.dashboard.pictures import pictures_of
+from fastdiff.dashboard.run_metadata import glance
 from fastdiff.errors import ConfigError, require
 from fastdiff.json_lines import Record, read_records
 from fastdiff.plugins.user_code import names_file
@@ -329,34 +329,34 @@ class Run:
         return Path(path)
 
     def __repr__(self) -> str:
-        facts = ", ".join(f"{name} {value}" for name, value in self._facts().items() if name != "folder")
-        return f"<Run {self.path}: {facts}>"
+        metadata = ", ".join(f"{name} {value}" for name, value in self._metadata().items() if name != "folder")
+        return f"<Run {self.path}: {metadata}>"
 
     def _repr_html_(self) -> str:
-        """Return facts, loss and newest picture, which a notebook shows; of them what can be read."""
-        return html.card(str(self.path), self._facts(), self.path)
+        """Return metadata, loss and newest picture, which a notebook shows; of them what can be read."""
+        return html.card(str(self.path), self._metadata(), self.path)
 
-    def _facts(self) -> Mapping[str, object]:
+    def _metadata(self) -> Mapping[str, object]:
         """Return what a glance should tell; nothing of a plug-in is executed for it."""
         found = glance(self.path)
         last, steps = found["last"], found["steps"]
         reached = "none recorded" if last["step"] is None else f"{last['step']:,.0f}"
-        facts: dict[str, object] = {"error": found["message"]} if found["message"] else {}
-        facts |= {
+        metadata: dict[str, object] = {"error": found["message"]} if found["message"] else {}
+        metadata |= {
             "network": found["network"] or "unknown",
             "objective": found["objective"] or "unknown",
             "steps": f"{reached} of {steps:,}" if steps else reached,
             "state": found["text"],
         }
         if isinstance(last["loss"], float):
-            facts["loss"] = f"{last['loss']:.4f}"
+            metadata["loss"] = f"{last['loss']:.4f}"
         if isinstance(last["samples_per_s"], float):
-            facts["samples/s"] = f"{last['samples_per_s']:,.1f}"
+            metadata["samples/s"] = f"{last['samples_per_s']:,.1f}"
         try:
-            facts["checkpoints"] = ", ".join(map(str, self.checkpoints)) or "none"
+            metadata["checkpoints"] = ", ".join(map(str, self.checkpoints)) or "none"
         except (ConfigError, OSError) as error:
-            facts["checkpoints"] = str(error)
-        return facts
+            metadata["checkpoints"] = str(error)
+        return metadata
 
 
 def _code_of_training(fields: Mapping[str, Any]) -> set[object]:

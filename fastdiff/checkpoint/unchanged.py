@@ -21,7 +21,7 @@ from fastdiff.config.run_record import as_json
 from fastdiff.config.sections.objective import DEFAULTS
 from fastdiff.errors import ConfigError, StorageError
 
-Facts = dict[str, Any]
+Metadata = dict[str, Any]
 """``config`` as JSON, ``versions`` with the code of users, and the digests ``dataset`` and ``base``; None: unknown."""
 
 FREE = (
@@ -75,14 +75,14 @@ def check_resume(run: Path, resume: Resume, *, resumable: bool) -> None:
 
 
 def check_unchanged(
-    checkpoint: Path, manifest: Manifest, facts: Facts, allowed: Sequence[str], *, fits: bool = True
+    checkpoint: Path, manifest: Manifest, metadata: Metadata, allowed: Sequence[str], *, fits: bool = True
 ) -> None:
     """Refuse a run folder whose run has another configuration, data set, code of users or base of a LoRA.
 
     Args:
         checkpoint: folder of the checkpoint to go on from, ``RUN/checkpoints/step-N``.
         manifest: of the checkpoint.
-        facts: of the run that is asked for.
+        metadata: of the run that is asked for.
         allowed: names that may differ (``--allow-change``).
         fits: whether the network takes the data set.
 
@@ -90,11 +90,11 @@ def check_unchanged(
         ConfigError: with what differs; for other data with the state of the run that is there.
     """
     require_fields(checkpoint, manifest, "config", "dataset")
-    _check_known(allowed, facts["config"])
-    changes = _changes(manifest, facts, allowed)
+    _check_known(allowed, metadata["config"])
+    changes = _changes(manifest, metadata, allowed)
     if not changes:
         return
-    run, now = checkpoint.parent.parent, facts["config"]
+    run, now = checkpoint.parent.parent, metadata["config"]
     other = f"give --output.folder {os.path.join(run.parent, 'NAME')} for another"
     of_weights = [key for key in changes if key.startswith("model.") and key not in _KEEPS_WEIGHTS]
     acceptable = not of_weights and len(changes) <= _MOST
@@ -112,15 +112,15 @@ def check_unchanged(
     )
 
 
-def _changes(manifest: Manifest, facts: Facts, allowed: Sequence[str]) -> dict[str, str]:
-    changes = config_changes(manifest["config"], facts["config"], allowed)
-    digest = facts["dataset"]
+def _changes(manifest: Manifest, metadata: Metadata, allowed: Sequence[str]) -> dict[str, str]:
+    changes = config_changes(manifest["config"], metadata["config"], allowed)
+    digest = metadata["dataset"]
     if digest is not None and manifest["dataset"] != digest and "dataset" not in allowed:
         changes["dataset"] = f"{manifest['dataset'][:12]} -> {digest[:12]} (digest)"
-    base, now = manifest.get("base"), facts["base"]
+    base, now = manifest.get("base"), metadata["base"]
     if base is not None and now is not None and base != now and "base" not in allowed:
         changes["base"] = f"{base[:12]} -> {now[:12]} (digest of the weights that the LoRA is added to)"
-    return changes | _plugin_changes(manifest.get("versions", {}), facts["versions"], allowed)
+    return changes | _plugin_changes(manifest.get("versions", {}), metadata["versions"], allowed)
 
 
 def _of_data(manifest: Manifest, now: Mapping[str, Any]) -> str:

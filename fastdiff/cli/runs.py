@@ -78,7 +78,7 @@ def _add_ledger(commands: Subcommands) -> None:
         "ledger",
         help="account for the time of a run: goodput, costs, stragglers, and what more of it would bring",
         description="Sums RUN/ledger.jsonl: every second since the first start, through kills and requeues, is a step "
-        "kept or lost, a wait for data, compilation, start, save, validation, drawing, stop, queue, or unknown. With "
+        "kept or lost, a wait for data, compilation, start, save, validation, sampling, stop, queue, or unknown. With "
         "validations in the run it also extrapolates their loss.",
     )
     parser.add_argument("folder", type=local_path, metavar="RUN", help="run folder")

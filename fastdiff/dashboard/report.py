@@ -13,10 +13,10 @@ from typing import Any
 
 from fastdiff.config.run_record import require_run
 from fastdiff.console import log
-from fastdiff.dashboard.facts import RunFacts, glance, unreadable
 from fastdiff.dashboard.folders import key_of, names_of
 from fastdiff.dashboard.page_files import inlined
 from fastdiff.dashboard.pictures import embedded
+from fastdiff.dashboard.run_metadata import RunMetadata, glance, unreadable
 from fastdiff.outputs import require_output, write_output
 from fastdiff.version import __version__
 
@@ -34,12 +34,12 @@ def write_report(runs: Sequence[Path], out: Path) -> int:
         require_run(run)
     require_output(out)
     page = _with_policy(inlined())
-    content = page.replace("<!-- facts -->", _embedded_facts(runs)).encode()
+    content = page.replace("<!-- metadata -->", _embedded_metadata(runs)).encode()
     write_output(out, content)
     return len(content)
 
 
-def _embedded_facts(runs: Sequence[Path]) -> str:
+def _embedded_metadata(runs: Sequence[Path]) -> str:
     folders = {key_of(run): run for run in runs}
     found = []
     for run in names_of(folders):
@@ -48,15 +48,15 @@ def _embedded_facts(runs: Sequence[Path]) -> str:
     written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     text = json.dumps({"runs": found, "written": written, "version": __version__}, allow_nan=False)
     # Nothing in it ends the element: no text of a run is ever markup.
-    return f'<script type="application/json" id="facts">{text.replace("<", chr(92) + "u003c")}</script>'
+    return f'<script type="application/json" id="metadata">{text.replace("<", chr(92) + "u003c")}</script>'
 
 
 def _of_run(folder: Path) -> dict[str, Any]:
     """Return state and sections of a run; whatever its files hold, the other runs are in the report."""
     try:
-        facts = RunFacts(folder)
-        sections = facts.sections({})
-        sections["pictures"] = embedded(facts.pictures)
+        metadata = RunMetadata(folder)
+        sections = metadata.sections({})
+        sections["pictures"] = embedded(metadata.pictures)
         return {"state": glance(folder), "sections": sections}
     except Exception as error:
         log.warning(f"{folder}: left out of the report: {type(error).__name__}: {error}")

@@ -22,10 +22,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastdiff.console import log
 from fastdiff.dashboard.access import Access
-from fastdiff.dashboard.facts import Have, RunFacts, glance, signature, unreadable
 from fastdiff.dashboard.folders import Folders, names_of
 from fastdiff.dashboard.page_files import TYPES, page_file
 from fastdiff.dashboard.pictures import content
+from fastdiff.dashboard.run_metadata import Have, RunMetadata, glance, signature, unreadable
 from fastdiff.errors import ConfigError
 
 HOST = "127.0.0.1"
@@ -129,7 +129,7 @@ class _Runs:
 
     def __init__(self, folders: Folders) -> None:
         self._folders = folders
-        self._facts: dict[str, RunFacts] = {}
+        self._metadata: dict[str, RunMetadata] = {}
         self._seen: dict[str, str] = {}
         self._glances: dict[str, tuple[str, dict[str, Any]]] = {}
         self._looked, self._looking = 0.0, asyncio.Lock()
@@ -145,13 +145,15 @@ class _Runs:
 
     def _look(self) -> dict[str, str]:
         found = self._folders.find()
-        self._facts = {key: self._facts.get(key) or RunFacts(folder, _SLICE_S) for key, folder in found.items()}
+        self._metadata = {
+            key: self._metadata.get(key) or RunMetadata(folder, _SLICE_S) for key, folder in found.items()
+        }
         return {key: signature(folder) for key, folder in found.items()}
 
-    async def _of(self, request: Request) -> RunFacts | None:
-        if request.path_params["run"] not in self._facts:
+    async def _of(self, request: Request) -> RunMetadata | None:
+        if request.path_params["run"] not in self._metadata:
             await self.signatures()
-        return self._facts.get(request.path_params["run"])
+        return self._metadata.get(request.path_params["run"])
 
     async def answer_list(self, request: Request) -> Response:
         """Name the runs, in their order."""
@@ -160,7 +162,7 @@ class _Runs:
 
     def _glance(self, signatures: dict[str, str]) -> list[dict[str, Any]]:
         """Return names and states of the runs; those that have not changed are not read again."""
-        folders = {key: facts.folder for key, facts in self._facts.items() if key in signatures}
+        folders = {key: metadata.folder for key, metadata in self._metadata.items() if key in signatures}
         for key, folder in folders.items():
             if self._glances.get(key, ("",))[0] != signatures[key]:
                 self._glances[key] = (signatures[key], _glance_of(folder))
@@ -168,17 +170,17 @@ class _Runs:
 
     async def answer_facts(self, request: Request) -> Response:
         """Return the sections of a run that the page does not have."""
-        facts = await self._of(request)
-        if facts is None:
+        metadata = await self._of(request)
+        if metadata is None:
             return _json({"error": "no such run"}, 404)
-        return _json(await asyncio.to_thread(facts.sections, _have(request)))
+        return _json(await asyncio.to_thread(metadata.sections, _have(request)))
 
     async def answer_picture(self, request: Request) -> Response:
         """Return a sample picture; ``width`` makes it smaller."""
-        facts = await self._of(request)
+        metadata = await self._of(request)
         width = min(_number(request.query_params.get("width", "")) or 0, _MOST_WIDTH)
         step = _number(request.path_params["step"])
-        picture = None if facts is None or step is None else await asyncio.to_thread(facts.picture, step)
+        picture = None if metadata is None or step is None else await asyncio.to_thread(metadata.picture, step)
         if picture is None:
             return _json({"error": "no such picture"}, 404)
         try:

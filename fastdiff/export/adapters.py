@@ -100,9 +100,9 @@ def scaled(weights: Mapping[str, Tensor], config: LoraConfig, model: ModelConfig
 
 def scaled_metadata(config: LoraConfig, model: ModelConfig) -> dict[str, str]:
     """Return diffusers' metadata of an adapter whose scale is 1."""
-    facts = {"r": config.rank, "lora_alpha": config.rank, "target_modules": list(lora_targets(config, model))}
+    metadata = {"r": config.rank, "lora_alpha": config.rank, "target_modules": list(lora_targets(config, model))}
     component = family_of(model).pipeline_part
-    named = {f"{component}.{name}": value for name, value in facts.items()}
+    named = {f"{component}.{name}": value for name, value in metadata.items()}
     return {"lora_adapter_metadata": json.dumps(named, indent=2, sort_keys=True)}
 
 

@@ -55,13 +55,13 @@ def write_card(folder: Path, run: Path, exported: Exported, format_: str, dtype:
     picture = _newest_picture(run, step)
     if picture is not None:
         (folder / _SAMPLES).write_bytes(picture)
-    facts = "\n".join(f"| {name} | {value} |" for name, value in _facts(exported, dtype).items())
+    metadata = "\n".join(f"| {name} | {value} |" for name, value in _metadata(exported, dtype).items())
     shown = f"![samples drawn during the training]({_SAMPLES})\n\n" if picture is not None else ""
     text = (
         f"---\n{_front_matter(config, format_)}---\n\n"
         f"# {title}\n\n"
         f"{_subject(config, format_)}, {origin}.\n\n"
-        f"{shown}## {heading}\n\n| | |\n| --- | --- |\n{facts}\n\n"
+        f"{shown}## {heading}\n\n| | |\n| --- | --- |\n{metadata}\n\n"
         f"## Use\n\n{use_of(config, format_, place, step)}\n"
         "## License\n\nNot stated yet: the owner of this model chooses it, within the licenses of the base model "
         "and of the data.\n"
@@ -116,7 +116,7 @@ def _subject(config: RunConfig, format_: str) -> str:
     return f"A LoRA adapter of {network[0].lower()}{network[1:]}" if adapter else network
 
 
-def _facts(exported: Exported, dtype: str) -> dict[str, object]:
+def _metadata(exported: Exported, dtype: str) -> dict[str, object]:
     config = exported.config
     weights = f"{exported.weights.description}, in {dtype}"
     if exported.saved is None:  # of its training no more is known
@@ -124,12 +124,15 @@ def _facts(exported: Exported, dtype: str) -> dict[str, object]:
         return {"Noise": known["Noise"], "Prediction": known["Prediction"], "Weights": weights}
     manifest, optim = exported.saved.manifest, config.optim
     pretrained, lora = config.pretrained, config.lora
-    facts: dict[str, object] = {"Steps": manifest["progress"]["steps"], "Samples seen": manifest["progress"]["samples"]}
+    metadata: dict[str, object] = {
+        "Steps": manifest["progress"]["steps"],
+        "Samples seen": manifest["progress"]["samples"],
+    }
     if pretrained.path:
-        facts["Base model" if pretrained.weights else "Text encoder and autoencoder"] = f"`{base_name(config)}`"
+        metadata["Base model" if pretrained.weights else "Text encoder and autoencoder"] = f"`{base_name(config)}`"
     if lora.rank:
-        facts["LoRA"] = f"rank {lora.rank}, alpha {lora.numerator:g}, base weights in {_bits(config)}"
-    return facts | {
+        metadata["LoRA"] = f"rank {lora.rank}, alpha {lora.numerator:g}, base weights in {_bits(config)}"
+    return metadata | {
         "Data set (sha256)": f"`{manifest['dataset']}`",
         "Samples per step": config.batch.samples,
         "Optimizer": f"{optim.name}, {_options(optim)}, clipped at {optim.clip:g}",

@@ -14,16 +14,16 @@ from fastdiff.ledger.records import FILE
 from fastdiff.sanitize import escape
 
 Class = Literal[
-    "step kept", "step lost", "data wait", "compile", "start", "save", "validation", "drawing", "stop", "queue",
+    "step kept", "step lost", "data wait", "compile", "start", "save", "validation", "sampling", "stop", "queue",
     "unknown",
 ]  # fmt: skip
 CLASSES: tuple[Class, ...] = get_args(Class)
 Seconds = dict[Class, float]
 _CLASS_OF: dict[str, Class] = {
-    "start": "start", "compile": "compile", "data wait": "data wait", "validation": "validation", "drawing": "drawing",
-    "save": "save", "rewind": "step lost", "stop": "stop",
+    "start": "start", "compile": "compile", "data wait": "data wait", "validation": "validation",
+    "sampling": "sampling", "drawing": "sampling", "save": "save", "rewind": "step lost", "stop": "stop",
 }  # fmt: skip
-"""Class of each account of the trainer but ``step``."""
+"""Class of each account of the trainer but ``step``; old records call ``sampling`` ``drawing``."""
 _UNAVAILABLE, _SIGNALLED = 69, 128
 """Exit code after a hang, or a node that was lost; least exit code after a signal."""
 

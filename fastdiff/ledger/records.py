@@ -31,7 +31,7 @@ SUBMITTED = "FASTDIFF_SUBMITTED"
 """Environment variable of a Slurm job: local time of its submission or last requeue, as squeue writes it."""
 JOB_START = "SLURM_JOB_START_TIME"
 
-Account = Literal["start", "compile", "data wait", "step", "validation", "drawing", "save", "rewind", "stop"]
+Account = Literal["start", "compile", "data wait", "step", "validation", "sampling", "save", "rewind", "stop"]
 """What the trainer does; the reader divides ``step`` into kept and lost."""
 
 

@@ -89,7 +89,7 @@ class _Parts:
     heartbeat: Heartbeat
     ledger: Ledger
     files: WholeFiles
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     background: AsyncSaves
     checkpoints: Checkpoints
 
@@ -180,7 +180,7 @@ def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, sto
     """
     starting.enter("opening the data")
     parts = _prepare(config, launch, world, stack)
-    saved = resume.find(parts.checkpoints, launch, parts.facts, parts.folder)
+    saved = resume.find(parts.checkpoints, launch, parts.metadata, parts.folder)
     parts = _completed(parts, saved, stack)
     if saved is None:
         world.on_rank0(lambda: check_network(parts.config, world.device))
@@ -235,7 +235,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
         heartbeat=heartbeat,
         ledger=ledger,
         files=files,
-        facts=_facts(config, reader, world),
+        metadata=_metadata(config, reader, world),
         background=background,
         checkpoints=Checkpoints(folder / "checkpoints", config.output.keep, background.world, config.output.pinned_gib),
     )
@@ -254,8 +254,8 @@ def _completed(parts: _Parts, saved: Checkpoint | None, stack: ExitStack) -> _Pa
     ops = parts.ops or _choose_backends(config, ds_config, parts.world, saved, stack)
     config = with_micro(config, ds_config, parts.reader, saved, parts.world)
     ds_config = deepspeed_config.resolve(raw, config, parts.world.size)
-    facts = {**parts.facts, "config": as_json(config)}
-    return replace(parts, config=config, ds_config=ds_config, facts=facts, ops=ops)
+    metadata = {**parts.metadata, "config": as_json(config)}
+    return replace(parts, config=config, ds_config=ds_config, metadata=metadata, ops=ops)
 
 
 def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | None) -> TrainState:
@@ -277,7 +277,7 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
         meters=meters,
         reader=parts.reader,
         order=parts.order,
-        facts=parts.facts,
+        metadata=parts.metadata,
         progress=Progress(),
         heartbeat=parts.heartbeat,
         guard=guard,
@@ -320,7 +320,7 @@ def _open_data(config: RunConfig, world: World, stack: ExitStack) -> tuple[Data,
     return reader, order
 
 
-def _facts(config: RunConfig, reader: Data, world: World) -> dict[str, Any]:
+def _metadata(config: RunConfig, reader: Data, world: World) -> dict[str, Any]:
     return {
         "config": as_json(config),
         "dataset": reader.info.digest,

@@ -178,7 +178,7 @@ def common_manifest(state: TrainState) -> dict[str, Any]:
         "parameters": state.engine.shapes,
         "ema_rates": list(state.ema.rates),
         "ema_stds": list(state.ema.power_stds),
-        **state.facts,
+        **state.metadata,
     }
 
 

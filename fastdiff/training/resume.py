@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastdiff.checkpoint.power_function import constant_name
 from fastdiff.checkpoint.reader import Checkpoint
-from fastdiff.checkpoint.unchanged import Facts, check_resume, check_unchanged
+from fastdiff.checkpoint.unchanged import Metadata, check_resume, check_unchanged
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.optimizers.family import OptimizerFamily
 from fastdiff.config.optimizers.registry import family_of
@@ -29,7 +29,7 @@ from fastdiff.training.optimizer.step_count import step_count
 from fastdiff.training.state import TrainState
 
 
-def find(checkpoints: Checkpoints, launch: Launch, facts: Facts, folder: Path) -> Checkpoint | None:
+def find(checkpoints: Checkpoints, launch: Launch, metadata: Metadata, folder: Path) -> Checkpoint | None:
     """Return the checkpoint to continue from, or None for a new run; called by all ranks.
 
     Raises:
@@ -39,7 +39,7 @@ def find(checkpoints: Checkpoints, launch: Launch, facts: Facts, folder: Path) -
     saved = None if launch.resume == "never" else checkpoints.newest()
     check_resume(folder, launch.resume, resumable=saved is not None)
     if saved is not None:
-        check_unchanged(saved.folder, saved.manifest, facts, launch.allow_change)
+        check_unchanged(saved.folder, saved.manifest, metadata, launch.allow_change)
     return saved
 
 

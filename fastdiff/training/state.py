@@ -35,8 +35,8 @@ class TrainState:
     meters: Meters
     reader: Data
     order: SampleOrder
-    facts: dict[str, Any]
-    """Facts of the run in every manifest: configuration, data set, versions."""
+    metadata: dict[str, Any]
+    """Metadata of the run in every manifest: configuration, data set, versions."""
     progress: Progress
     heartbeat: Heartbeat
     guard: StepGuard

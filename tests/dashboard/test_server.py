@@ -80,7 +80,8 @@ def test_it_serves_the_page_the_runs_and_their_pictures(address: str, runs: Path
 @pytest.mark.parametrize(
     "path",
     [
-        "/page/../server.py", "/page/%2e%2e/server.py", "/page/..%2fserver.py", "/page//etc/passwd", "/page/facts.py",
+        "/page/../server.py", "/page/%2e%2e/server.py", "/page/..%2fserver.py", "/page//etc/passwd",
+        "/page/run_metadata.py",
         "/runs/../secret.png", "/runs/{a}/pictures/../../run.json", "/runs/{a}/pictures/..%2f..%2frun.json",
         "/runs/{a}/pictures/51", "/runs/{a}/pictures/-1", "/runs/{a}/pictures/" + "9" * 400,
         "/runs/{a}/pictures/" + "9" * 5000, "/runs/{a}/pictures/50.5", "/runs/{a}/pictures/%D9%A5%D9%A0",

@@ -72,7 +72,7 @@ def test_the_ledger_knows_what_a_kill_cost(digits: Path, tmp_path: Path, capsys:
     unknown = [start.seconds["unknown"] for start in sums.starts]
     assert unknown[0] > 0, "from the last beat until the supervisor knew of the kill"
     assert (unknown[1], sums.between["unknown"]) == (pytest.approx(0.0, abs=1e-3), 0.0)
-    for name in ("step kept", "step lost", "data wait", "start", "save", "validation", "drawing", "stop"):
+    for name in ("step kept", "step lost", "data wait", "start", "save", "validation", "sampling", "stop"):
         assert seconds[name] > 0, name  # type: ignore[index]
     assert main(["ledger", str(tmp_path / "run"), "--json", "--price", "2"]) == 0
     told = json.loads(capsys.readouterr().out)

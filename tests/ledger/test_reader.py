@@ -31,7 +31,9 @@ def resume(at: float, step: int) -> Event:
 
 def time(began: float, at: float, step: int, **more: Any) -> Event:
     """A record of the time, all but what ``more`` has in the account of the step."""
-    spent = {name: more.pop(name) for name in ("start", "save", "data wait", "rewind", "stop") if name in more}
+    spent = {
+        name: more.pop(name) for name in ("start", "save", "data wait", "drawing", "rewind", "stop") if name in more
+    }
     seconds = {**spent, "step": at - began - sum(spent.values())}
     return {"event": "time", "from": began, "at": at, "step": step, "seconds": seconds, **more}
 
@@ -82,6 +84,11 @@ def test_what_a_kill_cost(tmp_path: Path) -> None:
     ]
     assert sums.goodput == pytest.approx(32.5 / 81)
     assert sums.gpu_hours == pytest.approx(2 * (30 + 31) / 3600), "between the starts no GPU is held"
+
+
+def test_an_old_record_of_sampling_is_read(tmp_path: Path) -> None:
+    sums = read(tmp_path, [start(100), resume(104, 0), time(100, 120, 30, start=5.0, drawing=3.0), left(120, 30)])
+    assert spent(sums) == {"start": 5.0, "sampling": 3.0, "step kept": 12.0}
 
 
 def test_a_step_that_was_interrupted_is_lost_and_callbacks_follow_a_step(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastdiff.checkpoint.unchanged import Facts, check_resume, check_unchanged, newest_manifest
+from fastdiff.checkpoint.unchanged import Metadata, check_resume, check_unchanged, newest_manifest
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json, plugins, require_run_folder
@@ -40,23 +40,25 @@ def check_run_folder(config: RunConfig, launch: Launch) -> None:
     digest, fits = _read(config)
     # Data of other shapes are another run's, whatever may change.
     allowed = [name for name in launch.allow_change if fits or name != "dataset"]
-    facts: Facts = {
+    metadata: Metadata = {
         "config": as_json(config),
         "dataset": digest,
         "base": None,
         "versions": manifest.get("versions", {}),
     }
     with suppress(ConfigError):  # of code that is not here, also told later
-        facts["versions"] = plugins(config)
+        metadata["versions"] = plugins(config)
     if config.pretrained.path and not config.pretrained.is_file:
-        facts["config"] = _as_saved(facts["config"], manifest["config"])
+        metadata["config"] = _as_saved(metadata["config"], manifest["config"])
         network = {"plugin.network"}
         saved = {name: value for name, value in manifest.get("versions", {}).items() if name in network}
-        facts["versions"] = {name: facts["versions"][name] for name in facts["versions"].keys() - network} | saved
+        metadata["versions"] = {
+            name: metadata["versions"][name] for name in metadata["versions"].keys() - network
+        } | saved
     else:
         prediction: Any = config.objective.predicted
-        facts["config"] = as_json(replace(config, objective=replace(config.objective, prediction=prediction)))
-    check_unchanged(folder, manifest, facts, allowed, fits=fits)
+        metadata["config"] = as_json(replace(config, objective=replace(config.objective, prediction=prediction)))
+    check_unchanged(folder, manifest, metadata, allowed, fits=fits)
 
 
 def _read(config: RunConfig) -> tuple[str | None, bool]:

@@ -1,4 +1,4 @@
-// The cards of the page, what redraws them, and its begin: live from a server, or from the facts within a report.
+// The cards of the page, what redraws them, and its begin: live from a server, or from the metadata within a report.
 "use strict";
 
 const has = (name) => shownRuns().some((run) => hasColumn(run, name));
@@ -158,19 +158,19 @@ function listen() {
 function begin() {
   makeCards();
   listen();
-  const embedded = document.getElementById("facts");
+  const embedded = document.getElementById("metadata");
   if (!embedded) {
     Live.say("", "Connecting …");
     draw();
     Live.start();
     return;
   }
-  const facts = JSON.parse(embedded.textContent);
+  const metadata = JSON.parse(embedded.textContent);
   Store.reading = false;
-  takeList(facts.runs.map(({ sections, ...run }) => run), true);
-  for (const { key, sections } of facts.runs) takeSections(Store.runs.find((run) => run.key === key), sections);
+  takeList(metadata.runs.map(({ sections, ...run }) => run), true);
+  for (const { key, sections } of metadata.runs) takeSections(Store.runs.find((run) => run.key === key), sections);
   document.getElementById("where").textContent = "report";
-  Live.say("report", `as of ${facts.written}, fastdiff ${facts.version}`);
+  Live.say("report", `as of ${metadata.written}, fastdiff ${metadata.version}`);
   drawNow();
 }
 

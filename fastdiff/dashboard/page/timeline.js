@@ -9,7 +9,7 @@ const NOTES = {
   start: "from the begin of the process to the first step",
   save: "the training waited for a save",
   validation: "validation losses",
-  drawing: "sample pictures",
+  sampling: "sample pictures",
   stop: "from the last step to the end, or to the next start",
   queue: "waiting for nodes",
   unknown: "no record tells",

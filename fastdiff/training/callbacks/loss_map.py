@@ -40,7 +40,7 @@ class LossMap(Callback):
         trackers: that show it.
     """
 
-    account = "drawing"
+    account = "sampling"
 
     def __init__(self, state: TrainState, trackers: Trackers) -> None:
         self._trackers = trackers

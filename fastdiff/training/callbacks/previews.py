@@ -49,7 +49,7 @@ class PromptImages(Callback):
         FastdiffError: on every rank: the pipeline cannot be read.
     """
 
-    account = "drawing"
+    account = "sampling"
 
     def __init__(self, state: TrainState, trackers: Trackers) -> None:
         self._every = Every(state.config.validation.every, state.config.validation.first)
@@ -114,7 +114,7 @@ class SampleGrid(Callback):
     Classes with names have them above their columns, and are shown one by one in the trackers.
     """
 
-    account = "drawing"
+    account = "sampling"
     rows = 8
 
     def __init__(self, state: TrainState, trackers: Trackers) -> None:
@@ -154,7 +154,7 @@ class SampleGrid(Callback):
             null=state.objective.null,
             shape=(config.model.channels, config.model.size, config.model.size),
         )
-        titles = ClassNames(classes or 0, state.facts["class_names"]).titles(columns.tolist())
+        titles = ClassNames(classes or 0, state.metadata["class_names"]).titles(columns.tolist())
         state.world.on_rank0(lambda: self._show(images.cpu(), titles, state))
 
     def _show(self, images: Tensor, titles: Sequence[str], state: TrainState) -> None:

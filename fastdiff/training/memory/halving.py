@@ -121,7 +121,7 @@ def halve(state: TrainState, cause: str) -> None:
     micro = config.batch.per_rank(ranks)
     half = half_of(micro)
     state.config = config = replace(config, batch=replace(config.batch, micro=half))
-    state.facts = state.facts | {"config": as_json(config)}
+    state.metadata = state.metadata | {"config": as_json(config)}
     accumulation = config.batch.accumulation(ranks)
     state.guard.accumulation = accumulation
     state.engine.resize(config, deepspeed_config.with_micro(state.engine.ds_config, config, ranks))

@@ -17,7 +17,7 @@ import pytest
 
 from fastdiff.api.run import Run
 from fastdiff.cli.main import main
-from fastdiff.dashboard.facts import RunFacts, glance
+from fastdiff.dashboard.run_metadata import RunMetadata, glance
 from fastdiff.errors import FastdiffError
 from fastdiff.parallel.world import World
 from fastdiff.train import train
@@ -123,7 +123,7 @@ def answers(run: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> dict[st
             code = main(arguments)
         found[name] = (code, "".join(capsys.readouterr()))
     with in_time():
-        shown = f"{RunFacts(run).sections({})} {glance(run)}"
+        shown = f"{RunMetadata(run).sections({})} {glance(run)}"
         try:
             opened = Run(run)
             shown += opened._repr_html_() + repr(opened) + str(opened.grids)

@@ -87,7 +87,7 @@ def unreadable(error: Exception) -> dict[str, Any]:
     return {"kind": "unreadable", "text": text, "message": "", **nothing, "last": last}
 
 
-class RunFacts:
+class RunMetadata:
     """What is known of one run folder; it may be called by several threads.
 
     Its sections are ``about`` (``run.json``), ``metrics``, ``validation``, ``events`` (spikes, skipped steps

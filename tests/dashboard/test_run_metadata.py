@@ -18,10 +18,10 @@ import pytest
 from PIL import Image
 
 from fastdiff.config.run_record import claim
-from fastdiff.dashboard.facts import RunFacts, glance, signature
 from fastdiff.dashboard.folders import Folders
 from fastdiff.dashboard.pictures import Picture, content
 from fastdiff.dashboard.report import write_report
+from fastdiff.dashboard.run_metadata import RunMetadata, glance, signature
 from fastdiff.dashboard.series import Series
 from fastdiff.dashboard.timeline import timeline
 from fastdiff.errors import ConfigError
@@ -76,14 +76,14 @@ def test_a_thinned_bucket_without_a_value_is_null() -> None:
 
 def test_a_page_gets_only_what_it_lacks(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", steps=range(1, 11))
-    facts = RunFacts(folder)
-    first = facts.sections({})
+    metadata = RunMetadata(folder)
+    first = metadata.sections({})
     assert set(first) == {"about", "metrics", "validation", "events", "time", "pictures", "left_out"}
     have = {name: section["tag"] for name, section in first.items()}
-    assert facts.sections(have) == {}
+    assert metadata.sections(have) == {}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(lines([record(11)]))
-    more = facts.sections(have)
+    more = metadata.sections(have)
     assert set(more) == {"metrics"}
     assert more["metrics"]["data"]["first"] == 10
     assert more["metrics"]["data"]["columns"]["step"]["mean"] == [11]
@@ -91,30 +91,30 @@ def test_a_page_gets_only_what_it_lacks(tmp_path: Path) -> None:
 
 def test_a_page_gets_all_anew_after_a_resume_and_from_another_server(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", steps=range(1, 11))
-    facts = RunFacts(folder)
-    have = {name: section["tag"] for name, section in facts.sections({}).items()}
-    again = RunFacts(folder).sections(have)
+    metadata = RunMetadata(folder)
+    have = {name: section["tag"] for name, section in metadata.sections({}).items()}
+    again = RunMetadata(folder).sections(have)
     assert set(again) == {"metrics"}
     assert again["metrics"]["data"]["first"] == 0
     (folder / "metrics.jsonl").write_text(lines(record(step) for step in (1, 2, 3)))
-    found = facts.sections(have)["metrics"]["data"]
+    found = metadata.sections(have)["metrics"]["data"]
     assert (found["first"], found["columns"]["step"]["mean"]) == (0, [1, 2, 3])
 
 
 @pytest.mark.parametrize("have", ["", "x", "x:y", ":", "{g}:-1", "{g}:99", "{g}:0"])
 def test_a_tag_that_is_none_gets_all(tmp_path: Path, have: str) -> None:
-    facts = RunFacts(run_folder(tmp_path / "run"))
-    generation = facts.sections({})["metrics"]["tag"].partition(":")[0]
-    assert facts.sections({"metrics": have.format(g=generation)})["metrics"]["data"]["first"] == 0
+    metadata = RunMetadata(run_folder(tmp_path / "run"))
+    generation = metadata.sections({})["metrics"]["tag"].partition(":")[0]
+    assert metadata.sections({"metrics": have.format(g=generation)})["metrics"]["data"]["first"] == 0
 
 
 def test_an_empty_folder_and_damaged_files_are_no_error(tmp_path: Path) -> None:
-    facts = RunFacts(tmp_path)
-    assert facts.sections({})["about"]["data"] is None
+    metadata = RunMetadata(tmp_path)
+    assert metadata.sections({})["about"]["data"] is None
     for name in ("run.json", "metrics.jsonl", "validation.jsonl", "ledger.jsonl", "spikes.jsonl"):
         (tmp_path / name).write_bytes(b'{"step": 1, \xff\n{"step": NaN, "event": []}\n')
     (tmp_path / "samples").write_text("a file")
-    found = facts.sections({})
+    found = metadata.sections({})
     assert found["about"]["data"] is found["time"]["data"] is None
     assert json.dumps(found, allow_nan=False)
 
@@ -128,13 +128,13 @@ def test_pictures_are_those_of_the_folder_alone(tmp_path: Path) -> None:
     (folder / "samples" / "step-00000070.png").write_text("no picture")
     os.mkfifo(folder / "samples" / "step-00000090.png")
     (folder / "samples" / "step-00000080.png.1-00000000.tmp").write_bytes(secret.read_bytes())
-    facts = RunFacts(folder)
-    found = facts.sections({})["pictures"]["data"]
+    metadata = RunMetadata(folder)
+    found = metadata.sections({})["pictures"]["data"]
     assert [(one["step"], one["width"], one["height"]) for one in found] == [(50, 662, 530)]
-    assert facts.picture(60) is None
+    assert metadata.picture(60) is None
     (folder / "samples").rename(tmp_path / "elsewhere")
     (folder / "samples").symlink_to(tmp_path / "elsewhere")
-    assert facts.sections({})["pictures"]["data"] == [], "nor those of a linked folder"
+    assert metadata.sections({})["pictures"]["data"] == [], "nor those of a linked folder"
 
 
 def test_the_spans_of_the_ledger_make_a_timeline_with_its_gap(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_validations_and_events_are_counted(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     (folder / "validation.jsonl").write_text(lines([validation(50, 0.5), validation(100, 0.4)]))
     (folder / "spikes.jsonl").write_text(lines([{"step": n, "loss": 9.0} for n in range(600)]))
-    found = RunFacts(folder).sections({})
+    found = RunMetadata(folder).sections({})
     assert [one["val_loss"] for one in found["validation"]["data"]] == [0.5, 0.4]
     spikes = found["events"]["data"]["spikes"]
     assert (spikes["count"], len(spikes["last"]), spikes["last"][-1]["step"]) == (600, 500, 599)
@@ -240,7 +240,7 @@ def test_nothing_of_a_run_is_shown_with_credentials(tmp_path: Path) -> None:
     (folder / "ledger.jsonl").write_text(lines(one | more for one, more in zip(ledger(), told, strict=True)))
     write_report([folder], tmp_path / "page.html")
     shown = [
-        json.dumps(RunFacts(folder).sections({})),
+        json.dumps(RunMetadata(folder).sections({})),
         json.dumps(glance(folder)),
         (tmp_path / "page.html").read_text(),
     ]
@@ -267,29 +267,29 @@ def test_a_named_run_that_is_deleted_keeps_what_was_read(tmp_path: Path) -> None
     folder = run_folder(tmp_path / "run")
     picture(folder, 50)
     (folder / "ledger.jsonl").write_text(lines(ledger()))
-    facts = RunFacts(folder)
-    before = facts.sections({})
+    metadata = RunMetadata(folder)
+    before = metadata.sections({})
     shutil.rmtree(folder)
-    assert facts.sections({}) == before
+    assert metadata.sections({}) == before
 
 
 def test_a_long_log_tells_how_far_its_reading_is(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", steps=range(1, 5001))
     size = (folder / "metrics.jsonl").stat().st_size
-    facts, told = RunFacts(folder, slice_s=0), []
-    while "reading" in (found := facts.sections({})):
+    metadata, told = RunMetadata(folder, slice_s=0), []
+    while "reading" in (found := metadata.sections({})):
         told.append(found["reading"]["data"])
     assert [one["size"] for one in told] == [size] * len(told)
     assert told == sorted(told, key=lambda one: one["offset"])
     assert 0 < told[0]["offset"] < told[-1]["offset"] <= size
-    assert found["metrics"]["data"] == RunFacts(folder).sections({})["metrics"]["data"]
+    assert found["metrics"]["data"] == RunMetadata(folder).sections({})["metrics"]["data"]
 
 
 def test_pipes_in_the_place_of_files_are_not_waited_for(tmp_path: Path) -> None:
     for name in ("run.json", "metrics.jsonl", "ledger.jsonl", ".lock", "validation.jsonl"):
         os.mkfifo(tmp_path / name)
     assert glance(tmp_path)["last"]["step"] is None
-    assert RunFacts(tmp_path).sections({})["time"]["data"] is None
+    assert RunMetadata(tmp_path).sections({})["time"]["data"] is None
     assert signature(tmp_path) == signature(tmp_path)
 
 
@@ -302,7 +302,7 @@ def png(folder: Path, step: int, width: int, height: int, chunks: list[tuple[byt
         for kind, data in [(b"IHDR", head), *chunks, (b"IEND", b"")]
     ]
     (folder / "samples" / f"step-{step:08d}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
-    found = RunFacts(folder).picture(step)
+    found = RunMetadata(folder).picture(step)
     assert found is not None
     return found
 
@@ -330,7 +330,7 @@ def test_a_thumbnail_has_the_colour_of_its_picture(tmp_path: Path, mode: str) ->
     folder = run_folder(tmp_path / "run")
     (folder / "samples").mkdir(exist_ok=True)
     Image.new("RGB", (800, 400), (250, 250, 250)).convert(mode).save(folder / "samples" / "step-00000050.png")
-    found = RunFacts(folder).picture(50)
+    found = RunMetadata(folder).picture(50)
     assert found is not None
     with Image.open(io.BytesIO(content(found, 40)[0])) as small:
         assert small.size == (40, 20)
@@ -343,7 +343,7 @@ def test_a_picture_beyond_the_limit_of_pixels_is_named_and_not_shown(tmp_path: P
     png(folder, 60, 2**14, 2**13, [])
     with pytest.raises(AssertionError):
         png(folder, 70, 2**14, 2**13 + 1, [])
-    found = RunFacts(folder).sections({})
+    found = RunMetadata(folder).sections({})
     assert [one["step"] for one in found["pictures"]["data"]] == [50, 60]
     assert found["left_out"]["data"]["samples"] == [
         "step-00000070.png: 16,384 x 8,193 pixels, at most 134,217,728 are shown"
@@ -353,12 +353,12 @@ def test_a_picture_beyond_the_limit_of_pixels_is_named_and_not_shown(tmp_path: P
 def test_a_thumbnail_is_made_once_until_its_picture_changes(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     path = picture(folder, 50)
-    facts = RunFacts(folder)
-    facts.sections({})
-    [first] = facts.pictures
+    metadata = RunMetadata(folder)
+    metadata.sections({})
+    [first] = metadata.pictures
     small = content(first, 100)[0]
     path.unlink()
     assert content(first, 100)[0] is small
     picture(folder, 50, shade=10)
-    facts.sections({})
-    assert content(facts.pictures[0], 100)[0] != small
+    metadata.sections({})
+    assert content(metadata.pictures[0], 100)[0] != small
