@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from tests.support import worker
+from tests.support.forked import share_server
 from tests.support.reports import durations
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ if not torch.cuda.is_available():
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 _OPS = Path(__file__).parent / "ops"
-MUCH_MEMORY = 1 << 30  # bytes
+MUCH_MEMORY = 1 << 27  # bytes
 _skipped_without_reason: list[str] = []
 
 
@@ -44,6 +47,15 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(number, signal.default_int_handler)
     if config.getoption("--gpu") and not torch.cuda.is_available():
         raise pytest.UsageError("--gpu: torch sees no CUDA device; fastdiff doctor tells why")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Let the workers be forks of one server, which imports for all of them; it sees no GPU."""
+    if not torch.cuda.is_available():
+        share_server()
+        for spec in specs:
+            spec.python = f"{sys.executable} {worker.__file__}"
 
 
 @pytest.fixture(scope="session")
@@ -149,16 +161,25 @@ def memory_then() -> list[int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def released(memory_then: list[int]) -> Iterator[None]:
-    """Release the ZeRO-3 engines of a module, to which frozen objects refer.
-
-    This looks at every object, which takes seconds; it is done when the modules since the last time have left much.
-    """
+    """Release what a module leaves in its process, once this is much: looking for it takes some tenths of a second."""
     yield
-    if gc.get_freeze_count() and resident() > memory_then[0] + MUCH_MEMORY:
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
+    if resident() > memory_then[0] + MUCH_MEMORY:
+        release()
         memory_then[0] = resident()
+
+
+def release() -> None:
+    """Give back the memory of DeepSpeed's engines and of compiled code.
+
+    Hooks of autograd refer to an engine, where the garbage collector does not look: it would never find one.
+    """
+    for engine in [found for found in gc.get_objects() if type(found).__name__ == "DeepSpeedEngine"]:
+        engine.destroy()
+        for part in (engine.optimizer, engine.module):
+            vars(part).clear()
+    torch._dynamo.reset()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(scope="session")

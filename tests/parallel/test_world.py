@@ -14,7 +14,7 @@ import pytest
 from fastdiff.errors import DataError, StorageError
 from fastdiff.parallel import world as module
 from fastdiff.parallel.world import World, start_world
-from tests.support.forked import Forked, forked_ranks, values
+from tests.support.forked import fork_server, forked_ranks, values
 from tests.support.waiting import LIMIT_S
 
 
@@ -98,5 +98,5 @@ def _start_beside_a_rival() -> list[int | None]:
 
 
 def test_nobody_takes_the_port_of_a_run_without_a_launcher() -> None:
-    with ProcessPoolExecutor(1, Forked()) as process:
+    with ProcessPoolExecutor(1, fork_server()) as process:
         assert process.submit(_start_beside_a_rival).result(LIMIT_S) == [errno.EADDRINUSE]

@@ -36,7 +36,7 @@ from fastdiff.sampling.sample_set import SetOptions, draw_set
 from fastdiff.sampling.solvers import uniform_labels
 from fastdiff.sampling.text import as_bytes
 from fastdiff.train import train
-from tests.support.forked import Forked, forked_ranks, values
+from tests.support.forked import fork_server, forked_ranks, values
 from tests.support.injected.durable_calls import DURABLE, REMOVING, dying_at
 from tests.support.processes import BIN, Finished, run
 from tests.support.runs import launch, tiny
@@ -481,7 +481,7 @@ def _peak_of_join(parts: NpzParts) -> int:
 def test_joining_needs_no_memory_for_the_images(joining: tuple[NpzParts, int], tmp_path: Path) -> None:
     """In a process of its own, where no other thread allocates."""
     parts, size = joining
-    with ProcessPoolExecutor(1, Forked()) as process:
+    with ProcessPoolExecutor(1, fork_server()) as process:
         assert process.submit(_peak_of_join, parts).result(LIMIT_S) < size / 4
     images = read_npz(tmp_path / "out.npz")[0]
     assert images.nbytes == size

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, reduction, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, Self
 from unittest import mock
@@ -25,6 +25,8 @@ from unittest import mock
 from tests.support.servers.ports import reserved_port
 
 _IMPORTED = f"{__package__}.imported"
+_SHARED = "TESTS_FORK_SERVER"
+"""Variable with the address of the server that processes share."""
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 """Environment of every process that tests start: two ranks need no two GPUs, and CPU tensors go to the interpreter."""
 
@@ -42,15 +44,36 @@ class Ended:
 
 
 def fork_server() -> ForkServerContext:
-    """The server that starts processes which have imported everything, and see no GPU."""
-    context = multiprocessing.get_context("forkserver")
+    """The server that starts processes which have imported everything, and see no GPU: a context of multiprocessing.
+
+    It is that of this process, or the one that the workers share.
+    """
+    context = _Forked()
+    if _SHARED in os.environ:
+        _join(os.environ[_SHARED])
+        return context
     context.set_forkserver_preload([_IMPORTED])
     with mock.patch.dict(os.environ, WITHOUT_GPU):
         forkserver.ensure_running()
     return context
 
 
-def end_with_the_tests() -> None:
+def share_server() -> None:
+    """Start the server, for this process and those that it starts: it ends with this one."""
+    fork_server()
+    os.environ[_SHARED] = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+
+
+def _join(address: str) -> None:
+    """Use the running server at an address, which another process keeps alive."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if "ensure_running" not in vars(server):
+        server.ensure_running = resource_tracker.ensure_running
+        server._forkserver_address = address
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # each request sends one; this keeps nothing
+
+
+def _end_with_the_tests() -> None:
     """Kill this process when the one that asked the fork server for it ends, by whatever signal."""
     tests = multiprocessing.parent_process()
     assert tests is not None
@@ -62,15 +85,39 @@ def end_with_the_tests() -> None:
     threading.Thread(target=follow, name="end with the tests", daemon=True).start()
 
 
+class Stream:
+    """A descriptor that a process has in common with the one that starts it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __getstate__(self) -> tuple[int, Any]:
+        return self.number, reduction.DupFd(self.number)
+
+    def __setstate__(self, state: tuple[int, Any]) -> None:
+        self.number, given = state
+        self._given: int = given.detach()
+
+    def take(self) -> None:
+        """Give it its number in the process that is started."""
+        os.dup2(self._given, self.number)
+        os.close(self._given)
+
+
 class _Process(ForkServerProcess):
-    """A process with the environment of the one that starts it, as one that is spawned."""
+    """A process with the environment and the output of the one that starts it, as one that is spawned.
+
+    It ends with the one that starts it.
+    """
 
     def start(self) -> None:
-        self.environment = dict(os.environ)
+        self.environment, self.streams = dict(os.environ), [Stream(1), Stream(2)]
         super().start()
 
     def run(self) -> None:
-        end_with_the_tests()
+        _end_with_the_tests()
+        for stream in self.streams:
+            stream.take()
         os.environ.clear()
         os.environ.update(self.environment)
         import torch
@@ -79,9 +126,7 @@ class _Process(ForkServerProcess):
         super().run()
 
 
-class Forked(ForkServerContext):
-    """The fork server, whose processes have the environment of the one that starts them, and end with it."""
-
+class _Forked(ForkServerContext):
     Process = _Process  # type: ignore[assignment]
 
 
@@ -165,11 +210,6 @@ def values(ended: list[Ended]) -> list[Any]:
     return [end.value for end in ended]
 
 
-def stop_server() -> None:
-    """End the server, and with it the modules that it has imported."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-
-
 def _rank(
     results: Any,
     environment: dict[str, str],
@@ -177,8 +217,7 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    end_with_the_tests()
-    os.environ.clear()  # the server has that of the test for which it was started
+    os.environ.clear()
     os.environ.update(environment)
     import torch
 

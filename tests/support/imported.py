@@ -3,7 +3,7 @@
 Also does what a thread must not be doing for the first time when its process forks: see ``_use_a_store``.
 
 Frozen objects are not looked at by the garbage collector, which ZeRO-3 calls at every start: that took half a second.
-A test that asks whether something is released unfreezes them.
+The processes share their memory, too, as long as nobody unfreezes them.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import psutil
 
-from tests.support.forked import WITHOUT_GPU, end_with_the_tests, fork_server
+from tests.support.forked import WITHOUT_GPU, fork_server
 from tests.support.processes import BIN, ROOT, Finished, deepspeed_command
 from tests.support.servers.ports import reserved_port
 from tests.support.waiting import wait_for_the_end
@@ -173,7 +173,6 @@ def _failure(ranks: list[ForkServerProcess]) -> int:
 
 
 def _run(output: str, words: list[str], cwd: Path, environment: dict[str, str], begin: Event | None) -> None:
-    end_with_the_tests()
     if begin is not None:
         begin.wait()
     with open(output, "a") as file:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastdiff.parallel.world import World
-from tests.support.forked import WITHOUT_GPU, forked_ranks, stop_server, values
+from tests.support.forked import WITHOUT_GPU, forked_ranks, values
 from tests.support.processes import run
 from tests.support.runs import hexes, launch, tiny, train_losses
 
@@ -43,7 +43,6 @@ def test_no_process_of_a_test_sees_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     """Also where this process does: two ranks would need two."""
     for name, value in (("CUDA_VISIBLE_DEVICES", "0"), ("TRITON_INTERPRET", "0")):
         monkeypatch.setenv(name, value)
-    stop_server()
     assert values(forked_ranks(_what_it_sees)) == [("cpu", False, "", "1")] * 2
     command = ["sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES,$TRITON_INTERPRET"']
     assert run(command).output == ",1\n"

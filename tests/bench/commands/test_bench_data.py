@@ -32,7 +32,7 @@ from fastdiff_bench.readers.figures import READER, Case, Heat
 from fastdiff_bench.readers.samples import KINDS, Samples
 from fastdiff_bench.records import record
 from fastdiff_bench.records.record import Log
-from tests.support.forked import Forked, fork_server
+from tests.support.forked import fork_server
 from tests.support.processes import start, stop
 
 READERS: dict[str, reading.Reader] = {
@@ -58,8 +58,7 @@ def samples(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def process() -> Iterator[ProcessPoolExecutor]:
     """A small process: readers fork their workers, and one that has run many tests may be too large to be copied."""
-    fork_server()
-    with ProcessPoolExecutor(1, Forked()) as executor:
+    with ProcessPoolExecutor(1, fork_server()) as executor:
         yield executor
 
 

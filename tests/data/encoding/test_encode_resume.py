@@ -17,7 +17,7 @@ from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.data.shards.verify import verify
 from fastdiff.errors import ConfigError
 from fastdiff.models.pretrained.tiny_pipeline import build
-from tests.support.forked import Forked, fork_server
+from tests.support.forked import fork_server
 from tests.support.injected.durable_calls import DURABLE, dying_at
 from tests.support.inputs.encoding import captioned, files
 from tests.support.scripts import COMMAND, DYING, run_script
@@ -49,10 +49,9 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Any]:
     """Starts processes that have imported everything: a kill shall hit the encode, not the imports."""
-    fork_server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        yield Forked()
+        yield fork_server()
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.forked import WITHOUT_GPU, end_with_the_tests, fork_server
+from tests.support.forked import WITHOUT_GPU, fork_server
 
 SECRET = "aKIAh4mSTERw0rd"
 CPU_S = 20
@@ -156,7 +156,6 @@ def answers(lines: Sequence[Line], folder: Path) -> list[Answer]:
 
 
 def _serve(lines: list[Line], folder: Path, results: Path, environment: dict[str, str]) -> None:
-    end_with_the_tests()
     os.environ.clear()
     nowhere = {"PATH": "/nowhere", "HF_HUB_OFFLINE": "1", "AWS_EC2_METADATA_DISABLED": "true", "OMP_NUM_THREADS": "1"}
     nowhere |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")  # refuses connections
