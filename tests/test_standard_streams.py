@@ -42,6 +42,7 @@ def test_a_supervisor_and_its_rank_need_no_output(digits: Path, tmp_path: Path) 
     assert intact(tmp_path / "run") == [3]
 
 
+@pytest.mark.nightly
 def test_a_report_that_nobody_gets_does_not_change_the_exit_code(tmp_path: Path) -> None:
     assert _shell(f"fastdiff verify {tmp_path / 'absent'} 2> /dev/full").code == 65
     assert _shell(f"{_words(sys.executable, TRAIN, '--preset', 'none')} 2>&-").code == 2

@@ -31,6 +31,7 @@ def small_preset(monkeypatch: pytest.MonkeyPatch, nightly: bool) -> None:
     monkeypatch.setitem(PRESETS, "digits", lambda: small)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("small_preset")
 def test_the_examples_run(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(digits, tmp_path / "data" / "digits")

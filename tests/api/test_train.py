@@ -100,6 +100,7 @@ def test_errors_are_exceptions_with_their_message(trained: fastdiff.Run, tmp_pat
         fastdiff.train(config.changed(steps=12, output={"callbacks": own, "folder": str(tmp_path / "run")}))
 
 
+@pytest.mark.nightly
 def test_a_run_is_saved_when_its_caller_is_killed_and_at_ctrl_c_and_the_same_call_resumes(
     digits: Path, tmp_path: Path
 ) -> None:
@@ -131,6 +132,7 @@ def _interrupt_after(folder: Path, steps: int) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.nightly
 def test_a_notebook_shows_a_live_view(digits: Path, tmp_path: Path) -> None:
     """A real kernel: the view is updated, the lines of the run stand below it, and a run shows itself as HTML."""
     import nbformat
@@ -152,6 +154,7 @@ def test_a_notebook_shows_a_live_view(digits: Path, tmp_path: Path) -> None:
     assert "6 of 6" in notebook.cells[1].outputs[0].data["text/html"]
 
 
+@pytest.mark.nightly
 def test_the_notebook_of_the_first_use_runs(tmp_path: Path) -> None:
     """Every cell, as it is in the documentation, where it has no outputs."""
     import nbformat

@@ -263,6 +263,7 @@ def _snapshot(world: World, folder: Path, step: int, operation: int | None = Non
     return points.done
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(2)
 @pytest.mark.fault(4)
 @pytest.mark.parametrize("again", [False, True], ids=["new", "in place of a damaged one"])
@@ -322,6 +323,7 @@ def _die_in_snapshot_6(world: World, config: RunConfig) -> None:
         train(config, launch(0), world)
 
 
+@pytest.mark.nightly
 def test_a_run_killed_in_a_snapshot_resumes_to_the_same_bits(
     run: Path, world: World, digits: Path, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def pipeline_of(folder: Path) -> Any:
     return DiffusionPipeline.from_pretrained(folder, safety_checker=None)
 
 
+@pytest.mark.nightly
 def test_an_adapter_is_resumed_with_fewer_checkpoints_and_exported_again(place: Path, tmp_path: Path) -> None:
     """test_text_to_image_lora_checkpointing_checkpoints_total_limit_removes_multiple_checkpoints."""
     run, more = tmp_path / "run", ("--checkpointing_steps=2", "--seed=0", "--num_validation_images=0")

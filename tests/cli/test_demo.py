@@ -45,6 +45,7 @@ def shown(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return runs, done.output
 
 
+@pytest.mark.nightly
 def test_it_kills_resumes_and_finds_no_bit_that_differs(shown: tuple[Path, str]) -> None:
     runs, said = shown
     assert re.search(r"At step \d+ rank 0 got a SIGKILL", said), said
@@ -58,6 +59,7 @@ def test_it_kills_resumes_and_finds_no_bit_that_differs(shown: tuple[Path, str])
     assert said.count("\nOK ") + said.count("\nPROBLEM") >= 3
 
 
+@pytest.mark.nightly
 def test_one_flipped_bit_is_found(shown: tuple[Path, str], tmp_path: Path) -> None:
     runs, _ = shown
     for name in ("demo-1", "demo-1-undisturbed"):

@@ -28,6 +28,7 @@ def test_images_and_captions(tmp_path: Path) -> None:
         assert (image.size, image.mode) == ((32, 32), "RGB")
 
 
+@pytest.mark.nightly
 def test_the_autoencoder_learns_and_its_scale_is_that_of_its_latents(tmp_path: Path) -> None:
     worse = demo_t2i.write_pipeline(tmp_path / "short", steps=1)
     better = demo_t2i.write_pipeline(tmp_path / "long", steps=12)

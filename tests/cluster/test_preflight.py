@@ -185,6 +185,7 @@ def test_every_kind_of_bad_node_is_named_on_all_nodes_at_once(nodes: Nodes) -> N
         assert "node 1 (host1): its clock is +2.5 s from the median" in message
 
 
+@pytest.mark.nightly
 def test_a_slow_node_is_named(tmp_path: Path, digits: Path) -> None:
     """Of three nodes one is slow with each of the others: whatever it sends waits for 10 ms."""
     nodes = Nodes(tmp_path, digits, 3)

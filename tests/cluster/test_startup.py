@@ -52,7 +52,7 @@ def launch_local(*flags: str, ranks: int = 1) -> list[str]:
     return [*FASTDIFF, "launch", "local", "--ranks", str(ranks), "--", *flags]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_run_on_latents(digits: Path, tmp_path: Path, ranks: int) -> None:
     """The supervisor is one process with the command; each rank imports what it uses.
 
@@ -78,6 +78,7 @@ def test_a_call_of_train_leaves_the_collector_as_it_is(digits: Path, tmp_path: P
         gc.enable()
 
 
+@pytest.mark.nightly
 def test_a_run_on_images(tmp_path: Path) -> None:
     """Its encoders are diffusers' and transformers'."""
     images = tmp_path / "images"

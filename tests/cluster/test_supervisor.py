@@ -201,6 +201,7 @@ def test_a_signal_during_the_pre_flight_leaves_no_probe(start: Start) -> None:
     assert processes_of(supervised.run) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(12)
 def test_ranks_of_a_killed_supervisor_save_and_end(start: Start, victim: int | None) -> None:
     """The kernel tells them. A supervisor of another node, if there is one, exits as they do."""

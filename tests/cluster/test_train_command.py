@@ -68,6 +68,7 @@ def test_what_files_and_flags_tell_is_told_before_torch_is_imported(digits: Path
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.nightly
 def test_ctrl_c_saves_and_another_length_resumes(digits: Path, tmp_path: Path) -> None:
     """The rest of so long a run is announced."""
     config = tiny(digits, tmp_path / "run", steps=1_000_000)

@@ -182,6 +182,7 @@ def test_the_trainer_takes_one_more_forward_pass_per_micro_batch(world: World, d
     assert all(b > 1.1 * a for a, b in zip(found[False], found[True], strict=True)), "a larger target, at the start"
 
 
+@pytest.mark.nightly
 def test_dream_is_the_same_sharded_and_resumed(world: World, digits: Path, tmp_path: Path) -> None:
     changes = {**DREAM, "objective__noise_offset": 0.1}
     plain = train_losses(world, tiny(digits, tmp_path / "0", steps=4, **changes), launch(0))

@@ -77,7 +77,11 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("shape", [{"dropout": 0.3}, {"low_res_size": 4, "resblock_updown": True}], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param({"dropout": 0.3}, marks=pytest.mark.nightly), {"low_res_size": 4, "resblock_updown": True}],
+    ids=str,
+)
 def test_the_losses_do_not_depend_on_ranks_and_zero(
     world: World, digits: Path, tmp_path: Path, shape: dict[str, Any]
 ) -> None:
@@ -98,19 +102,6 @@ def test_dropout_acts_and_is_that_of_the_position(world: World, digits: Path, tm
     assert dropped[0] == plain[0]
     assert dropped[2] != plain[2]
     assert hexes(dropped) == hexes(again)
-
-
-def stop_and_go_on(world: World, whole: RunConfig, parts: RunConfig) -> tuple[list[float], list[float]]:
-    """The losses of a run, and of one that stops after three steps and goes on."""
-    expected = train_losses(world, whole, launch(3))
-    train(replace(parts, samples=3 * parts.batch.samples), launch(3), world)
-    return expected, train_losses(world, parts, launch(3, allow_change=("samples",)))
-
-
-def test_a_run_that_is_stopped_goes_on_hex_equal(digits: Path, tmp_path: Path) -> None:
-    whole, parts = (adm(digits, tmp_path / name, dropout=0.3) for name in ("whole", "parts"))
-    expected, resumed = values(forked_ranks(stop_and_go_on, whole, parts))[0]
-    assert hexes(resumed) == hexes(expected)
 
 
 def test_small_images_are_means_over_areas_with_noise_that_belongs_to_the_position() -> None:

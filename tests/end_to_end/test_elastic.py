@@ -376,6 +376,7 @@ def stop_and_go_on(world: World, shards: Path, folder: Path, stage: int) -> tupl
     return whole, parts, left
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(24)
 def test_a_sigterm_during_accumulation_saves_at_the_boundary_and_loses_no_gradient(
     shards: Path, tmp_path: Path

@@ -128,9 +128,9 @@ def running(
 @pytest.mark.parametrize(
     ("target", "running"),
     [
-        ("command", "anew"),
+        pytest.param("command", "anew", marks=pytest.mark.nightly),
         pytest.param("launcher", "anew", marks=pytest.mark.nightly),
-        ("launcher killed", "forked"),
+        pytest.param("launcher killed", "forked", marks=pytest.mark.nightly),
         ("Ctrl-C", "forked"),
     ],
     indirect=["running"],

@@ -26,6 +26,7 @@ def config_of(data: Path, folder: Path) -> RunConfig:
     return tiny(data, folder, steps=STEPS, optim__name="adamw8bit", data__loader="auto", **output)
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(1)
 @pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_killed_command_resumes_hex_equal(digits: Path, tmp_path: Path, launcher: bool) -> None:

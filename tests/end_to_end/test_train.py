@@ -148,6 +148,7 @@ def test_resume_equals_the_uninterrupted_run(
     assert_same_checkpoint(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(22)
 def test_adamw_resumes_with_another_number_of_ranks(world: World, digits: Path, tmp_path: Path) -> None:
     whole = train_losses(world, tiny(digits, tmp_path / "whole"), launch(3))

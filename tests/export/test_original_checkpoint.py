@@ -279,6 +279,7 @@ def test_neither_adapters_nor_averages_of_the_whole_course_go_on_with_a_publishe
         tiny(tmp_path, tmp_path, pretrained=start, ema=EmaConfig(power_stds=(0.05,)))
 
 
+@pytest.mark.nightly
 def test_a_run_that_goes_on_is_cut_between_ranks(digits: Path, tmp_path: Path) -> None:
     """Written by one rank, gone on with by two under ZeRO-3, which round sums otherwise."""
     config = tiny(

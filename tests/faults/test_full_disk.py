@@ -113,6 +113,7 @@ def test_every_writer_outlasts_a_disk_that_is_full_for_forty_steps(
     assert_whole(disk / "run", 48)
 
 
+@pytest.mark.nightly
 def test_a_start_on_a_full_disk_goes_on(
     world: World, digits: Path, disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

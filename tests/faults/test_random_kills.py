@@ -159,7 +159,10 @@ def assert_survives(config: RunConfig, kills: int, whole: Path) -> None:
 
 @pytest.mark.fault(1)
 @pytest.mark.timeout(2 * 3600)
-@pytest.mark.parametrize(("optimizer", "by_day", "by_night"), [("adamw", 3, 180), ("adamw8bit", 1, 120)])
+@pytest.mark.parametrize(
+    ("optimizer", "by_day", "by_night"),
+    [("adamw", 3, 180), pytest.param("adamw8bit", 1, 120, marks=pytest.mark.nightly)],
+)
 def test_a_run_that_is_killed_at_random_moments_ends_hex_equal(
     undisturbed: Callable[[str, int], Path],
     digits: Path,
@@ -170,23 +173,23 @@ def test_a_run_that_is_killed_at_random_moments_ends_hex_equal(
     nightly: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """4 kills, by night 300: losses, weights, moments and averages have equal bytes."""
+    """3 kills, by night 300: losses, weights, moments and averages have equal bytes."""
     kills = by_night if nightly else by_day
     record_property("trials", kills)
     steps = max(3 * kills, 9) + 1
     assert_survives(config_of(digits, tmp_path, optimizer, steps, every=3), kills, undisturbed(optimizer, steps))
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(30)
 @pytest.mark.timeout(8 * 3600)
 def test_a_long_run_that_is_killed_now_and_then_ends_hex_equal(
     undisturbed: Callable[[str, int], Path],
     digits: Path,
     tmp_path: Path,
-    nightly: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """By night 10,000 steps (89 epochs of the digits), killed about every 200; by day the run above, killed once."""
-    steps, kills, every = (10_000, 50, 20) if nightly else (10, 1, 3)
+    """10,000 steps (89 epochs of the digits), killed about every 200."""
+    steps, kills, every = 10_000, 50, 20
     record_property("trials", kills)
     assert_survives(config_of(digits, tmp_path, "adamw", steps, every), kills, undisturbed("adamw", steps))

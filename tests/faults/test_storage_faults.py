@@ -233,6 +233,7 @@ def test_all_ranks_stop_after_the_same_step_when_too_many_saves_fail(digits: Pat
     assert not temporaries(tmp_path / "run")
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(10)
 @pytest.mark.parametrize("fails_in", [(), (3,)])
 def test_a_run_that_is_preempted_saves_or_fails(digits: Path, tmp_path: Path, fails_in: tuple[int, ...]) -> None:

@@ -110,6 +110,7 @@ def assert_same(killed: Path, whole: Path) -> None:
     assert not reader.leftovers(killed)
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(1)
 def test_a_job_that_is_killed_again_and_again_leaves_equal_bytes(
     tmp_path: Path, nightly: bool, record_property: Callable[[str, object], None]

@@ -43,6 +43,7 @@ FAST_S, SLOW_S = 1000.0, 1300.0
 """Seconds of a forward pass on a clock that only these passes advance, far more than the steps take."""
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(13)
 def test_the_ledger_knows_what_a_kill_cost(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny(

@@ -50,7 +50,7 @@ def new_counter() -> CompileCounterWithBackend:
     return CompileCounterWithBackend("eager")
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.nightly), "triton"])
 def test_equal_blocks_share_a_graph_whatever_they_drop(backend: Backend) -> None:
     """And have the numbers of each block."""
     counter = new_counter()
@@ -62,6 +62,7 @@ def test_equal_blocks_share_a_graph_whatever_they_drop(backend: Backend) -> None
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.nightly
 def test_blocks_that_drop_nothing_or_are_recomputed_share_as_many() -> None:
     without = new_counter()
     step(without, 2, 0.0)
@@ -128,6 +129,7 @@ def learn(world: World, stage: int, *, changed: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.nightly
 def test_compiled_recomputed_and_cut_by_zero3_they_drop_the_same(world: World) -> None:
     whole = learn(world, 0, changed=False)
     assert learn(world, 3, changed=True) == pytest.approx(whole, rel=1e-5)

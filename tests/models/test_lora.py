@@ -250,7 +250,9 @@ def test_an_adapter_that_is_not_there_is_not_recommended() -> None:
         _checked(Choice(format="lora"), config)
 
 
-@pytest.mark.parametrize(("kind", "quantize"), [("sd15", "none"), ("dit", "8bit"), ("dit", "4bit")])
+@pytest.mark.parametrize(
+    ("kind", "quantize"), [pytest.param("sd15", "none", marks=pytest.mark.nightly), ("dit", "8bit"), ("dit", "4bit")]
+)
 def test_blocks_compile_whole(kind: str, quantize: Any) -> None:
     """With fullgraph, and with recomputation around them."""
     config = DIT if kind == "dit" else ONE_LEVEL

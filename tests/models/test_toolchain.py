@@ -95,6 +95,7 @@ def test_on_a_gpu_a_kernel_is_tried_before_a_run_is_refused(tools: Path, monkeyp
     require_compilers(gpu, compiled=True, kernels=True)
 
 
+@pytest.mark.nightly
 def test_a_run_that_would_compile_is_refused_before_anything_is_written(digits: Path, tmp_path: Path) -> None:
     own = flags(tiny(digits, tmp_path / "run", steps=1))
     without = {"PATH": str(BIN), "CXX": ""}

@@ -124,6 +124,7 @@ def test_a_reference_is_compiled_once_and_not_inside_a_compiled_function(monkeyp
     dispatch._compiled.cache_clear()
 
 
+@pytest.mark.nightly
 def test_a_compiled_reference_takes_as_many_forms_as_a_unet_has():
     def reference(x, form):
         return x if form.startswith("form") else -x

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from fastdiff_kernels import dispatch
@@ -46,6 +47,7 @@ def test_the_loop_trains() -> None:
     assert not torch.equal(names["average"], names["flat"])
 
 
+@pytest.mark.nightly
 def test_the_kernels_train_as_the_references() -> None:
     """With fp32 sums in another order; 8-bit codes turn that into a step between neighbouring values at most."""
     expected = trained(2, 2, 16, 50)

@@ -99,13 +99,13 @@ class Case:
 
 
 OFTEN = (
-    Case(DIT, 0, 1, "fp32", "adamw"),
     Case(DIT, 2, 2, "fp32", "adamw", recompute=True),
-    Case(UNET, 3, 2, "fp32", "adamw", micro=8),
     Case(WIDE, 0, 1, "fp32", "adamw", micro=4, lora=LoraConfig(rank=8)),
 )
 CASES = (
     *OFTEN,
+    Case(DIT, 0, 1, "fp32", "adamw"),
+    Case(UNET, 3, 2, "fp32", "adamw", micro=8),
     Case(DIT, 0, 2, "bf16", "adamw8bit", accumulation=2),
     Case(DIT, 1, 2, "bf16", "adamw"),
     Case(DIT, 3, 2, "bf16", "adamw8bit", accumulation=2),

@@ -25,6 +25,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> wheels.Environment:
     return wheels.Environment(folder / "venv", wheels.build(folder / "wheels"))
 
 
+@pytest.mark.nightly
 def test_the_wheel_needs_no_repository(tmp_path: Path, environment: wheels.Environment) -> None:
     """Configurations by name, records of the project and the template of their page; no package named bench."""
     names = ("bench", "fastdiff", "fastdiff_bench", "fastdiff_kernels")

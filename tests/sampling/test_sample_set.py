@@ -158,6 +158,7 @@ def test_the_file_is_laid_out_as_adm_reads_it(undisturbed: Path) -> None:
 # ---- killed and resumed --------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(9)
 def test_the_real_command_is_killed_and_goes_on(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.npz"

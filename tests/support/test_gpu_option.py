@@ -46,6 +46,7 @@ def test_what_times_something_has_the_gpu_to_itself() -> None:
     assert not [word for word in alone if word.startswith("tests/") and alone[alone.index(word) - 1] != "--ignore"]
 
 
+@pytest.mark.nightly
 def test_without_a_gpu_there_is_nothing_to_test_on_it() -> None:
     done = run([sys.executable, "-m", "pytest", "--gpu", "tests/ops/test_names.py"])
     assert done.code == pytest.ExitCode.USAGE_ERROR

@@ -38,7 +38,7 @@ def test_fp16_without_fp16_arithmetic_is_refused(
         train(tiny(digits, tmp_path / "run", performance__precision="fp16"), launch(), world)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_fp16_clips_the_unscaled_gradient(
     world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None, stage: int
 ) -> None:
@@ -107,7 +107,7 @@ def test_fp16_stops_at_the_smallest_loss_scale(
     assert logged[0] > logged[-1], "it falls at each overflow"
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.nightly) for stage in (1, 2)), 3])
 def test_fp16_follows_fp32_and_resumes_with_its_loss_scale(
     world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None, stage: int
 ) -> None:

@@ -68,6 +68,7 @@ def values(read: Record) -> dict[tuple[str, str], float]:
     return {(row.provider, row.quantity): row.value for row in read.measurements}
 
 
+@pytest.mark.nightly
 def test_the_record_says_what_the_run_left(folder: Path) -> None:
     (run,) = (path.parent for path in folder.glob("runs/*/run.json"))
     read = record.read(folder / "out" / "objectives.jsonl")

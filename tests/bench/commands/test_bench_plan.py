@@ -10,6 +10,7 @@ from fastdiff_bench.__main__ import main
 from fastdiff_bench.records import record
 
 
+@pytest.mark.nightly
 def test_sizes_are_measured_and_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--smoke", "--device", "cpu", "--out", str(tmp_path)]) == 0
     rows = record.read(tmp_path / "plan.jsonl").measurements

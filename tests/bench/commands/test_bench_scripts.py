@@ -15,6 +15,7 @@ from fastdiff_bench.trainers.scripts.iddpm_network import UNet
 from tests.support.references.adm_networks import SMALL, built
 
 
+@pytest.mark.nightly
 def test_a_smoke_run_leaves_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nightly: bool) -> None:
     """By day of one script and with small batches; ``test_bench_startup`` takes a step of the other."""
     if not nightly:

@@ -35,6 +35,7 @@ def test_everything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert processes["fastdiff, launch local"] == 2, "the supervisor is the process of the command"
 
 
+@pytest.mark.nightly
 def test_the_script_takes_its_step_and_imports_nothing_of_fastdiff(tmp_path: Path) -> None:
     """Its start is compared with that of fastdiff."""
     tiny_pipeline.build(tmp_path / "pipeline")

@@ -71,6 +71,7 @@ def found(swept: Record) -> dict[str, Measurement]:
     return values(swept, CASE)
 
 
+@pytest.mark.nightly
 def test_a_sweep_goes_on_after_a_configuration_that_does_not_fit(swept: Record) -> None:
     (failure,) = swept.failures
     assert failure.case == f"digits, 1x8x8, batch {BROKEN_BATCH}, fp32, micro 8"

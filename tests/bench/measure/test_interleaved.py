@@ -203,6 +203,7 @@ def test_the_first_steps_of_a_session_may_be_left_out(tmp_path: Path) -> None:
     assert steps.without_first(1) == Steps([1.0, 2.0], {"data": [0.0, 0.5]}, 3.0, 4)
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_behind() -> None:
     """Not in the system's folder, and no semaphore that the system keeps and the tracker warns of in the end.
 

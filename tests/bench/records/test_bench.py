@@ -88,6 +88,7 @@ def test_the_commit_is_given_where_there_is_no_clone(monkeypatch: pytest.MonkeyP
     assert Fingerprint.here().git == "0123456789ab"
 
 
+@pytest.mark.nightly
 def test_kernels_are_measured_without_deepspeed() -> None:
     code = "import sys, fastdiff_bench.commands.op, fastdiff_bench.commands.aot; sys.exit('deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0

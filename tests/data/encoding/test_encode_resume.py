@@ -91,7 +91,7 @@ def killed_main(argv: list[str], number: int, rank: int = 0, ranks: int = 1) -> 
 
 
 @pytest.mark.fault(9)
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_killed_again_and_again_it_writes_the_same_bytes(
     tmp_path: Path, command: list[str], ranks: Any, undisturbed: dict[str, bytes], count: int, nightly: bool
 ) -> None:
@@ -113,13 +113,14 @@ def test_killed_again_and_again_it_writes_the_same_bytes(
     assert "bad_images.jsonl" in undisturbed
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(9)
 def test_killed_at_every_durable_call_it_writes_the_same_bytes(
-    tmp_path: Path, command: list[str], ranks: Any, undisturbed: dict[str, bytes], nightly: bool
+    tmp_path: Path, command: list[str], ranks: Any, undisturbed: dict[str, bytes]
 ) -> None:
-    """Each start dies one call later than the one before it: the calls of one unit, and at night those of four."""
+    """Each start dies one call later than the one before it: the calls of four units."""
     out, published = tmp_path / "out", False
-    for number in range(1, 4 * CALLS + 1 if nightly else CALLS + 1):
+    for number in range(1, 4 * CALLS + 1):
         if published:
             assert finish(begin(ranks, command, out, 1)) == [0]  # removes what is left if it died after publishing
             assert files(out) == undisturbed
@@ -127,7 +128,7 @@ def test_killed_at_every_durable_call_it_writes_the_same_bytes(
         process = ranks.Process(target=killed_main, args=([*command, str(out)], number), daemon=True)
         process.start()
         ended, published = finish([process]), (out / "dataset.json").exists()
-        assert ended == [-9] or (nightly and published)
+        assert ended == [-9] or published
     assert finish(begin(ranks, command, out, 1)) == [0]
     assert files(out) == undisturbed
 
@@ -147,6 +148,7 @@ def test_killed_while_it_publishes(
     assert files(out) == undisturbed
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(9)
 def test_the_real_command_is_killed_and_goes_on(
     tmp_path: Path, command: list[str], undisturbed: dict[str, bytes]

@@ -19,7 +19,6 @@ import torch
 from PIL import Image
 
 from fastdiff.batch import Batch
-from fastdiff.cli.main import main
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.encoding.images import encode_images
@@ -40,7 +39,6 @@ from fastdiff_kernels.noising import dequantised
 from tests.support.inputs.encoding import captioned, files, picture
 from tests.support.inputs.images import natural
 from tests.support.runs import hexes, launch, losses, tiny
-from tests.support.scripts import COMMAND, DYING, run_script
 from tests.support.servers.web_servers import http_server
 
 SIDE = 16
@@ -195,27 +193,6 @@ def test_ranks_write_the_same_files_as_one(
         encode(images, tmp_path / "out", classes_from="none")
 
 
-@pytest.mark.fault(9)
-def test_the_real_command_is_killed_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    count = 300
-    (tmp_path / "images").mkdir()
-    for number in range(count):
-        picture(number, (40, 40)).save(tmp_path / "images" / f"{number % 7}_{number}.png")
-    command = ["encode", str(tmp_path / "images"), "--autoencoder", "identity", "--crop", "adm"]
-    command += ["--resolution", "16", "--classes-from", "prefix", "--samples-per-shard", "2", "--workers", "1"]
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    assert main([*command, str(whole)]) == 0
-    unit = out / ".encoding" / "unit-000003.json"
-    calls = 120  # a part of those of 150 units
-    assert run_script(DYING, str(calls), COMMAND, *command, out).code == -9
-    assert unit.exists()
-    assert not (out / "dataset.json").exists()
-    capsys.readouterr()
-    assert main([*command, str(out)]) == 0
-    assert "more were already encoded" in capsys.readouterr().out
-    assert files(out) == files(whole)
-
-
 def take(folder: Path, loader: Any, count: int, *, flip: bool = False, seed: int = 5, **reader: Any) -> list[Batch]:
     with LatentReader(folder, **reader) as opened:
         order = build_order(opened.info, seed=seed, window_shards=2, global_batch=4)
@@ -358,7 +335,7 @@ HYBRID = {
 }
 
 
-@pytest.mark.parametrize("objective", [{}, HYBRID], ids=["v", "hybrid"])
+@pytest.mark.parametrize("objective", [pytest.param({}, marks=pytest.mark.nightly), HYBRID], ids=["v", "hybrid"])
 def test_a_run_on_pixels_is_one_on_their_values_in_fp32(
     world: World, tmp_path: Path, objective: dict[str, Any]
 ) -> None:

@@ -45,7 +45,9 @@ def found_in(text: bytes) -> list[str]:
 
 
 @pytest.mark.fault(28)
-@pytest.mark.parametrize("ends", ["well", "in an error", "before it begins"])
+@pytest.mark.parametrize(
+    "ends", ["well", *(pytest.param(end, marks=pytest.mark.nightly) for end in ("in an error", "before it begins"))]
+)
 def test_no_secret_is_in_any_file_or_line_of_a_run(served: str, tmp_path: Path, ends: str) -> None:
     out = tmp_path / "out"
     config = tiny(Path("x"), out / "run", steps=2, output__report_to=("tensorboard", "wandb", "trackio"))
@@ -181,6 +183,7 @@ print(*sorted({address.ip for address in listening}), sys.argv[1] in {str(addres
 """
 
 
+@pytest.mark.nightly
 def test_the_store_of_the_ranks_listens_on_its_own_address_alone() -> None:
     done = subprocess.run(
         [sys.executable, "-c", MEETS, str(reserved_port())], cwd=ROOT, capture_output=True, text=True, timeout=120

@@ -300,7 +300,7 @@ def test_what_is_dropped_does_not_depend_on_the_batch() -> None:
 @pytest.mark.parametrize(
     ("kind", "fewer", "dropout"),
     [
-        ("iddpm", ONE_LEVEL, 0.2),
+        pytest.param("iddpm", ONE_LEVEL, 0.2, marks=pytest.mark.nightly),
         pytest.param("iddpm", {"res_blocks": 1}, 0.2, marks=pytest.mark.nightly),
         ("adm added", {}, 0.0),
     ],
@@ -325,7 +325,10 @@ def test_blocks_compile_whole(kind: str, fewer: dict[str, Any], dropout: float) 
     assert model.state_dict().keys() == eager.state_dict().keys()
 
 
-@pytest.mark.parametrize(("kind", "compiled"), [("iddpm", False), ("iddpm", True), ("adm added", False)])
+@pytest.mark.parametrize(
+    ("kind", "compiled"),
+    [pytest.param("iddpm", False, marks=pytest.mark.nightly), ("iddpm", True), ("adm added", False)],
+)
 def test_kernels_give_the_numbers_of_the_reference(kind: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: Counter[str] = Counter()
     run = group_norm.run

@@ -156,6 +156,7 @@ def test_a_safety_checker_and_the_variant_of_the_unet_come_along(
     assert all(bool((found[name] == value).all()) for name, value in weights.items())
 
 
+@pytest.mark.nightly
 def test_an_export_without_an_autoencoder_is_refused(
     server: Any, user: subprocess.Popen[str], published: Path, tmp_path: Path
 ) -> None:

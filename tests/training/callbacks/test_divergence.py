@@ -433,6 +433,7 @@ def _killed_at_the_rewind(world: World, config: RunConfig, saved: bool) -> None:
         train(config, launch(), world)
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(21)
 def test_a_run_that_is_killed_at_its_rewind_ends_like_one_that_is_not(
     two_spikes: Path, together: dict[str, Path], tmp_path: Path
@@ -453,7 +454,7 @@ def test_a_run_that_is_killed_at_its_rewind_ends_like_one_that_is_not(
 
 
 @pytest.mark.fault(21)
-@pytest.mark.parametrize("policy", ["log", "skip"])
+@pytest.mark.parametrize("policy", [pytest.param("log", marks=pytest.mark.nightly), "skip"])
 def test_a_run_that_stops_between_two_spikes_decides_as_one_that_does_not(
     world: World, two_spikes: Path, alone: dict[str, Path], tmp_path: Path, policy: str
 ) -> None:
@@ -466,6 +467,7 @@ def test_a_run_that_stops_between_two_spikes_decides_as_one_that_does_not(
     assert_same_checkpoint(tmp_path / "cut", alone[policy])
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(7)
 @pytest.mark.parametrize("steps", [SECOND, STEPS], ids=["at the end", "in the middle"])
 def test_a_rewind_on_a_full_disk_goes_on_without_its_checkpoint(
@@ -627,11 +629,11 @@ ON_HOST = {"device": "cpu"}
 @pytest.mark.parametrize(
     ("zero", "precision", "optimizer", "ranks"),
     [
-        ({"stage": 0}, "fp32", "adamw", 1),
+        pytest.param({"stage": 0}, "fp32", "adamw", 1, marks=pytest.mark.nightly),
         pytest.param({"stage": 0}, "bf16", "adamw8bit", 2, marks=pytest.mark.nightly),
         pytest.param({"stage": 1}, "bf16", "adamw8bit-bnb", 2, marks=pytest.mark.nightly),
         ({"stage": 1}, "fp16", "adamw8bit-bnb", 1),
-        ({"stage": 2, "offload_optimizer": ON_HOST}, "bf16", "adamw8bit", 2),
+        pytest.param({"stage": 2, "offload_optimizer": ON_HOST}, "bf16", "adamw8bit", 2, marks=pytest.mark.nightly),
         pytest.param(
             {"stage": 3, "stage3_param_persistence_threshold": 0}, "fp32", "adamw8bit-bnb", 2, marks=pytest.mark.nightly
         ),

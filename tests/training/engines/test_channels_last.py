@@ -21,7 +21,7 @@ from fastdiff.training.build import build
 from fastdiff.training.engines.buffers import move_into, places_of
 from tests.gpu.cases import ADM, HYBRID
 from tests.support.forked import forked_ranks, values
-from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, newest, tiny
+from tests.support.runs import launch, losses, newest, tiny
 from tests.training.engines.test_flat_engine import apart, distance, trained
 
 
@@ -104,20 +104,6 @@ def test_a_run_moves_between_engines_and_ranks(world: World, digits: Path, tmp_p
     chained, alone = newest(tmp_path / "chain"), newest(tmp_path / "alone")
     for kind in ("master", "ema/0.9", "exp_avg", "exp_avg_sq"):
         assert distance(chained.full(kind), alone.full(kind)) < 1e-3, kind
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_resumed_run_is_equal_to_the_bit(world: World, digits: Path, tmp_path: Path, ranks: int) -> None:
-    """Losses, weights, moments and averages."""
-    options = {"performance__precision": "bf16", "batch__micro": 4}
-    runs = [unet(digits, tmp_path / "whole", steps=4, **options)]
-    runs += [unet(digits, tmp_path / "parts", steps=steps, **options) for steps in (2, 4)]
-    if ranks == 1:
-        trained(world, runs, [0] * 3)
-    else:
-        values(forked_ranks(trained, runs, [0] * 3, ranks=ranks))
-    assert hexes(losses(tmp_path / "parts")) == hexes(losses(tmp_path / "whole"))
-    assert_same_checkpoint(tmp_path / "parts", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 3, 3), (1, 5, 1, 3)])

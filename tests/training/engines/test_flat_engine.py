@@ -82,7 +82,7 @@ def apart(first: Sequence[float], second: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_its_losses_are_those_of_deepspeed(
     world: World, digits: Path, tmp_path: Path, ranks: int, nightly: bool
 ) -> None:
@@ -115,7 +115,12 @@ def trained(world: World, configs: Sequence[RunConfig], stages: Sequence[int]) -
 
 
 @pytest.mark.parametrize(
-    ("precision", "micro", "samples"), [("fp32", 8, (11, 2)), ("bf16", 8, (11, 2)), ("fp32", 4, (0, 2))]
+    ("precision", "micro", "samples"),
+    [
+        pytest.param("fp32", 8, (11, 2), marks=pytest.mark.nightly),
+        ("bf16", 8, (11, 2)),
+        pytest.param("fp32", 4, (0, 2), marks=pytest.mark.nightly),
+    ],
 )
 def test_steps_that_are_not_finite_are_skipped_as_by_deepspeed(
     tmp_path: Path, precision: str, micro: int, samples: tuple[int, int]
@@ -142,7 +147,12 @@ def test_steps_that_are_not_finite_are_skipped_as_by_deepspeed(
 
 @pytest.mark.parametrize(
     ("ranks", "optimizer", "kernels"),
-    [(1, "adamw", "auto"), (1, "adamw", "auto,adamw=triton"), (2, "adamw", "auto"), (2, "adamw8bit", "auto")],
+    [
+        pytest.param(1, "adamw", "auto", marks=pytest.mark.nightly),
+        pytest.param(1, "adamw", "auto,adamw=triton", marks=pytest.mark.nightly),
+        pytest.param(2, "adamw", "auto", marks=pytest.mark.nightly),
+        (2, "adamw8bit", "auto"),
+    ],
 )
 def test_a_resumed_run_is_equal_to_the_bit(
     world: World, digits: Path, tmp_path: Path, ranks: int, optimizer: str, kernels: str
@@ -180,6 +190,7 @@ def _killed_at_step_7(world: World, config: RunConfig) -> None:
         train(config, launch(0), world)
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_killed_ends_equal_to_the_bit(digits: Path, tmp_path: Path) -> None:
     """SIGKILL to both ranks between two checkpoints."""
     whole, killed = (

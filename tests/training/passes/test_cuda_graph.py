@@ -142,6 +142,7 @@ def test_its_numbers_are_those_of_a_run_without_it(
     assert_same_checkpoint(tmp_path / "graph", tmp_path / "eager")
 
 
+@pytest.mark.nightly
 def test_a_run_resumes_with_and_without_it(world: World, digits: Path, tmp_path: Path, watched: Watched) -> None:
     """Equal to the bit."""
     train(with_graph(digits, tmp_path / "whole", 8, performance__cuda_graph=False), launch(0), world)

@@ -67,7 +67,7 @@ SMALL = DiTConfig(depth=1, hidden=64, heads=2, patch=4, channels=1, size=8, clas
 """For Triton's interpreter."""
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("adamw8bit", marks=pytest.mark.nightly)])
 def test_the_step_of_the_flat_engine_waits_for_the_flags_alone(
     world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

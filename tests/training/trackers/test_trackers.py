@@ -497,6 +497,7 @@ def test_a_tracker_that_stalls_does_not_hold_up_a_preemption(
     assert "did not take all within 1 s" in "".join(capsys.readouterr())
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(29)
 def test_a_tracker_that_does_not_answer_at_the_start_is_left_out(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -81,7 +81,7 @@ def learn(
 
 
 def _every_way(world: World, kind: str, *, long: bool) -> dict[str, Learned]:
-    """Train in every way; ``long``: also in those whose parts others have, the compiled ways without the kernels."""
+    """Train in every way; ``long``: also compiled, and by the kernels."""
     blocks = UNet.block_classes
     found = {
         "whole": learn(world, kind, 0, blocks),
@@ -90,20 +90,19 @@ def _every_way(world: World, kind: str, *, long: bool) -> dict[str, Learned]:
     }
     if kind == "sd15":
         found["other leaves"] = learn(world, kind, 3, [Attention], recompute=True)
+    if kind == "sd15" and long:
         torch._dynamo.utils.counters.clear()
-        if long:
-            found["compiled"] = learn(world, kind, 3, blocks, recompute=True, compiled=True)
+        found["compiled"] = learn(world, kind, 3, blocks, recompute=True, compiled=True)
         # Blocks read weights and biases of their convolutions, and pass biases on to the next block.
         with dispatch.forced(group_norm="triton"):
-            if long:
-                found["kernels"] = learn(world, kind, 3, blocks)
+            found["kernels"] = learn(world, kind, 3, blocks)
             found["kernels compiled"] = learn(world, kind, 3, blocks, recompute=True, compiled=True)
         assert not torch._dynamo.utils.counters["graph_break"]
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
     return found
 
 
-@pytest.fixture(scope="module", params=["sd15", "sdxl"])
+@pytest.fixture(scope="module", params=["sd15", pytest.param("sdxl", marks=pytest.mark.nightly)])
 def learned(request: pytest.FixtureRequest, nightly: bool) -> list[dict[str, Learned]]:
     return values(forked_ranks(partial(_every_way, long=nightly), request.param, timeout_s=600))
 
@@ -126,6 +125,7 @@ def test_zero3_learns_what_zero0_learns(learned: list[dict[str, Learned]]) -> No
                 np.testing.assert_allclose(found[way].weights[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.nightly
 def test_zero3_by_the_kernels_learns_what_zero0_learns(learned: list[dict[str, Learned]]) -> None:
     for found in learned:
         whole = found["whole"]
