@@ -205,6 +205,8 @@ LEARNED = Course("adamw", "importance", (2, 3, 1), Length(32, (11, 17)))
 OURS = Course("adamw8bit", "uniform", (3, 0, 2))
 BITSANDBYTES = Course("adamw8bit-bnb", "uniform", (3, 0, 2))
 COURSES = (ADAMW, LEARNED, OURS, BITSANDBYTES)
+BY_DAY = (LEARNED, OURS)
+TRIALS = [pytest.param(each, id=each.name, marks=() if each in BY_DAY else pytest.mark.nightly) for each in COURSES]
 
 
 @dataclass
@@ -238,7 +240,7 @@ def courses(world: World, shards: Path, tmp_path_factory: pytest.TempPathFactory
             folder / f"{course.name}-whole",
             folder / f"{course.name}-parts",
         )
-        for course in COURSES
+        for course in (COURSES if nightly else BY_DAY)
     }
     lengths = {name: both.length for name, both in found.items()}
     for rank in values(forked_ranks(begin, shards, folder, lengths, timeout_s=900)):
@@ -247,7 +249,7 @@ def courses(world: World, shards: Path, tmp_path_factory: pytest.TempPathFactory
             found[name].parts.add(parts)
     torch.set_num_threads(1)  # as in the processes that tests start
     try:
-        for course in COURSES:
+        for course in chosen(lengths):
             both = found[course.name]
             config = course.config(shards, both.parts_folder, both.length)
             both.parts.add(watch(world, config, course.stages[1], both.length.stops[1]))
@@ -259,9 +261,14 @@ def courses(world: World, shards: Path, tmp_path_factory: pytest.TempPathFactory
     return found
 
 
+def chosen(lengths: dict[str, Length]) -> list[Course]:
+    """Return the courses that have a length."""
+    return [course for course in COURSES if course.name in lengths]
+
+
 def begin(world: World, shards: Path, folder: Path, lengths: dict[str, Length]) -> dict[str, tuple[Seen, Seen]]:
     found = {}
-    for course in COURSES:
+    for course in chosen(lengths):
         length = lengths[course.name]
         whole = watch(world, course.config(shards, folder / f"{course.name}-whole", length), course.stages[0])
         parts = course.config(shards, folder / f"{course.name}-parts", length)
@@ -274,7 +281,7 @@ def end(world: World, shards: Path, folder: Path, lengths: dict[str, Length]) ->
         course.name: watch(
             world, course.config(shards, folder / f"{course.name}-parts", lengths[course.name]), course.stages[2]
         )
-        for course in COURSES
+        for course in chosen(lengths)
     }
 
 
@@ -303,7 +310,7 @@ def test_the_stops_are_in_the_middle_of_a_window_of_shards_and_of_an_epoch(shard
 @pytest.mark.fault(22)
 @pytest.mark.fault(23)
 @pytest.mark.fault(24)
-@pytest.mark.parametrize("course", COURSES, ids=lambda course: course.name)
+@pytest.mark.parametrize("course", TRIALS)
 def test_samples_levels_rates_and_groups_are_exactly_those_of_the_undisturbed_run(
     courses: dict[str, Both], course: Course
 ) -> None:
@@ -341,7 +348,7 @@ NIGHTLY_BOUNDS = {
 
 @pytest.mark.fault(22)
 @pytest.mark.fault(23)
-@pytest.mark.parametrize("course", COURSES, ids=lambda course: course.name)
+@pytest.mark.parametrize("course", TRIALS)
 def test_losses_and_averages_stay_within_the_bound_of_the_optimizer(
     courses: dict[str, Both], course: Course, nightly: bool
 ) -> None:

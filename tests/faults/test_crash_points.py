@@ -91,13 +91,15 @@ def whole(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def trials(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Trial]:
-    """One per operation and rank."""
+def trials(digits: Path, tmp_path_factory: pytest.TempPathFactory, nightly: bool) -> list[Trial]:
+    """One per operation and rank; by day at the first and the last one of each kind."""
     root = tmp_path_factory.mktemp("trials")
     values(forked_ranks(train_losses, config_of(digits, root / "start", DIES_IN - 1), launch()))
     shutil.copytree(root / "start", root / "unharmed")
     counts = values(forked_ranks(train_watched, config_of(digits, root / "unharmed", DIES_IN)))
-    done = operations([journal_of(root / "unharmed", rank) for rank in range(RANKS)])
+    of_ranks = [operations([journal_of(root / "unharmed", rank)]) for rank in range(RANKS)]
+    assert [len(of_rank) for of_rank in of_ranks] == counts
+    done = [operation for of_rank in of_ranks for operation in of_rank]
     kinds = Counter(record["op"] for record in done)
     assert kinds.keys() == {"mkdir", "create", "reserve", "write", "fsync", "rename", "unlink", "rmdir"}
     assert kinds["create"] == RANKS + 1, "a file of each rank and the manifest"
@@ -105,9 +107,18 @@ def trials(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Trial
     model = root / "unharmed" / "checkpoints" / f"step-{DIES_IN:08d}"
     return [
         die(root / "start", model, root / f"rank{rank}-{operation}", rank, operation)
-        for rank, count in enumerate(counts)
-        for operation in range(count)
+        for rank, of_rank in enumerate(of_ranks)
+        for operation in (range(len(of_rank)) if nightly else _ends_of_kinds(of_rank))
     ]
+
+
+def _ends_of_kinds(done: list[Operation]) -> list[int]:
+    """Return the numbers of the first and the last operation of each kind."""
+    by_kind = {
+        kind: [number for number, each in enumerate(done) if each["op"] == kind]
+        for kind in {each["op"] for each in done}
+    }
+    return sorted({end for numbers in by_kind.values() for end in (numbers[0], numbers[-1])})
 
 
 def die(start: Path, model: Path, folder: Path, rank: int, operation: int) -> Trial:
