@@ -1,0 +1,156 @@
+"""Another package can add an optimizer, with state of its own and whole matrices; nothing of fastdiff knows it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fastdiff.config.command_line.config_file import with_optimizer
+from fastdiff.config.optimizers import registry
+from fastdiff.config.run import RunConfig
+from fastdiff.errors import ConfigError
+from fastdiff.parallel.fragments import Fragment
+from fastdiff.parallel.world import World
+from tests.support.processes import ROOT, Finished, run_ranks
+from tests.support.runs import assert_same_checkpoint, copy_run, hexes, launch, losses, newest, tiny, train_losses
+from tests.support.scripts import COMMAND, TRAIN, run_job, run_script
+
+SUPPORT = ROOT / "tests" / "support"
+ENGINES = [("flat", 0), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)]
+
+
+def config_of(digits: Path, folder: Path, engine: str, steps: int) -> RunConfig:
+    if str(SUPPORT) not in sys.path:  # in a process of its own
+        sys.path.insert(0, str(SUPPORT))
+    from toy_optimizer.family import TOY
+
+    registry.register(TOY)
+    return with_optimizer(tiny(digits, folder, steps, performance__engine=engine), "toy", "this test")
+
+
+def train_everywhere(world: World, digits: Path, folder: Path) -> dict[str, tuple[list[float], list[float]]]:
+    """Train six steps under every engine and stage, at once and in two parts; return both series of losses."""
+    found = {}
+    for engine, stage in ENGINES:
+        name = f"{engine}-{stage}"
+        whole = train_losses(world, config_of(digits, folder / name / "whole", engine, 6), launch(stage))
+        train_losses(world, config_of(digits, folder / name / "parts", engine, 3), launch(stage))
+        copy_run(world, folder / name / "parts", folder / name / "start")
+        parts = train_losses(world, config_of(digits, folder / name / "parts", engine, 6), launch(stage))
+        found[name] = whole, parts
+    return found
+
+
+def go_on(world: World, digits: Path, start: Path, folder: Path) -> dict[str, list[float]]:
+    """Go on from a run of three steps under every engine and stage; return the losses of all six."""
+    found = {}
+    for engine, stage in ENGINES:
+        name = f"{engine}-{stage}"
+        copy_run(world, start, folder / name)
+        found[name] = train_losses(world, config_of(digits, folder / name, engine, 6), launch(stage))
+    return found
+
+
+def test_every_engine_and_stage_trains_alike_and_resumes_bitwise(digits: Path, tmp_path: Path) -> None:
+    found = run_ranks(train_everywhere, digits, tmp_path, ranks=2)[0]
+    expected = found["flat-0"][0]
+    assert expected[-1] < expected[0]
+    for name, (whole, parts) in found.items():
+        assert hexes(parts) == hexes(whole), name
+        assert_same_checkpoint(tmp_path / name / "whole", tmp_path / name / "parts")
+        assert whole == pytest.approx(expected, rel=1e-5), name
+    norms = {name: norms_of(tmp_path / name / "whole") for name in found}
+    assert all(found == pytest.approx(norms["flat-0"], rel=1e-4) for found in norms.values())
+
+    one = run_ranks(go_on, digits, tmp_path / "deepspeed-3" / "start", tmp_path / "one", ranks=1)[0]
+    for name, after in one.items():
+        assert after == pytest.approx(expected, rel=1e-5), f"two ranks of ZeRO-3 -> one rank, {name}"
+
+
+def norms_of(run: Path) -> dict[str, float]:
+    """The saved norm of every matrix; other parameters have none."""
+    saved = newest(run)
+    assert saved.manifest["sliced_state"] == ["moment", "norm"]
+    shapes = saved.manifest["parameters"]
+    names = {key.removeprefix("norm/") for _, key in saved.keys("norm/")}
+    assert names == {name for name, shape in shapes.items() if len(shape) > 1}
+    found = {name: float(saved.slice("norm", Fragment(name, 0, 1, 0))) for name in names}
+    assert any(found.values())
+    return found
+
+
+def installed(site: Path, entry: str = "toy_optimizer.family:TOY") -> Path:
+    """A folder for PYTHONPATH with the toy optimizer, as pip leaves it there."""
+    shutil.copytree(SUPPORT / "toy_optimizer", site / "toy_optimizer", ignore=shutil.ignore_patterns("__pycache__"))
+    metadata = site / "toy_optimizer-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-optimizer\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[fastdiff.optimizers]\ntoy = {entry}\n")
+    return site
+
+
+def test_an_installed_optimizer_is_planned_trained_sampled_and_exported(digits: Path, tmp_path: Path) -> None:
+    site, folder, out = installed(tmp_path / "site"), tmp_path / "run", tmp_path / "out"
+    chosen = ["--preset", "digits", "--optim.name", "toy", "--optim.momentum", "0.8"]
+
+    def fastdiff(*words: str | Path) -> str:
+        return ended(run_script(COMMAND, *words, PYTHONPATH=str(site)))
+
+    def ended(finished: Finished) -> str:
+        assert finished.code == 0, finished.output
+        return finished.output
+
+    dry = json.loads(fastdiff("train", *chosen, "--data.path", digits, "--dry-run"))["config"]["optim"]
+    assert (dry["name"], dry["lr"], dry["momentum"], dry["schedule"]) == ("toy", 0.01, 0.8, "cosine")
+    assert "eps" not in dry, "it is none of its hyper-parameters"
+    assert "32-bit" in fastdiff("plan", *chosen, "--data.path", digits, "--gpus", "2xH100")
+
+    flags = [
+        *chosen, "--optim.schedule", "constant", "--optim.warmup-steps", "0", "--data.path", digits,
+        "--batch.samples", "16", "--output.folder", folder, "--output.log-every", "1", "--output.sample-every", "0",
+    ]  # fmt: skip
+    ended(run_job(TRAIN, *flags, "--samples", "48", ranks=2, PYTHONPATH=str(site)))
+    assert "resuming from step 3" in ended(run_job(TRAIN, *flags, "--samples", "64", ranks=1, PYTHONPATH=str(site)))
+    assert len(losses(folder)) == 4
+    assert all(map(math.isfinite, losses(folder)))
+    assert newest(folder).manifest["versions"]["plugin.optimizer"] == "toy of toy-optimizer 1.0"
+
+    fastdiff("sample", folder, "--grid", tmp_path / "grid.png", "--classes", "0-2", "--steps", "2")
+    fastdiff("export", folder, out, "--format", "safetensors", "--raw")
+    weights, trained = load_file(out / "model.safetensors"), newest(folder).weights()
+    assert all(torch.equal(weights[name], trained[name]) for name in trained)
+    assert "toy, weight decay 0.0, momentum 0.8, clipped at 1" in (out / "README.md").read_text()
+
+    unknown = run_script(COMMAND, "sample", folder, "--grid", tmp_path / "grid.png")
+    assert unknown.code == 2
+    assert "optim.name: not a known optimizer, given 'toy'; expected adamw, adamw8bit, adamw8bit-bnb" in unknown.output
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("toy_optimizer.nowhere:TOY", r"the optimizer toy of toy-optimizer cannot be imported \(No module .*nowhere"),
+        (
+            "toy_optimizer.family:ToyConfig",
+            "the optimizer toy of toy-optimizer is a type, expected an OptimizerFamily",
+        ),
+    ],
+)
+def test_an_installed_optimizer_that_is_none_is_named(
+    entry: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(installed(tmp_path, entry))
+    registry._installed.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=message):
+            registry.optimizers()
+    finally:
+        monkeypatch.undo()
+        registry._installed.cache_clear()
