@@ -381,10 +381,8 @@ class _ImageEncode:
         filters = "box and bicubic" if options.crop == "adm" else options.interpolation
         latents = "pixels in uint8, x0 = pixel / 127.5 - 1"
         if not self._in_pixels:
-            latents = (
-                f"pixel / 127.5 - 1; posterior's mean and standard deviation in {options.precision}, batches of "
-                f"{options.batch}"
-            )
+            found = "latents" if self._encoder.kind == "mean" else "posterior's mean and standard deviation"
+            latents = f"pixel / 127.5 - 1; {found} in {options.precision}, batches of {options.batch}"
         return (
             f"resize to {buckets}{options.resolution} pixels ({filters}), {options.crop} crop, decoded by "
             f"{self._decoder.name}; {latents}; plan {self._folder.plan_digest}"

@@ -89,6 +89,7 @@ def train_flags(shards: Path, pipeline: Path, folder: Path, steps: int, engine: 
 def test_shards_hold_what_the_encoders_gave(shards: Path, pipeline: Path) -> None:
     info = DatasetInfo.read(shards)
     assert (info.kind, info.latent.shape) == ("mean", (12, 4, 4))
+    assert "pixel / 127.5 - 1; latents in fp32, batches of 16" in info.provenance.transform
     weights = load_file(pipeline / "vae" / "diffusion_pytorch_model.safetensors")
     assert info.normalisation.shift == tuple(weights["mean"].tolist())
     np.testing.assert_allclose(info.normalisation.scale, 1 / weights["std"].numpy())
