@@ -60,6 +60,16 @@ def resolve(config: RunConfig) -> RunConfig:
     return replace(config, objective=objective)
 
 
+def with_local_shape(config: RunConfig) -> RunConfig:
+    """Return the run with the shape of its pretrained network, if the pipeline is a folder of this machine.
+
+    Raises:
+        ConfigError: the pipeline has no such network.
+    """
+    here = config.pretrained.weights and Path(config.pretrained.path).is_dir()
+    return replace(config, model=pretrained(config).network_config()) if here else config
+
+
 def absolute_path(config: RunConfig) -> str | None:
     """Return the absolute path of a pretrained pipeline or file of this machine; None for one of the hub, or none."""
     path = Path(config.pretrained.path)

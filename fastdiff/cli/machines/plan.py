@@ -108,6 +108,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.picture is not None:
         require_output(arguments.picture)
     launch, config = parse(arguments.flags, arguments.own)
+    with live_line.during("importing torch ..."):
+        from fastdiff.models.load import with_local_shape
+    config = with_local_shape(config)
     known = gpus.known() if arguments.gpu_file is None else gpus.read(arguments.gpu_file)
     sets = [gpus.parse(text, known) for text in dict.fromkeys(arguments.gpus)]
     with live_line.during("counting the memory of the network ..."):

@@ -143,6 +143,11 @@ def test_a_run_is_sampled_and_exported(
     fastdiff("sample", run, "--grid", tmp_path / "grid.png", "--prompt", "cat", "--steps", "2")
 
 
+def test_a_plan_is_of_the_network_of_the_pipeline(pipeline: Path, fastdiff: Callable[..., str]) -> None:
+    said = fastdiff("plan", "--preset", "sd15-finetune", "--pretrained.path", pipeline, "--gpus", "1xH100")
+    assert said.startswith("a toy network of text, 0.015 M parameters")
+
+
 def test_images_are_encoded_while_training(shards: Path, pipeline: Path, site: Path, tmp_path: Path) -> None:
     stored, online = tmp_path / "stored", tmp_path / "online"
     ended(run_job(TRAIN, *train_flags(shards, pipeline, stored, 2, "flat"), ranks=1, PYTHONPATH=str(site)))
