@@ -17,7 +17,7 @@ from fastdiff.checkpoint.bitsandbytes_state import BlockwiseState, fragments_ten
 from fastdiff.checkpoint.reader import FRAGMENTS, RAW, Checkpoint
 from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.sections.optim import OptimConfig
-from fastdiff.errors import ConfigError, StorageError
+from fastdiff.errors import ConfigError, StorageError, require
 from fastdiff.parallel.fragments import Flat, Sizes, layout_digest
 from fastdiff.training.optimizer.build import lr_after
 from fastdiff.training.optimizer.step_count import step_count
@@ -47,14 +47,23 @@ def sliced_keys(state: TrainState) -> list[str]:
 
 
 def unsliced_state(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's state that cannot be sliced, and the places of the parameters in it."""
-    engine, sliced = state.engine, sliced_state(state)
+    """Yield this rank's state that cannot be sliced, and the places of the parameters in it.
+
+    Raises:
+        ConfigError: the optimizer keeps a tensor that its family does not declare.
+    """
+    engine, sliced, family = state.engine, sliced_state(state), family_of(state.config.optim)
     for index, flat in enumerate(engine.flats):
         raw = {
             key: value
             for key, value in (flat.state.items() if flat.owned else ())
             if key != "step" and key not in sliced and isinstance(value, Tensor)
         }
+        require(
+            not (raw and family.sliced),
+            f"--optim.name {family.name} keeps state[parameter][{min(raw, default='')!r}], which its OptimizerFamily "
+            "does not declare in state; add it there, so that checkpoints have it",
+        )
         yield from ((f"{RAW}{index}/{key}", value) for key, value in raw.items())
         if raw and flat.fragments:
             yield f"{FRAGMENTS}{index}", fragments_tensor(flat, list(engine.shapes))

@@ -26,6 +26,7 @@ from fastdiff.parallel.fragments import Flat, assemble, layout_digest
 from fastdiff.parallel.world import World
 from fastdiff.train import take_steps
 from fastdiff.training.build import build
+from fastdiff.training.checkpoints import Checkpoints
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.optimizer.build import build_optimizer
 from fastdiff.training.optimizer_state import check_groups
@@ -151,6 +152,14 @@ def test_a_checkpoint_that_does_not_tell_its_layout_is_refused(
     renew_digest(folder / MANIFEST)
     with pytest.raises(ConfigError, match=r"2 ranks at ZeRO stage 3.*does not record.*resume with the same ranks"):
         build_at(world, blockwise_config(digits, tmp_path / "run"), 3)
+
+
+def test_state_that_an_optimizer_does_not_declare_is_refused(world: World, digits: Path, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        state = build(tiny(digits, tmp_path / "run"), launch(0), world, stack).state
+        state.engine.flats[0].state["extra"] = torch.zeros(3)
+        with pytest.raises(ConfigError, match=r"--optim.name adamw keeps .*'extra'.*does not declare"):
+            Checkpoints(tmp_path / "checkpoints", 2, world).draft(state)
 
 
 def build_at(world: World, config: RunConfig, stage: int) -> None:
