@@ -100,7 +100,7 @@ class Config(RunConfig):
 
         A network of a file is named by the file, which reading the YAML executes.
         """
-        return yaml.safe_dump(_naming_files(self, self.to_dict()), sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(_naming_files(self.model.kind, self.to_dict()), sort_keys=False, allow_unicode=True)
 
     def __repr__(self) -> str:
         of = f"of the preset {self.preset}, " if self.preset else ""
@@ -133,12 +133,12 @@ def for_ranks(config: RunConfig) -> bytes:
     Raises:
         ConfigError: the network is known to this process alone.
     """
-    return json.dumps(_naming_files(config, json.loads(json.dumps(dataclasses.asdict(config))))).encode()
+    return json.dumps(_naming_files(config.model.kind, json.loads(json.dumps(dataclasses.asdict(config))))).encode()
 
 
-def _naming_files(config: RunConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration with the kind of a file's network as ``PATH.py:NAME``."""
-    network = file_of(config.model.kind)
+def _naming_files(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a configuration with the kind of the network of a file as ``PATH.py:NAME``."""
+    network = file_of(kind)
     if network is None:
         return fields
     assert network.path is not None
@@ -185,7 +185,8 @@ def _samples(steps: Any, epochs: Any, given: dict[str, Any], base: RunConfig, na
     }
     online = ["--data.online"] if _within(given, "data", "online") else []
     words = [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
-    found = samples_flag(None if steps is None else int(steps), epochs, [*words, *online], base, name, source)
+    whole = None if steps is None else int(steps)
+    found = samples_flag(whole, epochs, [*words, *online], base.batch, base.data, name, source)
     return int(found[1])
 
 

@@ -34,7 +34,7 @@ class Display(Protocol):
 def open_display(config: RunConfig) -> Display:
     """Return the display of this process: of a notebook, of a terminal, or standard error."""
     if in_notebook():
-        return Notebook(config)
+        return Notebook(Path(config.output.folder), config.steps)
     return Terminal(config) if redraws(sys.stderr) else Stream()
 
 
@@ -102,14 +102,15 @@ class Notebook:
     """A view of the run that is drawn again and again, with the lines of the output below it.
 
     Args:
-        config: of the run.
+        run: its folder.
+        steps: of the whole run.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, run: Path, steps: int) -> None:
         from IPython.display import HTML, display
 
         self._html: Any = HTML
-        self._run, self._steps = Path(config.output.folder), config.steps
+        self._run, self._steps = run, steps
         self._losses, self._rest = Losses(self._run), ""
         self._drawn_s = 0.0
         self._view: Any = display(HTML(""), display_id=True)

@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -199,14 +200,14 @@ def _scheduled(arguments: argparse.Namespace) -> tuple[Job, RunConfig, int]:
     job, config = _job(arguments, arguments.nodes, ranks)
     if gpus is None:
         gpus = 0 if config.performance.device == "cpu" else ranks
-    return job.on_gpus(config) if gpus else job, config, gpus
+    return job.on_gpus(config.performance.device) if gpus else job, config, gpus
 
 
-def _tell_variables(config: RunConfig, what: str) -> None:
+def _tell_variables(report_to: Sequence[str], what: str) -> None:
     """Name the variables of trackers of this shell that the job will not have, and say ``what`` is of them."""
     from fastdiff.config.trackers import variables
 
-    if names := variables(config.output.report_to):
+    if names := variables(report_to):
         write_line(f"fastdiff: warning: {', '.join(names)}: {what}")
 
 
@@ -255,7 +256,8 @@ def _hosts(arguments: argparse.Namespace) -> None:
     job, config = _job(arguments, len(found.names), found.slots)
     if arguments.submit:
         sys.exit(hosts.run(job, found, arguments.ssh_config))
-    _tell_variables(config, "not passed on by DeepSpeed's launcher; write them into ~/.deepspeed_env, or give --submit")
+    remedy = "not passed on by DeepSpeed's launcher; write them into ~/.deepspeed_env, or give --submit"
+    _tell_variables(config.output.report_to, remedy)
     command = hosts.deepspeed_command(job, arguments.hostfile)
     start = f"cd -- {shlex.quote(os.getcwd())} || exit 1\nexec {shlex.join(command)}\n"
     write(arguments.output, f"#!/bin/sh\n# Written by `fastdiff launch hosts`.\n{start}")
@@ -312,7 +314,7 @@ def _k8s(arguments: argparse.Namespace) -> None:
     if not pods.volumes:
         write_line("fastdiff: warning: without --pvc the run folder, its checkpoints and the data end with their pod")
     if not pods.secrets:
-        _tell_variables(config, "not in the manifest; put them into a Secret, and name it by --secret")
+        _tell_variables(config.output.report_to, "not in the manifest; put them into a Secret, and name it by --secret")
     write(arguments.output, kubernetes.manifest(job, pods))
     if arguments.submit:
         show(kubernetes.submit(arguments.output))

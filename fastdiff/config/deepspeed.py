@@ -14,6 +14,8 @@ from typing import Any
 
 from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.optim import OptimConfig
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import ConfigError
 from fastdiff.files import read_bounded
 from fastdiff.version import PACKAGE
@@ -82,7 +84,7 @@ def resolve(raw: Mapping[str, Any] | None, config: RunConfig, ranks: int) -> DsC
     Raises:
         ConfigError: a literal that disagrees with RunConfig, a section that RunConfig owns, or an unknown "auto".
     """
-    raw = _default(config, ranks) if raw is None else raw
+    raw = _default(config.optim, config.performance, ranks) if raw is None else raw
     for section, flag in _FOREIGN.items():
         parent, _, key = section.rpartition(".")
         place = raw.get(parent) if parent else raw
@@ -108,9 +110,9 @@ def resolve(raw: Mapping[str, Any] | None, config: RunConfig, ranks: int) -> DsC
     return resolved
 
 
-def _default(config: RunConfig, ranks: int) -> DsConfig:
+def _default(optim: OptimConfig, performance: PerformanceConfig, ranks: int) -> DsConfig:
     """Return ZeRO-1; ZeRO-0 for one rank, which shards nothing, where that changes the losses by rounding at most."""
-    keeps_bits = config.performance.precision == "fp32" and family_of(config.optim).bits == 32
+    keeps_bits = performance.precision == "fp32" and family_of(optim).bits == 32
     return _ZERO0 if ranks == 1 and keeps_bits else ZERO1
 
 

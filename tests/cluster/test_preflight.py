@@ -260,7 +260,7 @@ def test_damage_in_the_last_sample_is_found(digits: Path, tmp_path: Path) -> Non
     copy = tmp_path / "copy"
     shutil.copytree(digits, copy)
     config = train_flags.parse(["--preset", "digits", "--data.path", str(copy)])[1]
-    assert list(examine_data(config)) == [str(copy)]
+    assert list(examine_data(config.data, config.validation)) == [str(copy)]
     shard = sorted(copy.glob("*.tar"))[-1]
     with tarfile.open(shard) as archive:
         latent = [member for member in archive if member.name.endswith("latent.npy")][-1]
@@ -268,7 +268,7 @@ def test_damage_in_the_last_sample_is_found(digits: Path, tmp_path: Path) -> Non
     content[latent.offset_data + latent.size - 1] ^= 1
     shard.write_bytes(content)
     with pytest.raises(DataError, match=rf"{shard.name}.*crc32"):
-        examine_data(config)
+        examine_data(config.data, config.validation)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 17, 33, 100])

@@ -18,7 +18,8 @@ from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.presets import SD15_UNET
-from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.objective import ObjectiveConfig
+from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff_bench import BenchError
 from fastdiff_bench.measure import interleaved, stepping, synthetic
 from fastdiff_bench.measure.timing import Timing
@@ -90,7 +91,7 @@ def _check(workload: Workload, peers: Sequence[str]) -> None:
     unknown = [name for name in peers if name not in BASELINES]
     if unknown or not peers or len(set(peers)) != len(peers):
         raise BenchError(f"--peer {' '.join(peers)}: expected some of {', '.join(BASELINES)}, each once")
-    _check_objective(workload.preset, config, peers)
+    _check_objective(workload.preset, config.objective, config.timesteps, peers)
     model = config.model
     if "dit" in peers and not isinstance(model, DiTConfig):
         raise BenchError(f"--peer dit needs a DiT, and preset {workload.preset} has a UNet; try --preset dit-s-2-256")
@@ -107,11 +108,11 @@ def _check(workload: Workload, peers: Sequence[str]) -> None:
         raise BenchError("--precision fp16: the baselines compute in fp32 and bf16; use one of them")
 
 
-def _check_objective(preset: str, config: RunConfig, peers: Sequence[str]) -> None:
+def _check_objective(preset: str, objective: ObjectiveConfig, timesteps: TimestepConfig, peers: Sequence[str]) -> None:
     """Refuse an objective that a baseline does not support."""
     for name in peers:
         lacks = text_to_image.not_in_script if name == "diffusers" else untrained
-        if flags := lacks(config.objective, config.timesteps):
+        if flags := lacks(objective, timesteps):
             raise BenchError(
                 f"--peer {name} does not support preset {preset}, which has {', '.join(flags)}; try "
                 "--preset dit-xl-2-256, or digits-t2i for diffusers"

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from fastdiff.config.run import RunConfig
+from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.config.sections.objective import ObjectiveConfig
 from fastdiff.models.cost.flops import peak_flops, training_flops
 from fastdiff_bench import BenchError
 from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_interleaved
@@ -125,7 +126,7 @@ def _run(workload: Workload, data: Path, effort: Effort, device: str, *, phases:
 
 def _clean(workload: Workload, result: Result, limits: Limits) -> Iterator[Measurement]:
     config = workload.config(Path(), Path())
-    flops = flops_per_sample(config)
+    flops = flops_per_sample(config.model, config.objective)
     facts = workload.facts | {"parameters": result.facts["parameters"], "flops_per_sample": flops}
     row = partial(_row, workload, facts)
     timing, precision = result.timing, config.performance.precision
@@ -170,9 +171,9 @@ def _marked(workload: Workload, result: Result) -> Iterator[Measurement]:
         yield _row(workload, facts, "launches", "1", "lower", float(launches))
 
 
-def flops_per_sample(config: RunConfig) -> float:
+def flops_per_sample(network: ModelConfig, objective: ObjectiveConfig) -> float:
     """Return the operations of a training step on one sample, without recomputation."""
-    return training_flops(config.model, dream=config.objective.takes_two_passes)
+    return training_flops(network, dream=objective.takes_two_passes)
 
 
 def _row(

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastdiff.batch import Condition
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import PREDICTION_TYPES, ObjectiveConfig
@@ -45,7 +46,10 @@ def run(timer: StepTimer, workload: Workload, data: Path, best: bool) -> None:
     config = workload.config(data, data)
     peer = TextToImage(config, timer.device, best=best)
     batch = config.batch.samples
-    samples = Samples(data, batch, 0.0, None, timer.device) if best else Online(timer, peer.accelerator, config, data)
+    if best:
+        samples: Samples | Online = Samples(data, batch, 0.0, None, timer.device)
+    else:
+        samples = Online(timer, peer.accelerator, config.model, batch, data)
     train(timer, peer, samples, of_steps(config.objective).timesteps)
 
 
@@ -147,13 +151,13 @@ class Online:
 
     kind = "images decoded and encoded, captions embedded in every step"
 
-    def __init__(self, timer: StepTimer, accelerator: Any, config: RunConfig, folder: Path) -> None:
-        assert isinstance(config.model, UNetConfig)
+    def __init__(self, timer: StepTimer, accelerator: Any, network: ModelConfig, batch: int, folder: Path) -> None:
+        assert isinstance(network, UNetConfig)
         tokenizer = encoders.tokenizer()
         self._dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
-        parts = encoders.autoencoder(config.model), encoders.text_encoder(config.model, len(tokenizer))
+        parts = encoders.autoencoder(network), encoders.text_encoder(network, len(tokenizer))
         self._vae, self._text = (part.to(accelerator.device, self._dtype).requires_grad_(False) for part in parts)
-        loader = images.loader(folder, encoders.FACTOR * config.model.size, config.batch.samples, tokenizer)
+        loader = images.loader(folder, encoders.FACTOR * network.size, batch, tokenizer)
         self._batches = _endless(accelerator.prepare(loader))
         self._timer = timer
 

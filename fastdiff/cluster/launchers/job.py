@@ -13,6 +13,7 @@ from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.command_line import train_flags
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import plugins
+from fastdiff.config.sections.performance import Device
 from fastdiff.config.trackers import require_usable, warn_of_problems
 from fastdiff.console import note, write_line
 from fastdiff.data.loading.fit import check_data_set
@@ -56,7 +57,7 @@ class Job:
         deepspeed_config.resolve(launch.deepspeed, config, ranks)
         try:
             if not launch.dry_run:
-                _check_trackers(config, elsewhere=elsewhere)
+                _check_trackers(config.output.report_to, elsewhere=elsewhere)
                 check_run_folder(config, launch)
                 check_data_set(config, launch.preset)
                 _check_plugins(config, elsewhere=elsewhere)
@@ -66,9 +67,9 @@ class Job:
             write_line(f"fastdiff: warning: seen from this machine: {error}; each node looks again before the start")
         return config
 
-    def on_gpus(self, config: RunConfig) -> Job:
+    def on_gpus(self, device: Device) -> Job:
         """Return the job whose ranks refuse a node without a GPU, unless its flags choose the device."""
-        if config.performance.device != "auto":
+        if device != "auto":
             return self
         return replace(self, flags=(*self.flags, "--performance.device", "cuda"))
 
@@ -139,16 +140,16 @@ def write(path: Path, content: str) -> None:
     write_output(path, content.encode(), 0o600)
 
 
-def _check_trackers(config: RunConfig, *, elsewhere: bool) -> None:
+def _check_trackers(report_to: Sequence[str], *, elsewhere: bool) -> None:
     """Require the trackers' packages and logins; the machines of a job elsewhere may have what this one lacks.
 
     Raises:
         ConfigError: one is missing on the machine of the run.
     """
     if elsewhere:
-        warn_of_problems(config.output.report_to, "seen from this machine: ")
+        warn_of_problems(report_to, "seen from this machine: ")
     else:
-        require_usable(config.output.report_to)
+        require_usable(report_to)
 
 
 def _check_plugins(config: RunConfig, *, elsewhere: bool) -> None:

@@ -18,9 +18,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 import fastdiff_kernels
 from fastdiff.checkpoint.manifest import committed, read_manifest
 from fastdiff.cluster.supervisor.waiting import value_of
+from fastdiff.config.networks.pretrained import LoraConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import versions
+from fastdiff.config.sections.data import DataConfig, ValidationConfig
 from fastdiff.config.sections.performance import Device
 from fastdiff.data.shards.cache import open_shards_folder
 from fastdiff.data.shards.reader import LatentReader
@@ -92,7 +95,7 @@ def _source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def examine_data(config: RunConfig) -> dict[str, str]:
+def examine_data(data: DataConfig, validation: ValidationConfig) -> dict[str, str]:
     """Read the first and the last sample of every data set of shards, and verify their checksums.
 
     Returns:
@@ -102,12 +105,12 @@ def examine_data(config: RunConfig) -> dict[str, str]:
         DataError: a data set is missing or damaged.
         StorageError: a data set cannot be read.
     """
-    paths = {config.validation.data} if config.validation.every else set()
-    if not config.data.online:
-        paths.add(config.data.path)
+    paths = {validation.data} if validation.every else set()
+    if not data.online:
+        paths.add(data.path)
     digests = {}
     for path in sorted(paths - {""}):
-        folder, fetch = open_shards_folder(path, config.data.cache)
+        folder, fetch = open_shards_folder(path, data.cache)
         with LatentReader(folder, open_shards=1, fetch=fetch) as reader:
             for sample in (0, len(reader) - 1):
                 reader.read([sample])
@@ -143,16 +146,18 @@ def checkpoint_bytes(config: RunConfig) -> int:
     if newest is not None:
         return sum(int(entry["bytes"]) for entry in read_manifest(newest)["files"].values())
     averages = len(config.ema.rates) + len(config.ema.power_stds)
-    return _trained_parameters(load.resolve(config)) * (4 + family_of(config.optim).state_bytes + 4 * averages)
+    resolved = load.resolve(config)
+    parameters = _trained_parameters(resolved.model, resolved.lora)
+    return parameters * (4 + family_of(config.optim).state_bytes + 4 * averages)
 
 
-def _trained_parameters(config: RunConfig) -> int:
+def _trained_parameters(network: ModelConfig, lora: LoraConfig) -> int:
     with torch.device("meta"):
-        model = build_model(config.model)
-        if config.lora.rank:
+        model = build_model(network)
+        if lora.rank:
             from fastdiff.models.lora import add_lora  # needs peft, which is optional
 
-            add_lora(model, replace(config.lora, quantize="none"), seed=0)
+            add_lora(model, replace(lora, quantize="none"), seed=0)
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 

@@ -75,7 +75,7 @@ def run(
     folder = SharedFolder(Path(config.output.folder), keys, node, deadline)
     try:
         report.wrote = _note(report, folder.write)
-        _note(report, lambda: report.data.update(examine_data(config)))
+        _note(report, lambda: report.data.update(examine_data(config.data, config.validation)))
         if node == 0:
             _note(report, lambda: examine_space(config))
             _note(report, lambda: require_usable(config.output.report_to))  # rank 0 opens them

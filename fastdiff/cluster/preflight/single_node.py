@@ -41,7 +41,8 @@ def check(config: RunConfig) -> None:
     Raises:
         FastdiffError: all problems, with the exit code of the first.
     """
-    errors = [attempt(lambda: examine_data(config))[1], attempt(lambda: examine_space(config))[1]]
+    data = attempt(lambda: examine_data(config.data, config.validation))
+    errors = [data[1], attempt(lambda: examine_space(config))[1]]
     problems = [Problem(0, socket.gethostname(), error.exit_code, str(error)) for error in errors if error]
     if problems:
         raise as_error(problems, nodes=1)

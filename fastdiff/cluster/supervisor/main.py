@@ -120,7 +120,7 @@ def _supervise(argv: Sequence[str], folder: Path, signals: Signals) -> Outcome:
         if meeting.store is not None and not _prepare(job, config, meeting.store, nodes, signals):
             return _wait_for_outcome(nodes, signals, contact_s, job)
         watch = Watch(
-            _start_ranks(job, config, folder, meeting),
+            _start_ranks(job, Path(config.output.folder), folder, meeting),
             nodes,
             signals,
             Limits(launch.hang_timeout_s, max(_START_S, launch.hang_timeout_s), contact_s),
@@ -182,7 +182,7 @@ def _wait_for_outcome(nodes: Nodes, signals: Signals, contact_s: float, job: arg
     return nodes.outcome
 
 
-def _start_ranks(job: argparse.Namespace, config: RunConfig, folder: Path, meeting: _Meeting) -> Ranks:
+def _start_ranks(job: argparse.Namespace, run: Path, folder: Path, meeting: _Meeting) -> Ranks:
     environments = [
         environment.of_rank(
             os.environ,
@@ -194,7 +194,7 @@ def _start_ranks(job: argparse.Namespace, config: RunConfig, folder: Path, meeti
             listener=meeting.listener,
             preflight=job.preflight and job.nodes == 1,  # several nodes have been checked
             node_folder=folder,
-            run=Path(config.output.folder),
+            run=run,
         )
         for local_rank in range(job.ranks_per_node)
     ]

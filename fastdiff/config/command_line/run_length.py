@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from fastdiff.config.arguments.types import LARGEST, Parser, count, finite
 from fastdiff.config.command_line.data_set import INFO_FILE, read_description
 from fastdiff.config.presets import encode_command
-from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.errors import ConfigError, FastdiffError, require
 from fastdiff.sanitize import address, is_address
 
@@ -32,7 +33,8 @@ def samples_flag(
     steps: int | None,
     epochs: float | None,
     flags: Sequence[str],
-    default: RunConfig,
+    batch: BatchConfig,
+    data: DataConfig,
     preset: str | None,
     source: str = "",
 ) -> list[str]:
@@ -42,7 +44,8 @@ def samples_flag(
         steps: as given.
         epochs: as given, whole or not; rounded to whole steps, at least one.
         flags: the flags of the fields, which may change the batch and the data set.
-        default: the run before them.
+        batch: that of the run before them.
+        data: that of the run before them.
         preset: name of the preset, for the command that makes its data set.
         source: origin of the length for messages, such as ``--config FILE``; empty: a flag.
 
@@ -56,15 +59,15 @@ def samples_flag(
     names = [name for name, value in given.items() if value is not None]
     called = f"{source}: {' and '.join(names).replace('--', '')}" if source else " and ".join(names)
     require(len(names) <= 1, f"{called}: each is the length of the run; give one of them")
-    batch = fields.batch or default.batch.samples
+    samples = fields.batch or batch.samples
     if epochs is not None:
-        path = default.data.path if fields.path is None else fields.path
-        online = fields.online or default.data.online
+        path = data.path if fields.path is None else fields.path
+        online = fields.online or data.online
         said = _Said(f"{source}: epochs {epochs:g}", "steps") if source else _Said(f"--epochs {epochs:g}", "--steps")
         images = _listed(path, said, fields) if online else _images(path, said, preset)
-        require(epochs * images / batch <= LARGEST, f"{said.epochs}: more than {LARGEST} steps; give fewer")
-        steps = max(1, round(epochs * images / batch))
-    return ["--samples", str((steps or 1) * batch)]
+        require(epochs * images / samples <= LARGEST, f"{said.epochs}: more than {LARGEST} steps; give fewer")
+        steps = max(1, round(epochs * images / samples))
+    return ["--samples", str((steps or 1) * samples)]
 
 
 def sets_samples(flags: Sequence[str]) -> bool:
@@ -72,13 +75,13 @@ def sets_samples(flags: Sequence[str]) -> bool:
     return any(flag.partition("=")[0] == "--samples" for flag in flags)
 
 
-def with_whole_steps(fields: dict[str, Any], base: RunConfig) -> dict[str, Any]:
-    """Return the fields of a file with the steps of ``base`` in their batch; the length is given elsewhere."""
+def with_whole_steps(fields: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return the fields of a file and ``steps`` steps of its batch; the length is given elsewhere."""
     batch = fields.get("batch")
     size = batch.get("samples") if isinstance(batch, dict) else None
     if "samples" in fields or type(size) is not int or size < 1:
         return fields
-    return fields | {"samples": base.steps * size}
+    return fields | {"samples": steps * size}
 
 
 class _Said(NamedTuple):

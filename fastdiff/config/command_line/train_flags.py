@@ -78,7 +78,7 @@ def parse(argv: Sequence[str], beside: Collection[str] = ()) -> tuple[Launch, Ru
         default = config_file.with_optimizer(default, own.optimizer, "--optim.name")
     if own.config:
         laid = config_file.with_optimizer_name(file.fields, own.optimizer)
-        laid = with_whole_steps(laid, default) if by_flag or steps or epochs else laid
+        laid = with_whole_steps(laid, default.steps) if by_flag or steps or epochs else laid
         default = config_file.lay_over(default, laid, f"--config {own.config}")
     if kind is not None:
         default = config_file.with_kind(default, {"model": {"kind": kind}}, "--model.kind")
@@ -87,7 +87,8 @@ def parse(argv: Sequence[str], beside: Collection[str] = ()) -> tuple[Launch, Ru
     if _SHORT_HELP & set(rest):
         _print_short_help(name, default)
     rest = _without_other_processes(rest, default.objective.process)
-    rest += samples_flag(steps, epochs, rest, default, name, "" if by_flag else f"--config {own.config}")
+    source = "" if by_flag else f"--config {own.config}"
+    rest += samples_flag(steps, epochs, rest, default.batch, default.data, name, source)
     rest += network_flags(rest, file.fields, default, name, resumes=own.resume != "never")
     config = _parse_fields(default, rest, _description(name), beside)
     if not config.output.folder:

@@ -9,9 +9,12 @@ from datetime import datetime, timedelta
 import torch
 
 from fastdiff.config.launch_options import Launch
+from fastdiff.config.networks.pretrained import LoraConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.user_defined import file_of
-from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import run_json
+from fastdiff.config.sections.data import DataConfig
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.console import log
 from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.build import choose_loader
@@ -37,7 +40,7 @@ def record(state: TrainState, launch: Launch) -> None:
 def summary(state: TrainState, batches: Batches, chosen: str) -> str:
     """Summarize the run, above all the automatic choices."""
     config, world, engine = state.config, state.world, state.engine
-    network = _counted_network(config, sum(math.prod(shape) for shape in engine.shapes.values()))
+    network = _counted_network(config.model, config.lora, sum(math.prod(shape) for shape in engine.shapes.values()))
     micro, accumulation = config.batch.per_rank(world.size), config.batch.accumulation(world.size)
     images = state.reader.info.samples
     begin = ""
@@ -50,19 +53,19 @@ def summary(state: TrainState, batches: Batches, chosen: str) -> str:
         f"of {config.batch.samples:,} samples = {config.samples / images:,.1f} epochs of {images:,} images",
         f"on {world.device.type}: {_counted(world.size, 'rank')} x {_counted(micro, 'sample')} x "
         f"{_counted(accumulation, 'micro-batch', 'es')}, "
-        f"ZeRO-{engine.stage}, {_precision(config)}{_tf32(world.device)}, {config.optim.name}",
-        f"loader {batches.name}{_why_not_dali(config, batches, world.device)}, "
+        f"ZeRO-{engine.stage}, {_precision(config.performance)}{_tf32(world.device)}, {config.optim.name}",
+        f"loader {batches.name}{_why_not_dali(config.data, batches, world.device)}, "
         f"blocks {'compiled' if kernel_choice.compiles(config, world.device) else 'eager'}; {chosen}",
     ]
     return "\n  ".join(lines)
 
 
-def _counted_network(config: RunConfig, trained: int) -> str:
+def _counted_network(network: ModelConfig, lora: LoraConfig, trained: int) -> str:
     """Name what is trained, with the number of its parameters."""
     parameters = f"{trained / 1e6:.2f} M parameters"
-    if config.lora.rank:
-        return f"a LoRA of rank {config.lora.rank}, {parameters}, of {config.model.title}"
-    return f"{config.model.title} of {parameters}"
+    if lora.rank:
+        return f"a LoRA of rank {lora.rank}, {parameters}, of {network.title}"
+    return f"{network.title} of {parameters}"
 
 
 def _counted(count: int, what: str, plural: str = "s") -> str:
@@ -115,12 +118,12 @@ def _tf32(device: torch.device) -> str:
     return f", TF32 {'on' if torch.backends.cuda.matmul.allow_tf32 else 'off'}"
 
 
-def _why_not_dali(config: RunConfig, batches: Batches, device: torch.device) -> str:
-    if batches.name != "prefetch" or config.data.loader != "auto":
+def _why_not_dali(data: DataConfig, batches: Batches, device: torch.device) -> str:
+    if batches.name != "prefetch" or data.loader != "auto":
         return ""
-    return f" ({choose_loader(config.data, device)[1]})"
+    return f" ({choose_loader(data, device)[1]})"
 
 
-def _precision(config: RunConfig) -> str:
-    precision, sums = config.performance.precision, config.performance.sums
+def _precision(performance: PerformanceConfig) -> str:
+    precision, sums = performance.precision, performance.sums
     return precision if precision == "fp32" else f"{precision} with gradients added up in {sums}"

@@ -51,7 +51,10 @@ def check_network(config: RunConfig, device: torch.device) -> None:
         require(not unknown, f"{what}: its forward takes {', '.join(sorted(unknown))}, which the data do not have")
         _check_numbers(network, noisy, condition, what)
         _check_output_of_16_bits(
-            config, network, {"noisy": noisy, "time": torch.zeros(len(noisy), device=device), **condition}, what
+            DTYPES[config.performance.precision],
+            network,
+            {"noisy": noisy, "time": torch.zeros(len(noisy), device=device), **condition},
+            what,
         )
 
 
@@ -78,10 +81,9 @@ def _check_numbers(network: BlockwiseModel, noisy: Tensor, condition: Mapping[st
 
 
 def _check_output_of_16_bits(
-    config: RunConfig, network: BlockwiseModel, inputs: Mapping[str, Tensor], what: str
+    dtype: torch.dtype, network: BlockwiseModel, inputs: Mapping[str, Tensor], what: str
 ) -> None:
     """Run once with weights and noisy latents in the precision of the run, the time in fp32."""
-    dtype = DTYPES[config.performance.precision]
     if dtype != torch.float32:
         with torch.no_grad():
             _call(network.to(dtype), {**inputs, "noisy": inputs["noisy"].to(dtype)}, what)
