@@ -75,6 +75,7 @@ def test_one_flipped_bit_is_found(shown: tuple[Path, str], tmp_path: Path) -> No
         compare(tmp_path / "demo-1", tmp_path / "demo-1-undisturbed")
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_it_and_its_training(digits: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     metrics = runs / "demo-1" / "metrics.jsonl"

@@ -417,6 +417,7 @@ def test_it_fits_every_width(page: Page, report_of_two: Path, width: int) -> Non
     assert all(0.98 < scale < 1.02 for scale in drawn), "the text of every plot has its size"
 
 
+@pytest.mark.nightly
 def test_a_zoom_is_not_broken_off_by_new_records(page: Page, tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", steps=range(1, 101))
     with served(page, "run", cwd=tmp_path):

@@ -192,6 +192,7 @@ def test_text_to_image(world: World, pipeline: Path, text_flags: list[str], dump
     assert_replayed(config, *script.replay(weights, loss_of, dump))
 
 
+@pytest.mark.nightly
 def test_lora(world: World, pipeline: Path, text_flags: list[str], dump: list[Micro], tmp_path: Path) -> None:
     # Their clipping has no effect, because its list of parameters is empty.
     own = ["--rank", "4", "--max_grad_norm", "0", "--output_dir", str(tmp_path / "run")]
@@ -286,6 +287,7 @@ def test_dit(world: World, digits: Path, dump: list[Micro], tmp_path: Path) -> N
     assert_replayed(config, *script.replay(weights, loss_of, dump))
 
 
+@pytest.mark.nightly
 def test_iddpm(world: World, digits: Path, dump: list[Micro], tmp_path: Path) -> None:
     flags = (
         "--data_dir none --image_size 32 --learn_sigma True --diffusion_steps 400 --noise_schedule cosine "

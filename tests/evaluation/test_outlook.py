@@ -46,6 +46,7 @@ def test_the_gain_of_a_power_law_is_forecast(tmp_path: Path) -> None:
     assert found.high - found.low < true, "the interval says something"
 
 
+@pytest.mark.nightly
 def test_the_interval_covers_the_truth_as_often_as_it_says(tmp_path: Path) -> None:
     """Of 30 runs an interval of 90 % misses 3 on average, and 9 or more once in a thousand."""
     true, hits = (law(8000) - law(12_000)) * HARDNESS.mean(), 0

@@ -102,6 +102,7 @@ def assert_calm(said: str, disk: Path) -> None:
     assert waits == [str(disk)]
 
 
+@pytest.mark.nightly
 def test_every_writer_outlasts_a_disk_that_is_full_for_forty_steps(
     world: World, digits: Path, disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

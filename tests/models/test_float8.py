@@ -154,6 +154,7 @@ def config_of(digits: Path, folder: Path, *, fp8: bool, steps: int = 8, **change
     return tiny(digits, folder, steps, **{**given, **changes})
 
 
+@pytest.mark.nightly
 def test_a_training_stays_beside_bf16(narrow: None, world: World, digits: Path, tmp_path: Path) -> None:
     """60 steps of 32 with two blocks end 0.08 % above bf16; the rounding of the forward pass alone is some percent."""
     for fp8 in (False, True):

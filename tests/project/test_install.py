@@ -179,6 +179,7 @@ def test_the_cpu_takes_small_wheels_where_their_index_can_be_reached(monkeypatch
     assert "--extra-index-url" not in [*second, *install.commands("13", Path("python"))[0]]
 
 
+@pytest.mark.nightly
 def test_another_set_replaces_the_environment_and_the_same_one_does_not(tmp_path: Path, pip: Path) -> None:
     environment = tmp_path / "venv"
     install.install("13", environment)

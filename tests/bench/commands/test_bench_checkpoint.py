@@ -28,6 +28,7 @@ QUANTITIES = {
 }
 
 
+@pytest.mark.nightly
 def test_everything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     storage = tmp_path / "storage"
     storage.mkdir()

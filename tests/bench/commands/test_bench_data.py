@@ -236,6 +236,7 @@ def test_smoke(
     assert warm in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_an_interrupted_bench_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fastdiff_bench", "data", "--smoke", "--device", "cpu", "--out", tmp_path / "out"]
     process = start(command, TMPDIR=str(tmp_path))

@@ -302,7 +302,7 @@ def test_what_is_dropped_does_not_depend_on_the_batch() -> None:
     [
         pytest.param("iddpm", ONE_LEVEL, 0.2, marks=pytest.mark.nightly),
         pytest.param("iddpm", {"res_blocks": 1}, 0.2, marks=pytest.mark.nightly),
-        ("adm added", {}, 0.0),
+        pytest.param("adm added", {}, 0.0, marks=pytest.mark.nightly),
     ],
     ids=["iddpm", "iddpm of two levels", "adm added"],
 )

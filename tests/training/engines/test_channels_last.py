@@ -94,6 +94,7 @@ def test_its_checkpoints_are_those_of_the_other_engine(world: World, digits: Pat
         assert distance(ours.full(kind), theirs.full(kind)) < 1e-3, kind
 
 
+@pytest.mark.nightly
 def test_a_run_moves_between_engines_and_ranks(world: World, digits: Path, tmp_path: Path) -> None:
     order = [("flat", 0), ("deepspeed", 3), ("flat", 0), ("deepspeed", 1)]
     chain = [unet(digits, tmp_path / "chain", engine, n) for n, (engine, _) in enumerate(order, start=1)]

@@ -115,7 +115,7 @@ def noting(name: str, action: Callable[..., Any], order: list[str]) -> Callable[
             marks=pytest.mark.nightly,
         ),
         pytest.param(launch(1), {"performance__precision": "bf16", "batch__micro": 4}, marks=pytest.mark.nightly),
-        (launch(3), {"performance__recompute": True}),
+        pytest.param(launch(3), {"performance__recompute": True}, marks=pytest.mark.nightly),
         pytest.param(
             Launch(deepspeed={"zero_optimization": {"stage": 3}}),
             {"objective": DdpmConfig(condition_dropout=0.1, dream=True)},

@@ -49,7 +49,7 @@ def inside(found: list[Event], inner: str, outer: str) -> bool:
     return all(any(a <= begin and end <= b for a, b in spans) for begin, end in inners)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.nightly) for stage in (1, 3))])
 def test_a_profile_names_the_parts_of_its_steps_and_changes_no_bit(
     world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:

@@ -60,6 +60,7 @@ def _every_way(world: World) -> dict[str, tuple[list[float], Any]]:
     return found
 
 
+@pytest.mark.nightly
 def test_zero3_learns_what_zero1_and_the_reference_learn(world: World) -> None:
     found = _every_way(world)
     losses, weights = found["reference"]
