@@ -22,7 +22,6 @@ from fastdiff.checkpoint.power_function import exponent, fit, product, share
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.checkpoint.step_folders import StepFolders
 from fastdiff.cli.main import main
-from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.errors import ConfigError, FastdiffError, StorageError
@@ -32,7 +31,7 @@ from fastdiff.training.ema import Ema
 from tests.support.forked import forked_ranks
 from tests.support.injected.crash_points import LOSSES, CrashPoints, cut_power, operations
 from tests.support.processes import run_ranks
-from tests.support.runs import assert_same_checkpoint, launch, newest, renew_digest, tiny, train_losses
+from tests.support.runs import launch, newest, renew_digest, tiny, train_losses
 from tests.training.callbacks.test_divergence import in_step, lines, marred, spiky
 from tests.training.test_ema import flat_of
 
@@ -313,33 +312,6 @@ def flip_last_byte(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-
-
-def _die_in_snapshot_6(world: World, config: RunConfig) -> None:
-    folder = Path(config.output.folder)
-    # After the folder, the file, its room and its header.
-    points = CrashPoints(folder / "ema" / "step-00000006.tmp", folder.with_suffix(".jsonl"), 4)
-    with points.watched():
-        train(config, launch(0), world)
-
-
-@pytest.mark.nightly
-def test_a_run_killed_in_a_snapshot_resumes_to_the_same_bits(
-    run: Path, world: World, digits: Path, tmp_path: Path
-) -> None:
-    """Checkpoint 3, snapshot 4 and half of snapshot 6 are there; the whole run is one that was not interrupted."""
-    whole, folder = tmp_path / "whole", tmp_path / "killed"
-    config = _tracking(digits, folder, 6, output__checkpoint_every=3)
-    assert forked_ranks(_die_in_snapshot_6, config, ranks=1)[0].code == -signal.SIGKILL
-    assert [path.name for path in committed(folder / "ema")] == ["step-00000004", "step-00000002"]
-    assert [path.name for path in committed(folder / "checkpoints")] == ["step-00000003"]
-    train(config, launch(0), world)
-    train(_tracking(digits, whole, 6, output__checkpoint_every=3), launch(0), world)
-    assert_same_checkpoint(whole, folder)
-    for step in ("step-00000002", "step-00000004", "step-00000006"):
-        assert not verify(folder / "ema" / step)
-        one, other = (Checkpoint(path / "ema" / step).manifest["files"] for path in (whole, folder))
-        assert one == other == Checkpoint(run / "ema" / step).manifest["files"]
 
 
 def test_a_resume_removes_snapshots_of_later_steps(run: Path, world: World, digits: Path, tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from fastdiff.cli.main import main
 
 _ASKED = {
     "fastdiff ex": {"export"},
@@ -43,9 +45,8 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("completion")
     (folder / "pictures").mkdir()
     for shell in ("bash", "zsh", "fish"):
-        command = [sys.executable, "-m", "fastdiff", "completion", shell]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        (folder / shell).write_text(done.stdout)
+        with (folder / shell).open("w") as script, contextlib.redirect_stdout(script):
+            assert main(["completion", shell]) == 0
     return folder
 
 

@@ -7,9 +7,6 @@ two ranks finish under a third; beside it two ranks make the same run undisturbe
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -28,14 +25,14 @@ from fastdiff.data.loading.order import Order
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.diffusion.levels import Corruption
 from fastdiff.errors import Preempted
-from fastdiff.parallel.preemption import StopRequest, listening
+from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
 from fastdiff.train import take_steps
 from fastdiff.training.build import build
 from fastdiff.training.callbacks.base import Callbacks
 from fastdiff.training.state import TrainState
 from tests.support.forked import forked_ranks, values
-from tests.support.runs import assert_same_checkpoint, distance, hexes, launch, newest, records, tiny
+from tests.support.runs import distance, launch, newest, records, tiny
 
 
 @dataclass(frozen=True)
@@ -103,19 +100,12 @@ class Watched(Callbacks):
         self._inner.on_end(state)
 
 
-def watch(
-    world: World, config: RunConfig, stage: int, stop_at: int | None = None, signals: StopRequest | None = None
-) -> Seen:
-    """Train; the last rank is asked to stop in the middle of step ``stop_at``, by a signal if ``signals`` are given."""
-    seen, stop = Seen(), signals or StopRequest()
+def watch(world: World, config: RunConfig, stage: int, stop_at: int | None = None) -> Seen:
+    """Train; the last rank is asked to stop in the middle of step ``stop_at``."""
+    seen, stop = Seen(), StopRequest()
 
     def ask() -> None:
-        if signals is None:
-            stop.make("a request between two micro-batches")
-        else:
-            os.kill(os.getpid(), signal.SIGTERM)
-        while stop.reason is None:  # a thread takes the signal
-            time.sleep(0.001)
+        stop.make("a request between two micro-batches")
 
     with ExitStack() as stack:
         run = build(config, launch(stage), world, stack, stop)
@@ -139,12 +129,6 @@ def watch(
             stop.answered = True
         assert stop_at in (None, state.progress.steps)
     return seen
-
-
-def watch_a_signal(world: World, config: RunConfig, stage: int, stop_at: int) -> Seen:
-    """As ``watch``, but the request is a SIGTERM that the last rank gets."""
-    with listening() as stop:
-        return watch(world, config, stage, stop_at, stop)
 
 
 def _noted(
@@ -371,28 +355,3 @@ def test_losses_and_averages_stay_within_the_bound_of_the_optimizer(
     assert one.averages == other.averages == ("0.9", "power-0.1")
     for kind in ("master", *(f"ema/{name}" for name in other.averages)):
         assert distance(one.full(kind), other.full(kind)) < weight_bound, kind
-
-
-def stop_and_go_on(world: World, shards: Path, folder: Path, stage: int) -> tuple[Seen, Seen, list[str]]:
-    """The same ranks undisturbed, and stopped by a real SIGTERM to rank 1 between two micro-batches of step 5."""
-    course, length = Course("adamw", "uniform", (stage, stage, stage)), Length(8, (5, 5), batch=20)
-    whole = watch(world, course.config(shards, folder / "whole", length), stage)
-    parts = watch_a_signal(world, course.config(shards, folder / "parts", length), stage, stop_at=5)
-    left = sorted(path.name for path in (folder / "parts" / "checkpoints").iterdir()) if world.is_first else []
-    parts.add(watch(world, course.config(shards, folder / "parts", length), stage))
-    return whole, parts, left
-
-
-@pytest.mark.nightly
-@pytest.mark.fault(24)
-def test_a_sigterm_during_accumulation_saves_at_the_boundary_and_loses_no_gradient(
-    shards: Path, tmp_path: Path
-) -> None:
-    """DeepSpeed would save at once, without the gradients so far; here the next losses have equal bits."""
-    (whole, parts, left), (other_whole, other_parts, _) = values(forked_ranks(stop_and_go_on, shards, tmp_path, 3))
-    whole.add(other_whole)
-    parts.add(other_parts)
-    assert left == ["step-00000005"]
-    assert parts.content == whole.content
-    assert hexes(parts.step_losses(20)) == hexes(whole.step_losses(20))
-    assert_same_checkpoint(tmp_path / "whole", tmp_path / "parts")

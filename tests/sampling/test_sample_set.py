@@ -40,7 +40,7 @@ from tests.support.forked import fork_server, forked_ranks, values
 from tests.support.injected.durable_calls import DURABLE, REMOVING, dying_at
 from tests.support.processes import BIN, Finished, run
 from tests.support.runs import launch, tiny
-from tests.support.scripts import COMMAND, DYING, run_job, run_script
+from tests.support.scripts import COMMAND, run_job
 from tests.support.waiting import LIMIT_S
 
 IMAGES, BATCH = 1000, 64
@@ -156,23 +156,6 @@ def test_the_file_is_laid_out_as_adm_reads_it(undisturbed: Path) -> None:
 
 
 # ---- killed and resumed --------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-@pytest.mark.fault(9)
-def test_the_real_command_is_killed_and_goes_on(trained: Path, undisturbed: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.npz"
-    parts = tmp_path / "out.npz.parts"
-    calls = 20  # 3 for the plan, 3 for each of the first five parts, and one of the sixth
-    assert run_script(DYING, str(calls), COMMAND, *flags(trained, out)).code == -signal.SIGKILL
-    assert not out.exists()
-    kept = {path.name: path.stat().st_mtime_ns for path in parts.glob("part-??????")}
-    assert len(kept) == 5
-    draw_part(trained, out, 8)
-    assert {name: (parts / name).stat().st_mtime_ns for name in kept} == kept, "what was drawn is not drawn again"
-    assert main(flags(trained, out)) == 0
-    assert out.read_bytes() == undisturbed.read_bytes()
-    assert not parts.exists()
 
 
 def killed_at(world: World, folder: Path, out: Path, number: int) -> None:

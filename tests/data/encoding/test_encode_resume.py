@@ -20,8 +20,6 @@ from fastdiff.models.pretrained.tiny_pipeline import build
 from tests.support.forked import fork_server
 from tests.support.injected.durable_calls import DURABLE, dying_at
 from tests.support.inputs.encoding import captioned, files
-from tests.support.scripts import COMMAND, DYING, run_script
-from tests.support.waiting import wait_until
 
 IMAGES, PER_SHARD = 24, 2
 CALLS = 16
@@ -130,37 +128,6 @@ def test_killed_at_every_durable_call_it_writes_the_same_bytes(
         ended, published = finish([process]), (out / "dataset.json").exists()
         assert ended == [-9] or published
     assert finish(begin(ranks, command, out, 1)) == [0]
-    assert files(out) == undisturbed
-
-
-@pytest.mark.fault(9)
-def test_killed_while_it_publishes(
-    tmp_path: Path, command: list[str], ranks: Any, undisturbed: dict[str, bytes]
-) -> None:
-    out = tmp_path / "out"
-    for name in ("bad_images.jsonl", "null.context.npy", "dataset.json"):
-        processes = begin(ranks, command, out, 1)
-        wait_until(lambda: (out / name).exists() or not processes[0].is_alive(), name)  # noqa: B023
-        for process in processes:
-            process.kill()
-        finish(processes)
-    assert finish(begin(ranks, command, out, 1)) == [0]
-    assert files(out) == undisturbed
-
-
-@pytest.mark.nightly
-@pytest.mark.fault(9)
-def test_the_real_command_is_killed_and_goes_on(
-    tmp_path: Path, command: list[str], undisturbed: dict[str, bytes]
-) -> None:
-    out = tmp_path / "out"
-    unit = out / ".encoding" / "unit-000000.json"
-    assert run_script(DYING, str(2 * CALLS), COMMAND, *command, out).code == -9
-    assert unit.exists()
-    done = run_script(COMMAND, *command, out)
-    assert done.code == 0, done.output
-    assert "more were already encoded" in done.output
-    assert "1 bad images skipped" in done.output
     assert files(out) == undisturbed
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import gzip
 import json
 import os
-import signal
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -419,38 +418,6 @@ def test_a_rewind_goes_on_as_if_the_window_had_not_been_there(
         "first_key": key_at(spike, 4 * BATCH),
         "last_key": key_at(spike, 6 * BATCH - 1),
     }
-
-
-def _killed_at_the_rewind(world: World, config: RunConfig, saved: bool) -> None:
-    """Every rank dies just before, or just after, the checkpoint behind the spike is written."""
-
-    def save(*args: Any) -> None:
-        if saved:
-            save_checkpoint(*args)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with mock.patch.object(training_build, "save_checkpoint", save):
-        train(config, launch(), world)
-
-
-@pytest.mark.nightly
-@pytest.mark.fault(21)
-def test_a_run_that_is_killed_at_its_rewind_ends_like_one_that_is_not(
-    two_spikes: Path, together: dict[str, Path], tmp_path: Path
-) -> None:
-    """Both ranks, ZeRO-3. The losses before the checkpoint decide whether the second step is a spike."""
-    whole = together["rewind"]
-    assert newest(whole).manifest["progress"]["rewinds"] == 2
-    configs = [spiky(two_spikes, tmp_path / name, divergence__policy="rewind") for name in ("before", "after")]
-    for config, saved in zip(configs, (False, True), strict=True):
-        ended = forked_ranks(_killed_at_the_rewind, config, saved)
-        assert {end.code for end in ended} == {-signal.SIGKILL}
-        assert intact(Path(config.output.folder))[0] == (FIRST if saved else 4)
-    values(forked_ranks(_train, configs))
-    for name in ("before", "after"):
-        assert hexes(losses(tmp_path / name)) == hexes(losses(whole))
-        assert lines(tmp_path / name) == lines(whole)
-        assert_same_checkpoint(tmp_path / name, whole)
 
 
 @pytest.mark.fault(21)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,12 +20,10 @@ from fastdiff.models import kernel_choice
 from fastdiff.parallel.world import World
 from fastdiff.train import train
 from fastdiff.training.engines.build import choose
-from fastdiff.training.engines.flat import FlatEngine
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import (
     assert_same_checkpoint,
     hexes,
-    intact,
     launch,
     losses,
     newest,
@@ -36,7 +31,6 @@ from tests.support.runs import (
     tiny,
     train_losses,
 )
-from tests.support.waiting import steps_logged, wait_until
 from tests.training.callbacks.test_divergence import in_step, marred
 
 APART = {"fp32": 2e-7, "bf16": 1e-3, "8bit": 1e-5}
@@ -171,36 +165,6 @@ def test_a_resumed_run_is_equal_to_the_bit(
     assert newest(tmp_path / "parts").manifest["engine"] == "flat"
     assert hexes(losses(tmp_path / "parts")) == hexes(losses(tmp_path / "whole"))
     assert_same_checkpoint(tmp_path / "parts", tmp_path / "whole")
-
-
-def _killed_at_step_7(world: World, config: RunConfig) -> None:
-    """SIGKILL to this rank in step 7, once the checkpoint of step 5 is complete."""
-    update = FlatEngine.update
-    steps = 0
-
-    def counted(self: FlatEngine) -> None:
-        nonlocal steps
-        steps += 1
-        if steps == 7:
-            wait_until(lambda: intact(Path(config.output.folder)) == [5], "the checkpoint")
-            os.kill(os.getpid(), signal.SIGKILL)
-        update(self)
-
-    with mock.patch.object(FlatEngine, "update", counted):
-        train(config, launch(0), world)
-
-
-@pytest.mark.nightly
-def test_a_run_that_is_killed_ends_equal_to_the_bit(digits: Path, tmp_path: Path) -> None:
-    """SIGKILL to both ranks between two checkpoints."""
-    whole, killed = (
-        run_of(digits, tmp_path / name, "flat", 12, output__checkpoint_every=5) for name in ("whole", "killed")
-    )
-    assert [end.code for end in forked_ranks(_killed_at_step_7, killed)] == [-9, -9]
-    assert steps_logged(tmp_path / "killed") < 12
-    values(forked_ranks(trained, [whole, killed], [0, 0]))
-    assert hexes(losses(tmp_path / "killed")) == hexes(losses(tmp_path / "whole"))
-    assert_same_checkpoint(tmp_path / "killed", tmp_path / "whole")
 
 
 def test_its_checkpoints_and_those_of_every_stage_fit_each_other(world: World, digits: Path, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from tests.gpu.cases import ADM, HYBRID
 from tests.support.dispatch_modes import Replay
 from tests.support.injected.lack_of_memory import Lack, lacking
 from tests.support.inputs import captioned
-from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, newest, records, tiny
+from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, records, tiny
 from tests.training.callbacks.test_divergence import in_step, marred
 
 SMALL = DiTConfig(depth=1, hidden=32, heads=2, patch=4, channels=1, size=8, classes=10)
@@ -140,17 +140,6 @@ def test_its_numbers_are_those_of_a_run_without_it(
     for lines in ("skipped.jsonl", "spikes.jsonl"):
         assert (tmp_path / "graph" / lines).read_text() == (tmp_path / "eager" / lines).read_text()
     assert_same_checkpoint(tmp_path / "graph", tmp_path / "eager")
-
-
-@pytest.mark.nightly
-def test_a_run_resumes_with_and_without_it(world: World, digits: Path, tmp_path: Path, watched: Watched) -> None:
-    """Equal to the bit."""
-    train(with_graph(digits, tmp_path / "whole", 8, performance__cuda_graph=False), launch(0), world)
-    for steps, wanted in ((3, True), (5, False), (8, True)):
-        train(with_graph(digits, tmp_path / "parts", steps, performance__cuda_graph=wanted), launch(0), world)
-    assert len(watched.replays) == 4
-    assert hexes(losses(tmp_path / "parts")) == hexes(losses(tmp_path / "whole"))
-    assert newest(tmp_path / "parts").manifest["files"] == newest(tmp_path / "whole").manifest["files"]
 
 
 def test_it_is_captured_anew_for_a_smaller_micro_batch(
