@@ -158,7 +158,8 @@ def test_images_are_encoded_while_training(shards: Path, pipeline: Path, site: P
 
 
 def test_without_its_package_the_classes_of_a_pipeline_are_named(pipeline: Path, tmp_path: Path) -> None:
-    refused = run_script(COMMAND, "encode", ROOT, tmp_path / "out", "--pretrained", pipeline, "--resolution", "8")
+    images, out = captioned(tmp_path / "images", ["a cat"]), tmp_path / "out"
+    refused = run_script(COMMAND, "encode", images, out, "--pretrained", pipeline, "--resolution", "8")
     assert refused.code == 2
     assert "has an autoencoder of class ToyAutoencoder; expected AutoencoderKL, or install" in refused.output
 
