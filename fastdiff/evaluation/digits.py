@@ -74,7 +74,7 @@ def _evaluate_enlarged(run: Run, source: str) -> dict[str, Any]:
     condition, null = {"low_res": small.repeat_interleave(_DRAWS, 0)}, {}
     if run.known_classes:
         condition["label"] = labels.repeat_interleave(_DRAWS)
-        null = {"label": null_label(run.config)}
+        null = {"label": null_label(run.config.model)}
     sampler = SamplerConfig(scheduler="dpmsolver++", steps=20, cfg=1.0)
     drawn = run.sample(condition, null, sampler).view(len(small), _DRAWS, *real.shape[1:])
     result = evaluate_enlarged(drawn, real, small, labels)

@@ -294,8 +294,8 @@ def _open(run: Run, path: str) -> LatentReader:
     )
     require(bool(path) or not run.is_file, f"{run.folder} is a file of weights: name the data to measure by --data")
     data = DataConfig(path=path or config.data.path, cache=config.data.cache)
-    reader = open_held_out(config, data, run.class_names.names, "--data")
-    check_provenance(replace(config, data=data), reader.info)
+    reader = open_held_out(config.model, data, run.class_names.names, "--data")
+    check_provenance(config.pretrained, data, reader.info)
     if path and not (config.data.online or run.is_file):
         with open_data(config, torch.device("cpu")) as training:
             alike = _encoding(reader.info) == _encoding(training.info)

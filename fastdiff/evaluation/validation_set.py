@@ -42,7 +42,7 @@ def open_validation(config: RunConfig, training: DatasetInfo) -> LatentReader:
     """
     path = config.validation.data
     data = DataConfig(path=path, cache=config.data.cache)
-    reader = open_held_out(config, data, training.class_names, "--validation.data")
+    reader = open_held_out(config.model, data, training.class_names, "--validation.data")
     here, there = reader.info, training
     require(
         here.digest != there.digest,

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fastdiff.checkpoint.bitsandbytes_state import BlockwiseState
 from fastdiff.checkpoint.reader import FRAGMENTS, Checkpoint
+from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.config.optimizers.registry import family_of
-from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.parallel.fragments import Fragment
 from fastdiff.progress import Progress
 from fastdiff.training.optimizer.build import lr_after
@@ -25,20 +26,21 @@ Read = Callable[[Moment, str], Tensor]
 """Returns a moment of a parameter, fp32 in its shape on the CPU."""
 
 
-def moments(saved: Checkpoint, config: RunConfig) -> Read | str:
+def moments(saved: Checkpoint, optim: OptimConfig, lora: LoraConfig) -> Read | str:
     """Return a reader of the moments of every parameter, or the reason why there are none.
 
     Args:
         saved: a checkpoint, not a snapshot.
-        config: the run's.
+        optim: the run's.
+        lora: the run's.
     """
-    if config.lora.rank:
+    if lora.rank:
         return "it is the state of an adapter, not of the merged weights"
     if not saved.optimizer_steps:
         return "no step was taken"
-    read = family_of(config.optim).adamw_moments
+    read = family_of(optim).adamw_moments
     if read is None:
-        return f"--optim.name {config.optim.name} has no moments of an AdamW"
+        return f"--optim.name {optim.name} has no moments of an AdamW"
     return resolve_name(read)(saved)  # type: ignore[no-any-return]
 
 
@@ -62,19 +64,20 @@ def of_bitsandbytes(saved: Checkpoint) -> Read | str:
 
 
 def adamw_state(
-    saved: Checkpoint, config: RunConfig, state: dict[int, dict[str, Tensor]], parameters: int
+    saved: Checkpoint, optim: OptimConfig, run_steps: int, state: dict[int, dict[str, Tensor]], parameters: int
 ) -> dict[str, Any]:
     """Return a state dict of ``torch.optim.AdamW``.
 
     Args:
         saved: the checkpoint, which determines the learning rate: that of the next step or, after the last one, the
             configured one, because programs that go on with the file would keep the final rate, which may be zero.
-        config: the run's.
+        optim: the run's.
+        run_steps: of the whole run.
         state: the two moments by parameter number; an untrained parameter has none.
         parameters: number of parameters.
     """
-    progress, optim = Progress(**saved.manifest["progress"]), config.optim
-    lr = optim.lr if progress.steps >= config.steps else lr_after(optim, config.steps, progress.applied)
+    progress = Progress(**saved.manifest["progress"])
+    lr = optim.lr if progress.steps >= run_steps else lr_after(optim, run_steps, progress.applied)
     adamw = torch.optim.AdamW([torch.zeros(1) for _ in range(parameters)], **optim.hyper_parameters() | {"lr": lr})
     steps = {number: {"step": torch.tensor(float(saved.optimizer_steps)), **found} for number, found in state.items()}
     return {**adamw.state_dict(), "state": steps}

@@ -141,9 +141,9 @@ def write_scaled(folder: Path, exported: Exported) -> None:
 def _in_diffusers(config: RunConfig, place: Place) -> str:
     given = {"revision": config.pretrained.revision, "variant": config.pretrained.variant}
     version = "".join(f', {name}="{value}"' for name, value in given.items() if value is not None)
-    load = from_pretrained(base_name(config), version)
-    code = f'{load}pipeline.load_lora_weights("{place}")\n{drawing(config)}'
-    return python(code) + where_base_is(config)
+    load = from_pretrained(base_name(config.pretrained), version)
+    code = f'{load}pipeline.load_lora_weights("{place}")\n{drawing(config.validation)}'
+    return python(code) + where_base_is(config.pretrained)
 
 
 def _use_kohya(config: RunConfig, place: Place, step: int) -> str:

@@ -7,8 +7,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.config.sections.objective import PREDICTION_TYPES, DdpmConfig, FlowConfig, Prediction
 from fastdiff.models.family import PublishedClass, family_of
 from fastdiff.models.pretrained.sit_transport import transport
@@ -43,23 +45,21 @@ def python(code: str) -> str:
     return f"```python\n{code}\n```\n"
 
 
-def base_is_local(config: RunConfig) -> bool:
+def base_is_local(base: PretrainedConfig) -> bool:
     """Whether the pretrained pipeline is a folder or a file of this machine, and no id of the hub."""
-    path = config.pretrained.path
-    return not _HUB_ID.fullmatch(path) or config.pretrained.is_file or Path(path).exists()
+    return not _HUB_ID.fullmatch(base.path) or base.is_file or Path(base.path).exists()
 
 
-def base_name(config: RunConfig) -> str:
+def base_name(base: PretrainedConfig) -> str:
     """Return the pretrained pipeline's name for a card: its hub id, or the last part of a local path."""
-    path = config.pretrained.path
-    return Path(path).resolve().name if base_is_local(config) else path
+    return Path(base.path).resolve().name if base_is_local(base) else base.path
 
 
-def where_base_is(config: RunConfig) -> str:
+def where_base_is(base: PretrainedConfig) -> str:
     """Say in Markdown that a reader needs a copy of a local base model; empty for one of the hub."""
-    if not base_is_local(config):
+    if not base_is_local(base):
         return ""
-    return f"\n`{base_name(config)}` is a folder of the machine that trained the model: put your copy in its place.\n"
+    return f"\n`{base_name(base)}` is a folder of the machine that trained the model: put your copy in its place.\n"
 
 
 def from_pretrained(path: str, options: str = "") -> str:
@@ -68,9 +68,9 @@ def from_pretrained(path: str, options: str = "") -> str:
     return f"from diffusers import DiffusionPipeline\n\npipeline = {load}\n"
 
 
-def drawing(config: RunConfig) -> str:
+def drawing(validation: ValidationConfig) -> str:
     """Return code that draws an image with ``pipeline``, of a prompt of the run."""
-    prompt = next(iter(config.validation.prompts), "a caption like those of the training")
+    prompt = next(iter(validation.prompts), "a caption like those of the training")
     return f'image = pipeline({json.dumps(prompt, ensure_ascii=False)}).images[0]\nimage.save("image.png")'
 
 

@@ -151,7 +151,7 @@ def _autoencoder(config: RunConfig) -> Pretrained | None:
         )
     if name in (None, IDENTITY) or model.classes > _NULL_OF_PIPELINE or sampler_config(config) is None:
         return None
-    found = pipeline_of(config, str(name))
+    found = pipeline_of(config.pretrained, str(name))
     try:
         space = found.latent_space
         found.weight_files("vae")

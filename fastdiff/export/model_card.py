@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from fastdiff.config.networks.pretrained import LoraConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.sections.optim import OptimConfig
@@ -60,7 +62,7 @@ def write_card(folder: Path, run: Path, exported: Exported, format_: str, dtype:
     text = (
         f"---\n{_front_matter(config, format_)}---\n\n"
         f"# {title}\n\n"
-        f"{_subject(config, format_)}, {origin}.\n\n"
+        f"{_subject(config.model, format_)}, {origin}.\n\n"
         f"{shown}## {heading}\n\n| | |\n| --- | --- |\n{metadata}\n\n"
         f"## Use\n\n{use_of(config, format_, place, step)}\n"
         "## License\n\nNot stated yet: the owner of this model chooses it, within the licenses of the base model "
@@ -106,13 +108,13 @@ def _front_matter(config: RunConfig, format_: str) -> str:
         lines.append("pipeline_tag: text-to-image")
     if library := form.library or family_of(model).library:
         lines.append(f"library_name: {library}")
-    if config.pretrained.weights and not base_is_local(config):
+    if config.pretrained.weights and not base_is_local(config.pretrained):
         lines.append(f"base_model: {config.pretrained.path}")
     return "".join(line + "\n" for line in lines)
 
 
-def _subject(config: RunConfig, format_: str) -> str:
-    network, adapter = family_of(config.model).subject(config.model), format_of(config.model, format_).adapter
+def _subject(model: ModelConfig, format_: str) -> str:
+    network, adapter = family_of(model).subject(model), format_of(model, format_).adapter
     return f"A LoRA adapter of {network[0].lower()}{network[1:]}" if adapter else network
 
 
@@ -129,9 +131,9 @@ def _metadata(exported: Exported, dtype: str) -> dict[str, object]:
         "Samples seen": manifest["progress"]["samples"],
     }
     if pretrained.path:
-        metadata["Base model" if pretrained.weights else "Text encoder and autoencoder"] = f"`{base_name(config)}`"
+        metadata["Base model" if pretrained.weights else "Text encoder and autoencoder"] = f"`{base_name(pretrained)}`"
     if lora.rank:
-        metadata["LoRA"] = f"rank {lora.rank}, alpha {lora.numerator:g}, base weights in {_bits(config)}"
+        metadata["LoRA"] = f"rank {lora.rank}, alpha {lora.numerator:g}, base weights in {_bits(lora)}"
     return metadata | {
         "Data set (sha256)": f"`{manifest['dataset']}`",
         "Samples per step": config.batch.samples,
@@ -147,8 +149,8 @@ def _metadata(exported: Exported, dtype: str) -> dict[str, object]:
     }
 
 
-def _bits(config: RunConfig) -> str:
-    return "full precision" if config.lora.quantize == "none" else config.lora.quantize.replace("bit", " bits")
+def _bits(lora: LoraConfig) -> str:
+    return "full precision" if lora.quantize == "none" else lora.quantize.replace("bit", " bits")
 
 
 def objective_facts(objective: ObjectiveConfig, timesteps: TimestepConfig) -> dict[str, str]:

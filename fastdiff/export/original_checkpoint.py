@@ -19,6 +19,7 @@ from fastdiff.checkpoint.power_function import constant_name
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.checkpoint.safetensors_writer import write_tensors
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log
 from fastdiff.errors import StorageError
@@ -37,7 +38,7 @@ def write_dit(folder: Path, exported: Exported) -> None:
     Raises:
         StorageError: it could not be written.
     """
-    with _state_dict(folder / "scratch", exported.weights, exported.config, exported.dtype) as state:
+    with _state_dict(folder / "scratch", exported.weights, exported.config.model, exported.dtype) as state:
         _save(folder / "dit.pt", {"ema": state})
 
 
@@ -56,8 +57,8 @@ def write_dit_training(folder: Path, exported: Exported) -> None:
     raw = _as_trained(saved, config)
     read = _moments_or_say(saved, config)
     with (
-        _state_dict(folder / "model.scratch", raw, config, fp32) as model,
-        _state_dict(folder / "ema.scratch", exported.weights, config, fp32) as ema,
+        _state_dict(folder / "model.scratch", raw, config.model, fp32) as model,
+        _state_dict(folder / "ema.scratch", exported.weights, config.model, fp32) as ema,
         _optimizer(folder / "opt.scratch", saved, config, raw, read) as opt,
     ):
         content = {"model": model, "ema": ema, "opt": opt, "args": _arguments(config)}
@@ -87,7 +88,7 @@ def write_iddpm(folder: Path, exported: Exported) -> None:
         for rate in saved.ema_rates
     }
     for name, weights in {"model": raw, **averages}.items():
-        with _state_dict(folder / "scratch", weights, config, torch.float32) as state:
+        with _state_dict(folder / "scratch", weights, config.model, torch.float32) as state:
             _save(folder / f"{name}{step:06d}.pt", state)
     with _optimizer(folder / "scratch", saved, config, raw, _moments_or_say(saved, config)) as opt:
         if opt is not None:
@@ -102,7 +103,7 @@ def _as_trained(saved: Checkpoint, config: RunConfig) -> ExportedWeights:
 
 
 def _moments_or_say(saved: Checkpoint, config: RunConfig) -> Read | None:
-    found = moments(saved, config)
+    found = moments(saved, config.optim, config.lora)
     if isinstance(found, str):
         log.warning(f"the state of the optimizer is left out: {found}")
         return None
@@ -111,10 +112,10 @@ def _moments_or_say(saved: Checkpoint, config: RunConfig) -> Read | None:
 
 @contextmanager
 def _state_dict(
-    scratch: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype
+    scratch: Path, weights: ExportedWeights, network: ModelConfig, dtype: torch.dtype
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the weights in the order of the published model, after its buffers, which are parameters there."""
-    first = {name: value.to(dtype) for name, value in family_of(config.model).buffers(config.model).items()}
+    first = {name: value.to(dtype) for name, value in family_of(network).buffers(network).items()}
     with _mapped(scratch, weights.shapes, dtype, weights.reader(dtype)) as state:
         yield first | state
 
@@ -137,7 +138,7 @@ def _optimizer(
             number: {moment: found[f"{moment}/{name}"] for moment in MOMENTS}
             for number, name in enumerate(weights.shapes, first)
         }
-        yield adamw_state(saved, config, state, first + len(weights.shapes))
+        yield adamw_state(saved, config.optim, config.steps, state, first + len(weights.shapes))
 
 
 @contextmanager

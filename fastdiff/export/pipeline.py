@@ -45,7 +45,7 @@ def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dt
         OSError: a file cannot be written, for example because the disk is full.
     """
     model, part = config.model, family_of(config.model).pipeline_part
-    pipeline = pretrained(config) if config.pretrained.path else None
+    pipeline = pretrained(config.pretrained) if config.pretrained.path else None
     scheduler = scheduler_config(pipeline.scheduler_config(), config.objective) if pipeline else {}
     sources = {name: Source(name) for name in weights.shapes}
     write_model(folder / part, model.diffusers_class, model.to_diffusers(), sources, weights, dtype)
@@ -146,7 +146,7 @@ def _write(folder: Path, exported: Exported) -> None:
 
 def _use(config: RunConfig, place: Place, step: int) -> str:
     if config.pretrained.path:
-        return python(from_pretrained(str(place)) + drawing(config))
+        return python(from_pretrained(str(place)) + drawing(config.validation))
     kind, part = config.model.diffusers_class, family_of(config.model).pipeline_part
     return python(f'from diffusers import {kind}\n\n{part} = {kind}.from_pretrained("{place}", subfolder="{part}")')
 

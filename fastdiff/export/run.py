@@ -14,6 +14,8 @@ from typing import Literal
 
 from fastdiff.checkpoint.power_function import constant_name, in_words
 from fastdiff.checkpoint.weights import AS_TRAINED
+from fastdiff.config.networks.pretrained import LoraConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError, StorageError, remedy, require
 from fastdiff.export.card_text import Place
@@ -102,7 +104,7 @@ def _of_run(run: Path, choice: Choice) -> tuple[ExportFormat, Exported]:
     saved = open_checkpoint(run, choice.step, snapshots=choice.ema_std is not None)
     saved.require("progress", "classes", "parameters", "ema_rates", "dataset", "versions")
     config = config_of(saved)
-    form = _checked(choice, config)
+    form = _checked(choice, config.model, config.lora)
     if form.training and choice.ema_std is not None:
         saved = open_checkpoint(run, choice.step)  # a snapshot lacks the full training state
     weights = exported_weights(
@@ -113,18 +115,18 @@ def _of_run(run: Path, choice: Choice) -> tuple[ExportFormat, Exported]:
 
 def _of_file(path: Path, config: RunConfig, choice: Choice) -> tuple[ExportFormat, Exported]:
     refuse_selection(path, ema=choice.ema, ema_std=choice.ema_std, raw=choice.raw, step=choice.step)
-    form = _checked(choice, config)
+    form = _checked(choice, config.model, config.lora)
     require(not form.training, f"--format {choice.format}: {path} has no optimizer and no averages; choose another")
     return form, Exported(None, config, published_weights(config), DTYPES[choice.dtype])
 
 
-def _checked(choice: Choice, config: RunConfig) -> ExportFormat:
+def _checked(choice: Choice, network: ModelConfig, lora: LoraConfig) -> ExportFormat:
     """Return the format; ConfigError if it does not support the run or the other choices."""
     name = choice.format
-    found = format_of(config.model, name)
+    found = format_of(network, name)
     if found.adapter:
-        instead = next(known for known in formats_of(config.model) if not format_of(config.model, known).adapter)
-        require(config.lora.rank > 0, f"--format {name}: the run trained all weights and has no adapter; use {instead}")
+        instead = next(known for known in formats_of(network) if not format_of(network, known).adapter)
+        require(lora.rank > 0, f"--format {name}: the run trained all weights and has no adapter; use {instead}")
     if found.training:
         require(choice.dtype == "fp32", f"--dtype {choice.dtype}: the files of --format {name} are in fp32")
         require(not choice.raw, f"--raw: --format {name} holds the raw weights in addition to the averages")

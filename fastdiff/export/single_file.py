@@ -58,7 +58,7 @@ def write_single_file(folder: Path, exported: Exported) -> None:
     model, objective = cast(UNetConfig, config.model), _checked(config.objective)
     found = _unet(exported.weights, model)
     if config.pretrained.path:
-        found |= _other_parts(pretrained(config), model)
+        found |= _other_parts(pretrained(config.pretrained), model)
     marks = {"v_pred": objective.predicted == "v", "ztsnr": objective.zero_terminal_snr}
     found |= {name: _Weight((0,), lambda: torch.empty(0)) for name, given in marks.items() if given}
     shapes = {name: weight.shape for name, weight in found.items()}
@@ -172,9 +172,9 @@ def _use(config: RunConfig, place: Place, step: int) -> str:
             load_safetensors(config, place, FILE) + "\nIt has the UNet alone, without text encoder and autoencoder.\n"
         )
     kind = "StableDiffusionXLPipeline" if cast(UNetConfig, config.model).pooled_dim else "StableDiffusionPipeline"
-    load = f'{kind}.from_single_file({place.file(FILE)}, config="{base_name(config)}")'
-    code = f"{place.imports}from diffusers import {kind}\n\npipeline = {load}\n{drawing(config)}"
-    return python(code) + where_base_is(config) + told
+    load = f'{kind}.from_single_file({place.file(FILE)}, config="{base_name(config.pretrained)}")'
+    code = f"{place.imports}from diffusers import {kind}\n\npipeline = {load}\n{drawing(config.validation)}"
+    return python(code) + where_base_is(config.pretrained) + told
 
 
 SINGLE_FILE = ExportFormat(write=write_single_file, use=_use, library="diffusers")

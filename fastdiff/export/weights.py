@@ -65,7 +65,7 @@ def exported_weights(
     trained: Shapes = {name: tuple(shape) for name, shape in saved.manifest["parameters"].items()}
     if not (config.lora.rank and merge):
         return ExportedWeights(trained, chosen.read, chosen.description)
-    check_base(config, saved.manifest.get("base"))
+    check_base(config.pretrained, config.lora, saved.manifest.get("base"))
     shapes, base = _base(config)
     return ExportedWeights(shapes, _merged(base, chosen.read, trained, config.lora), chosen.description)
 
@@ -104,7 +104,7 @@ def _base(config: RunConfig) -> tuple[Shapes, Read]:
     path = Path(config.pretrained.path)
     if path.suffix == ".pt":
         return _built(replace(config, lora=LoraConfig()))
-    pipeline = pretrained(config)
+    pipeline = pretrained(config.pretrained)
     files = [path] if path.suffix == ".safetensors" else pipeline.weight_files(pipeline.denoiser)
     buffers = family_of(config.model).buffers(config.model)
     handles: dict[str, Any] = {}

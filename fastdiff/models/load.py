@@ -14,6 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import PREDICTION_TYPES, DdpmConfig, DdpmPrediction
 from fastdiff.diffusion.schedules import alpha_bar_of, betas
@@ -28,9 +30,9 @@ from fastdiff.models.pretrained.sit_transport import check_transport
 from fastdiff.models.pretrained.training_state import read_published_training
 
 
-def pretrained(config: RunConfig) -> Pretrained:
-    """Return the pipeline of the run."""
-    return Pretrained(config.pretrained.path, config.pretrained.revision, config.pretrained.variant)
+def pretrained(config: PretrainedConfig) -> Pretrained:
+    """Return the pipeline of a run."""
+    return Pretrained(config.path, config.revision, config.variant)
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -44,7 +46,7 @@ def resolve(config: RunConfig) -> RunConfig:
     """
     if not config.pretrained.path or config.pretrained.is_file:
         return _explicit(config)
-    found = pretrained(config)
+    found = pretrained(config.pretrained)
     if found.commit is not None:
         config = replace(config, pretrained=replace(config.pretrained, revision=found.commit))
     if config.pretrained.weights:
@@ -67,13 +69,13 @@ def with_local_shape(config: RunConfig) -> RunConfig:
         ConfigError: the pipeline has no such network.
     """
     here = config.pretrained.weights and Path(config.pretrained.path).is_dir()
-    return replace(config, model=pretrained(config).network_config()) if here else config
+    return replace(config, model=pretrained(config.pretrained).network_config()) if here else config
 
 
-def absolute_path(config: RunConfig) -> str | None:
+def absolute_path(config: PretrainedConfig) -> str | None:
     """Return the absolute path of a pretrained pipeline or file of this machine; None for one of the hub, or none."""
-    path = Path(config.pretrained.path)
-    return str(path.absolute()) if config.pretrained.path and path.exists() else None
+    path = Path(config.path)
+    return str(path.absolute()) if config.path and path.exists() else None
 
 
 def _explicit(config: RunConfig) -> RunConfig:
@@ -82,50 +84,55 @@ def _explicit(config: RunConfig) -> RunConfig:
     return replace(config, objective=replace(config.objective, prediction=prediction))
 
 
-def download(config: RunConfig) -> None:
+def download(config: PretrainedConfig, *, online: bool) -> None:
     """Download the weights that every rank reads, unless they are on this machine.
+
+    Args:
+        config: pipeline of a run.
+        online: whether the ranks encode images, and read its encoders.
 
     Raises:
         ConfigError: a part of the pipeline of the run is missing or cannot be reached.
     """
-    if not config.pretrained.path or config.pretrained.is_file:
+    if not config.path or config.is_file:
         return
     found = pretrained(config)
-    parts = [found.denoiser] if config.pretrained.weights else []
-    if config.data.online:
+    parts = [found.denoiser] if config.weights else []
+    if online:
         parts += ["vae", *found.text_parts]
     for part in parts:
         found.weight_files(part)
 
 
-def base_digest(config: RunConfig) -> str | None:
+def base_digest(config: PretrainedConfig, lora: LoraConfig) -> str | None:
     """Return the digest of the frozen base weights of a LoRA; None if all weights are trained.
 
     Raises:
         ConfigError: the weights are missing or cannot be read.
     """
-    if not config.lora.rank:
+    if not lora.rank:
         return None
-    if not config.pretrained.is_file:
+    if not config.is_file:
         found = pretrained(config)
         return found.digest(found.denoiser)
-    with readable(path := Path(config.pretrained.path)):
+    with readable(path := Path(config.path)):
         return file_digest(path)
 
 
-def check_base(config: RunConfig, recorded: str | None) -> None:
+def check_base(config: PretrainedConfig, lora: LoraConfig, recorded: str | None) -> None:
     """Refuse base weights that differ from those in the training of the adapter.
 
     Args:
-        config: configuration of the run.
+        config: base of a run.
+        lora: adapter of the run.
         recorded: digest of the base weights in the checkpoint.
 
     Raises:
         ConfigError: they differ, or cannot be read.
     """
-    if recorded is not None and (here := base_digest(config)) != recorded:
+    if recorded is not None and (here := base_digest(config, lora)) != recorded:
         raise ConfigError(
-            f"{config.pretrained.path} has changed: its weights have the digest {str(here)[:12]}, the adapter was "
+            f"{config.path} has changed: its weights have the digest {str(here)[:12]}, the adapter was "
             f"trained on {recorded[:12]}; restore those weights"
         )
 
@@ -183,12 +190,12 @@ def build_on_meta(
     if shapes is not None:
         found = {name: torch.empty(*shape, device="meta") for name, shape in shapes.items()}
     elif config.pretrained.path.endswith(".safetensors"):
-        found, values = _parts_of_file(config)
+        found, values = _parts_of_file(config.model, config.pretrained)
     elif config.pretrained.is_file:
         found = dict(_pretrained_weights(config))
         values = iter(found.items())
     else:
-        pipeline = pretrained(config)
+        pipeline = pretrained(config.pretrained)
         part = pipeline.denoiser
         found, values = dict(pipeline.tensors(part, on_meta=True)), pipeline.tensors(part)
     with _of_this_network():
@@ -209,16 +216,16 @@ def _of_this_network() -> Iterator[None]:
         raise ConfigError(f"the weights belong to another network: {first.rstrip('.')}{more}") from None
 
 
-def null_label(config: RunConfig) -> Tensor:
+def null_label(network: ModelConfig) -> Tensor:
     """Return the label of the null class, ``[]`` int64."""
-    return torch.tensor(config.model.classes)
+    return torch.tensor(network.classes)
 
 
 def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:
     if not config.pretrained.is_file:
-        pipeline = pretrained(config)
+        pipeline = pretrained(config.pretrained)
         return pipeline.weights(pipeline.denoiser)
-    path, family = _weight_file(config), family_of(config.model)
+    path, family = _weight_file(config.pretrained), family_of(config.model)
     with readable(path):
         if config.pretrained.training:
             found = read_published_training(path).weights
@@ -231,10 +238,12 @@ def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:
     return {name: value.float() for name, value in found.items() if name not in buffers}
 
 
-def _parts_of_file(config: RunConfig) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]]]:
+def _parts_of_file(
+    network: ModelConfig, pretrained: PretrainedConfig
+) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]]]:
     """Return the parameters of a safetensors file on ``meta``, and themselves, read one after another."""
-    path, family = _weight_file(config), family_of(config.model)
-    buffers = family.buffers(config.model)
+    path, family = _weight_file(pretrained), family_of(network)
+    buffers = family.buffers(network)
     with readable(path), safe_open(path, framework="pt") as file:
         names = set(file.keys())
         tables = {name: file.get_tensor(name) for name in buffers.keys() & names}
@@ -243,8 +252,8 @@ def _parts_of_file(config: RunConfig) -> tuple[dict[str, Tensor], Iterator[tuple
     return found, ((name, value) for name, value in tensors_of(path) if name not in buffers)
 
 
-def _weight_file(config: RunConfig) -> Path:
-    path = Path(config.pretrained.path)
+def _weight_file(config: PretrainedConfig) -> Path:
+    path = Path(config.path)
     if not path.is_file():
         raise ConfigError(f"--pretrained.path {path}: no such file")
     return path

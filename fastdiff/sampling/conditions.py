@@ -108,7 +108,7 @@ def conditions(run: Run, request: SampleRequest, seed: int) -> Conditions:
 
 
 def _of_labels(run: Run, count: int, labels: Tensor | None, how: str) -> Conditions:
-    null = null_label(run.config)
+    null = null_label(run.config.model)
     titles = run.class_names.titles(range(run.known_classes))
 
     def kind(image: int) -> str:

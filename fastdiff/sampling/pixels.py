@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log
 from fastdiff.data.shards.format import DatasetInfo
@@ -60,7 +61,7 @@ class PixelDecoder:
         self._autoencoder: Autoencoder | None = None
         channels, factor = model.channels, 1
         if name != IDENTITY:
-            pipeline = pipeline_of(config, name)
+            pipeline = pipeline_of(config.pretrained, name)
             self.digest = pipeline.digest("vae")
             warn_of_another(name, self.digest, encoded_by)
             space = pipeline.latent_space
@@ -84,11 +85,9 @@ class PixelDecoder:
         return np.ascontiguousarray(as_bytes(pixels).permute(0, 2, 3, 1).numpy())
 
 
-def pipeline_of(config: RunConfig, autoencoder: str) -> Pretrained:
+def pipeline_of(run: PretrainedConfig, autoencoder: str) -> Pretrained:
     """Return the pipeline, or the folder, of an autoencoder by its name."""
-    return (
-        pretrained(config) if autoencoder == config.pretrained.path else Pretrained(autoencoder, flag="--autoencoder")
-    )
+    return pretrained(run) if autoencoder == run.path else Pretrained(autoencoder, flag="--autoencoder")
 
 
 def warn_of_another(name: str, digest: str, encoded_by: str | None) -> None:

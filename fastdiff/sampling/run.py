@@ -21,6 +21,7 @@ from fastdiff.config.networks.registry import ModelConfig, networks
 from fastdiff.config.networks.user_defined import file_of
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json, require_run
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.console import log
 from fastdiff.data.shards.format import DatasetInfo
@@ -123,7 +124,7 @@ class Run:
 
     def draw(self, labels: Tensor, sampler: SamplerConfig, *, progress: bool) -> Tensor:
         """Return ``[N, C, H, W]`` fp32 latents on the CPU, one per label (``[N]`` int64)."""
-        return self.sample({"label": labels}, {"label": null_label(self.config)}, sampler, progress=progress)
+        return self.sample({"label": labels}, {"label": null_label(self.config.model)}, sampler, progress=progress)
 
     def draw_classes(
         self, path: Path, classes: ClassChoice | None, *, per_class: int, sampler: SamplerConfig
@@ -144,7 +145,7 @@ class Run:
         _require_picture(per_class * len(chosen or range(self.known_classes or 1)), "--per-class")
         columns = torch.tensor(chosen) if chosen else grid_classes(self.config.model, self.known_classes or None)
         condition = {"label": columns.repeat(per_class)}
-        latents = self.sample(condition, {"label": null_label(self.config)}, sampler)
+        latents = self.sample(condition, {"label": null_label(self.config.model)}, sampler)
         titles = self.class_names.titles(columns.tolist())
         pixels = shown(self.config, latents, self.device, self.encoded_by)
         save_picture(path, image_grid(pixels, rows=per_class, titles=titles))
@@ -163,7 +164,7 @@ class Run:
         _require_picture(per_prompt * len(prompts), "--per-prompt")
         condition, null = self.embedded(prompts, negative=negative)
         latents = self.sample(repeated(condition, per_prompt), null, sampler)
-        pixels = pretrained(self.config).autoencoder(self.device).decode(latents)
+        pixels = pretrained(self.config.pretrained).autoencoder(self.device).decode(latents)
         save_picture(path, image_grid(pixels, rows=per_prompt))
 
     def embedded(self, prompts: Sequence[str], *, negative: str | None) -> tuple[Condition, Condition]:
@@ -178,7 +179,7 @@ class Run:
             raise ConfigError(f"{self.folder} was trained with classes, not captions; use --classes")
         if not self.config.pretrained.path:
             raise ConfigError(f"{self.folder} was trained without --pretrained.path: it has no text encoder")
-        return encode_prompts(pretrained(self.config), prompts, self.config.model, negative=negative)
+        return encode_prompts(pretrained(self.config.pretrained), prompts, self.config.model, negative=negative)
 
     @property
     def device(self) -> torch.device:
@@ -267,26 +268,26 @@ def _of_checkpoint(folder: Path, ema: float | None, ema_std: float | None, step:
     saved = open_checkpoint(folder, step)
     saved.require("progress", "classes", "parameters", "ema_rates")
     config, steps = config_of(saved), int(saved.manifest["progress"]["steps"])
-    check_base(config, saved.manifest.get("base"))
+    check_base(config.pretrained, config.lora, saved.manifest.get("base"))
     chosen = select(saved, rate=ema, std=ema_std)
     return _Source(
         config=config,
         step=steps,
         digest=digest_of(saved.manifest),
         classes=saved.manifest["classes"],
-        class_names=_class_names(saved, config),
+        class_names=_class_names(saved, config.data),
         encoded_by=saved.manifest.get("autoencoder"),
         description=f"step {steps}, {chosen.description}",
         weights={name: chosen.read(name) for name in saved.manifest["parameters"]},
     )
 
 
-def _class_names(saved: Checkpoint, config: RunConfig) -> Sequence[str]:
+def _class_names(saved: Checkpoint, data: DataConfig) -> Sequence[str]:
     """Return the names of the classes; for a checkpoint older than the field those of its data, if they are here."""
     found = saved.manifest.get("class_names")
-    if found is None and config.data.path and not config.data.online:
+    if found is None and data.path and not data.online:
         with suppress(DataError, StorageError):
-            info = DatasetInfo.read(config.data.path)
+            info = DatasetInfo.read(data.path)
             found = list(info.class_names) if info.digest == saved.manifest.get("dataset") else None
     return found if found and len(found) == saved.manifest["classes"] else ()
 

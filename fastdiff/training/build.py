@@ -311,7 +311,7 @@ def _open_data(config: RunConfig, world: World, stack: ExitStack) -> tuple[Data,
     stack.enter_context(reader)
     if world.is_first and (lines := described_selection(reader)):
         log.info(lines)
-    world.on_rank0(lambda: check_provenance(config, reader.info))
+    world.on_rank0(lambda: check_provenance(config.pretrained, config.data, reader.info))
     world.on_rank0(lambda: note_use(Path(config.data.path), Path(config.output.folder)))
     order = build_order(
         reader.info, seed=config.seed, window_shards=config.data.shuffle_shards, global_batch=config.batch.samples
@@ -326,8 +326,8 @@ def _metadata(config: RunConfig, reader: Data, world: World) -> dict[str, Any]:
         "dataset": reader.info.digest,
         "classes": reader.info.classes,
         "class_names": list(reader.info.class_names) if config.model.classes else [],
-        "base": world.on_rank0(lambda: load.base_digest(config)),
-        "pretrained": load.absolute_path(config),
+        "base": world.on_rank0(lambda: load.base_digest(config.pretrained, config.lora)),
+        "pretrained": load.absolute_path(config.pretrained),
         "autoencoder": reader.info.provenance.autoencoder_digest,
         "versions": versions() | world.on_rank0(lambda: plugins(config)),
     }
@@ -353,7 +353,7 @@ def _build_objective(config: RunConfig, reader: Data, model: Model, world: World
 def _resolve(config: RunConfig) -> RunConfig:
     """Resolve the fields that depend on the pretrained pipeline, and download it into the cache of all ranks."""
     resolved = load.resolve(config)
-    load.download(resolved)
+    load.download(resolved.pretrained, online=resolved.data.online)
     return resolved
 
 

@@ -230,7 +230,7 @@ def test_pixels_are_clamped_where_a_run_is_drawn(world: World, digits: Path, tmp
     drawing = SamplerConfig(
         scheduler="dpmsolver++", steps=output.sample_steps, cfg=output.sample_cfg, clip=True, seed=config.seed
     )
-    null = {"label": null_label(config)}
+    null = {"label": null_label(config.model)}
     clamped, free = (run.sample({"label": labels}, null, replace(drawing, clip=clip)) for clip in (True, False))
     assert free.abs().max() > 2
     with Image.open(next((tmp_path / "run" / "samples").glob("*.png"))) as drawn:

@@ -172,7 +172,7 @@ def test_each_image_enlarges_its_own(enlarging: Path, tmp_path: Path) -> None:
         {"label": torch.arange(10), "low_res": pixels / 127.5 - 1},
         SamplerConfig(steps=3, cfg=2.0, clip=True),
         shape=(1, 8, 8),
-        null={"label": null_label(run.config)},
+        null={"label": null_label(run.config.model)},
     )
     assert abs(images.astype(int) - channels_last(latents)).max() <= 1
     unguided = tmp_path / "first.npz"
@@ -244,7 +244,7 @@ def test_latents_are_decoded(latents: Path, pipeline: Path, tmp_path: Path) -> N
     images, labels = read_npz(out)
     assert images.shape == (5, IMAGE_SIZE, IMAGE_SIZE, 3)
     assert labels is not None
-    null = {"label": null_label(run.config)}
+    null = {"label": null_label(run.config.model)}
     drawn = run.sample(
         {"label": torch.from_numpy(labels)}, null, SamplerConfig(steps=2, cfg=1.0, clip=False), progress=False
     )

@@ -135,7 +135,7 @@ def test_every_image_is_that_of_its_number_and_class(trained: Path, undisturbed:
     assert labels is not None
     assert torch.equal(torch.from_numpy(labels), uniform_labels(0, range(IMAGES), 10))
     run = Run(trained)
-    null = {"label": null_label(run.config)}
+    null = {"label": null_label(run.config.model)}
     for index in (range(128), range(900, IMAGES)):
         condition = {"label": torch.from_numpy(labels[index.start : index.stop])}
         drawing = SamplerConfig(steps=4, cfg=1.5, clip=True)

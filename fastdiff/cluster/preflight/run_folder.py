@@ -73,7 +73,7 @@ def _read(config: RunConfig) -> tuple[str | None, bool]:
     if config.pretrained.path and not config.pretrained.is_file:
         return info.digest, True  # the pipeline is read later
     try:
-        require_fit(config, info)
+        require_fit(config.model, path, info)
     except ConfigError:
         return info.digest, False
     return info.digest, True

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fastdiff.conditions import CAPTIONED, OF_IMAGE, Shape, fixed_sizes
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.presets import encode_command
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.data import DataConfig
@@ -53,7 +54,7 @@ def check_data_set(config: RunConfig, preset: str | None) -> None:
         )
     info = DatasetInfo.read(path)
     if not config.pretrained.weights or config.pretrained.is_file:
-        require_fit(config, info)
+        require_fit(config.model, path, info)
     require_flips(config.data, info)
     held_out = Path(config.validation.data) / INFO_FILE
     if config.model.classes and config.validation.data and held_out.is_file():
@@ -104,63 +105,62 @@ def require_flips(config: DataConfig, info: DatasetInfo) -> None:
         )
 
 
-def require_fit(config: RunConfig, info: DatasetInfo) -> None:
-    """Raise ConfigError unless a data set has the latents and the conditions that the network takes."""
-    _check_latents(config, info)
-    if config.model.text_conditional:
-        _check_conditions(config, info)
+def require_fit(network: ModelConfig, path: str, info: DatasetInfo) -> None:
+    """Raise ConfigError unless the data set ``info`` of ``path`` has the latents and the conditions of the network."""
+    _check_latents(network, path, info)
+    if network.text_conditional:
+        _check_conditions(network, path, info)
     else:
-        _check_classes(config, info)
+        _check_classes(network, path, info)
 
 
-def _check_latents(config: RunConfig, info: DatasetInfo) -> None:
+def _check_latents(network: ModelConfig, path: str, info: DatasetInfo) -> None:
     channels, height, width = info.latent.shape
     channels //= 2 if info.kind == "posterior" else 1
-    if config.model.any_size:
-        sizes, factor = info.buckets or ((height, width),), config.model.smallest_factor
+    if network.any_size:
+        sizes, factor = info.buckets or ((height, width),), network.smallest_factor
         wrong = [size for size in sizes if size[0] % factor or size[1] % factor]
-        if channels != config.model.channels or wrong:
+        if channels != network.channels or wrong:
             raise ConfigError(
-                f"{address(config.data.path)} holds latents of {channels} channels and sizes {sizes}, the model takes "
-                f"{config.model.channels} channels and sizes that divide by {factor}; encode with another --resolution"
+                f"{address(path)} holds latents of {channels} channels and sizes {sizes}, the model takes "
+                f"{network.channels} channels and sizes that divide by {factor}; encode with another --resolution"
             )
-    elif info.buckets or (channels, height, width) != (config.model.channels, config.model.size, config.model.size):
+    elif info.buckets or (channels, height, width) != (network.channels, network.size, network.size):
         square = height == width and not info.buckets
-        classes = f" --model.classes {info.classes}" if _too_few_classes(config, info) else ""
+        classes = f" --model.classes {info.classes}" if _too_few_classes(network, info) else ""
         remedy = (
             f"--model.channels {channels} --model.size {height}{classes}" if square else "square latents of one size"
         )
         raise ConfigError(
-            f"{address(config.data.path)} holds latents of shape {(channels, height, width)}, the model takes "
-            f"{(config.model.channels, config.model.size, config.model.size)}; use {remedy}"
+            f"{address(path)} holds latents of shape {(channels, height, width)}, the model takes "
+            f"{(network.channels, network.size, network.size)}; use {remedy}"
         )
 
 
-def _check_classes(config: RunConfig, info: DatasetInfo) -> None:
-    model = config.model
-    if info.classes is None and model.needs_classes and model.classes:
+def _check_classes(network: ModelConfig, path: str, info: DatasetInfo) -> None:
+    if info.classes is None and network.needs_classes and network.classes:
         raise ConfigError(
-            f"{address(config.data.path)} has no classes, but the model has {model.classes}, which would never be "
+            f"{address(path)} has no classes, but the model has {network.classes}, which would never be "
             "trained; encode with --classes-from, or use --model.classes 0"
         )
-    if _too_few_classes(config, info):
+    if _too_few_classes(network, info):
         raise ConfigError(
-            f"{address(config.data.path)} has {info.classes} classes, but the model has {model.classes}; use "
+            f"{address(path)} has {info.classes} classes, but the model has {network.classes}; use "
             f"--model.classes {info.classes}"
         )
 
 
-def _too_few_classes(config: RunConfig, info: DatasetInfo) -> bool:
-    return info.classes is not None and 0 < config.model.classes < info.classes
+def _too_few_classes(network: ModelConfig, info: DatasetInfo) -> bool:
+    return info.classes is not None and 0 < network.classes < info.classes
 
 
-def _check_conditions(config: RunConfig, info: DatasetInfo) -> None:
+def _check_conditions(network: ModelConfig, path: str, info: DatasetInfo) -> None:
     """Require the conditions of captions that the network takes, no others, and those of images that it takes."""
-    expected = fixed_sizes({n: shape for n, shape in config.model.conditions.items() if n in (*CAPTIONED, *OF_IMAGE)})
+    expected = fixed_sizes({n: shape for n, shape in network.conditions.items() if n in (*CAPTIONED, *OF_IMAGE)})
     found = fixed_sizes({n: info.columns[n].shape for n in (*CAPTIONED, *expected) if n in info.columns})
     if found != expected:
         raise ConfigError(
-            f"{address(config.data.path)} holds the conditions {_described(found)}; the model takes "
+            f"{address(path)} holds the conditions {_described(found)}; the model takes "
             f"{_described(expected)}; encode captions with `fastdiff encode --pretrained` and the pipeline of the model"
         )
 

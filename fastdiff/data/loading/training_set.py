@@ -12,6 +12,8 @@ import torch
 
 from fastdiff.batch import Condition, from_stored
 from fastdiff.conditions import of_source
+from fastdiff.config.networks.pretrained import PretrainedConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.loading.fit import match_classes, require_fit
@@ -43,18 +45,18 @@ def open_data(config: RunConfig, device: torch.device) -> Data:
     """
     if config.data.online:
         data = _open_images(config, device)
-        require_fit(config, data.info)
+        require_fit(config.model, config.data.path, data.info)
         return data
-    reader = open_shards(config)
-    require_fit(config, reader.info)
+    reader = open_shards(config.data)
+    require_fit(config.model, config.data.path, reader.info)
     return reader
 
 
-def open_held_out(config: RunConfig, data: DataConfig, class_names: Sequence[str], flag: str) -> LatentReader:
+def open_held_out(network: ModelConfig, data: DataConfig, class_names: Sequence[str], flag: str) -> LatentReader:
     """Open held-out shards of a run, and read their classes as the training numbers them.
 
     Args:
-        config: the run, resolved.
+        network: of the run, resolved.
         data: the held-out data.
         class_names: of the training, in the order of their numbers; empty: unknown.
         flag: of the path, for messages.
@@ -64,15 +66,14 @@ def open_held_out(config: RunConfig, data: DataConfig, class_names: Sequence[str
         DataError: the data are damaged.
         StorageError: the data cannot be read.
     """
-    own = replace(config, data=data)
-    reader = open_shards(own)
-    if config.model.classes:
+    reader = open_shards(data)
+    if network.classes:
         reader.class_numbers = match_classes(reader.info, class_names, f"{flag} {address(data.path)}")
-    require_fit(own, reader.info)
+    require_fit(network, data.path, reader.info)
     return reader
 
 
-def open_shards(config: RunConfig) -> LatentReader:
+def open_shards(data: DataConfig) -> LatentReader:
     """Open local or cached remote shards, whatever the model.
 
     Raises:
@@ -80,15 +81,15 @@ def open_shards(config: RunConfig) -> LatentReader:
         DataError: the data are damaged.
         StorageError: the data cannot be read.
     """
-    if not config.data.path:
+    if not data.path:
         raise ConfigError("--data.path is missing; give the output folder of `fastdiff encode`")
-    folder, fetch = open_shards_folder(config.data.path, config.data.cache)
+    folder, fetch = open_shards_folder(data.path, data.cache)
     # Reads touch one window of shards, or two at a border.
     return LatentReader(
         folder,
-        open_shards=2 * config.data.shuffle_shards,
+        open_shards=2 * data.shuffle_shards,
         fetch=fetch,
-        substitute=config.data.damaged == "skip",
+        substitute=data.damaged == "skip",
     )
 
 
@@ -129,7 +130,7 @@ def null_condition(config: RunConfig, reader: Data) -> Condition:
         ConfigError: captions are dropped, but the data have no embedding of the empty caption.
     """
     wanted = config.model.conditions
-    null: Condition = {"label": null_label(config)} if of_source("class", wanted) else {}
+    null: Condition = {"label": null_label(config.model)} if of_source("class", wanted) else {}
     if captioned := of_source("caption", wanted):
         stored = from_stored({name: torch.from_numpy(value) for name, value in reader.null().items()})
         null |= {name: stored[name] for name in captioned if name in stored}
@@ -145,7 +146,9 @@ def _open_images(config: RunConfig, device: torch.device) -> OnlineImages:
     from fastdiff.data.loading.online import OnlineImages
 
     dtype = DTYPES[config.performance.precision]
-    return OnlineImages(config.data, pretrained(config), device, dtype, seed=config.seed, takes=config.model.conditions)
+    return OnlineImages(
+        config.data, pretrained(config.pretrained), device, dtype, seed=config.seed, takes=config.model.conditions
+    )
 
 
 def described_selection(data: Data) -> str:
@@ -156,7 +159,7 @@ def described_selection(data: Data) -> str:
     return f"{data.folder}: {lines.replace('--max-samples', '--data.max-samples')}"  # the flag of encode, and that here
 
 
-def check_provenance(config: RunConfig, info: DatasetInfo) -> None:
+def check_provenance(pipeline: PretrainedConfig, data: DataConfig, info: DatasetInfo) -> None:
     """Require data encoded with the autoencoder and the text encoder of the run's pipeline.
 
     Their digests cover all weights, which are read for this check.
@@ -164,16 +167,16 @@ def check_provenance(config: RunConfig, info: DatasetInfo) -> None:
     Raises:
         ConfigError: the digests differ, or a part of the pipeline cannot be read.
     """
-    if not config.pretrained.path or config.pretrained.is_file or config.data.online:
+    if not pipeline.path or pipeline.is_file or data.online:
         return
-    pipeline = pretrained(config)
+    found = pretrained(pipeline)
     for part, name, made in (
         ("vae", "autoencoder", info.provenance.autoencoder_digest),
         ("text_encoder", "text encoder", info.provenance.text_encoder_digest),
     ):
-        if made is not None and made != (here := pipeline.digest(part)):
+        if made is not None and made != (here := found.digest(part)):
             raise ConfigError(
-                f"{address(config.data.path)} was encoded with another {name} (digest {made[:12]}) than that of "
-                f"--pretrained.path {config.pretrained.path} (digest {here[:12]}); encode again with it, or give the "
+                f"{address(data.path)} was encoded with another {name} (digest {made[:12]}) than that of "
+                f"--pretrained.path {pipeline.path} (digest {here[:12]}); encode again with it, or give the "
                 "pipeline that encoded the data"
             )

@@ -55,7 +55,7 @@ class PromptImages(Callback):
         self._every = Every(state.config.validation.every, state.config.validation.first)
         self._trackers = trackers
         self._drawn = -1
-        self._pipeline = pretrained(state.config)
+        self._pipeline = pretrained(state.config.pretrained)
         self._condition, self._null = state.world.on_rank0(
             lambda: encode_prompts(self._pipeline, state.config.validation.prompts, state.config.model)
         )

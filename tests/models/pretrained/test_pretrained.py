@@ -286,12 +286,13 @@ def test_data_of_another_pipeline_are_refused(pipelines: dict[str, Path], copied
     """By its weights, and not by where it lies."""
     data = encode(tmp_path / "data", pipelines["sd15"])
     info = DatasetInfo.read(data)
-    check_provenance(text_run(data, copied, tmp_path / "run"), info)
+    run = text_run(data, copied, tmp_path / "run")
+    check_provenance(run.pretrained, run.data, info)
     for part, name in (("text_encoder", "text encoder"), ("vae", "autoencoder")):
         [path] = (copied / part).glob("*.safetensors")
         save_file({key: value + 1 for key, value in load_file(path).items()}, path)
         with pytest.raises(ConfigError, match=rf"another {name} \(digest \w{{12}}\) than .*\(digest \w{{12}}\)"):
-            check_provenance(text_run(data, copied, tmp_path / "run"), info)
+            check_provenance(run.pretrained, run.data, info)
 
 
 def test_features_that_need_a_pipeline_say_so() -> None:

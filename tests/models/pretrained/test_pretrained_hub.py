@@ -36,13 +36,13 @@ def use(repository, out, variant):
     start = PretrainedConfig(path=repository, variant=variant, weights=True)
     config = resolve(text_run(out, out, out, pretrained=start, data__online=True))
     print("revision", config.pretrained.revision)
-    print("at first", sorted(path.name for path in pretrained(config).folder.rglob("*.safetensors")))
-    download(config)
+    print("at first", sorted(path.name for path in pretrained(config.pretrained).folder.rglob("*.safetensors")))
+    download(config.pretrained, online=config.data.online)
     weights = dict(build_network(config).named_parameters())
     os.environ["HF_HUB_OFFLINE"] = "1"
     huggingface_hub.constants.HF_HUB_OFFLINE = True  # what download brought is enough for all ranks
-    print("digest", pretrained(config).digest("vae"))
-    print("text", tuple(pretrained(config).text()(["a cat"])["context"].shape))
+    print("digest", pretrained(config.pretrained).digest("vae"))
+    print("text", tuple(pretrained(config.pretrained).text()(["a cat"])["context"].shape))
     huggingface_hub.constants.HF_HUB_OFFLINE = False
     out.mkdir()
     shapes = {name: tuple(value.shape) for name, value in weights.items()}
