@@ -202,16 +202,17 @@ class _ImageEncode:
         if self._rank.number or self._encoded:
             return
         each, units = sample_bytes(info), self._source.units
+        about = "at most" if any(map(info.is_masked, info.columns)) else "about"  # captions of full length are counted
         images = None if isinstance(self._source, WebDatasetSource) else len(self._source)
         if images is None:
-            log.info(f"{self._options.out}: {units} shards, about {each / 2**10:.1f} KiB for each picture")
+            log.info(f"{self._options.out}: {units} shards, {about} {each / 2**10:.1f} KiB for each picture")
             return
         missing = each * images * len(self._folder.unfinished()) // max(1, units)
-        log.info(f"{self._options.out}: {images} pictures, about {each * images / 2**20:,.1f} MiB")
+        log.info(f"{self._options.out}: {images} pictures, {about} {each * images / 2**20:,.1f} MiB")
         free = shutil.disk_usage(self._options.out).free
         if missing > free:
             log.warning(
-                f"{self._options.out} needs about {missing / 2**20:,.1f} MiB more, and {free / 2**20:,.1f} MiB are "
+                f"{self._options.out} needs {about} {missing / 2**20:,.1f} MiB more, and {free / 2**20:,.1f} MiB are "
                 "free there; free some space, or stop and choose another folder"
             )
 

@@ -80,24 +80,29 @@ def test_a_shard_holds_the_tokens_of_each_caption(folder: Path) -> None:
                 assert np.array_equal(found["context"][number], context * mask[:, None].astype(np.float16))
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
 @pytest.mark.parametrize("loader", ["prefetch", "dali"])
-def test_a_dropped_caption_takes_its_mask_along(folder: Path, loader: Any) -> None:
+def test_a_dropped_caption_takes_its_mask_along(folder: Path, loader: Any, device: torch.device) -> None:
     with LatentReader(folder) as reader:
         null = {name: torch.from_numpy(value) for name, value in reader.null().items()}
         null["context_mask"] = null["context_mask"].bool()
         order = build_order(reader.info, seed=5, window_shards=1, global_batch=COUNT)
         with build_batches(
-            reader, order, config=DataConfig(loader=loader, random_flip=False), seed=5, device=torch.device("cpu"),
+            reader, order, config=DataConfig(loader=loader, random_flip=False), seed=5, device=device,
             start_samples=0, rank=0, ranks=1, micro=COUNT, global_batch=COUNT,
         ) as batches:  # fmt: skip
             batch = next(batches)
     assert batch.condition["context_mask"].dtype == torch.bool
-    objective = Objective(DdpmConfig(condition_dropout=0.5), seed=0, null=null, device="cpu", inputs=tuple(SHAPES))
+    objective = Objective(DdpmConfig(condition_dropout=0.5), seed=0, null=null, device=device, inputs=tuple(SHAPES))
     found = objective.corrupt(batch).condition
     dropped = uniform(0, Stream.LABEL_DROP, batch.position, 1)[:, 0] < 0.5
     assert 0 < dropped.sum() < COUNT
     for name, value in found.items():
-        assert torch.equal(value[dropped], null[name].expand_as(value)[dropped])
+        assert torch.equal(value[dropped], null[name].to(device).expand_as(value)[dropped])
         assert torch.equal(value[~dropped], batch.condition[name][~dropped])
 
 
