@@ -173,7 +173,8 @@ def release() -> None:
 
     Hooks of autograd refer to an engine, where the garbage collector does not look: it would never find one.
     """
-    for engine in [found for found in gc.get_objects() if type(found).__name__ == "DeepSpeedEngine"]:
+    of_library = [one for one in gc.get_objects() if getattr(type(one), "__module__", "") == "deepspeed.runtime.engine"]
+    for engine in [one for one in of_library if hasattr(one, "destroy") and vars(one.module)]:
         engine.destroy()
         for part in (engine.optimizer, engine.module):
             vars(part).clear()

@@ -88,7 +88,7 @@ def _plant(run: Run, lack: Lack, occurred: list[Lack]) -> None:
         state.engine.optimizer.register_step_pre_hook(lambda *_: fail_if_due())
     else:
         update: Any = state.engine._update  # type: ignore[attr-defined]
-        name = "_take_8bit" if state.config.optim.name == "adamw8bit" else "_take_on_cpu"
+        name = "_take_on_cpu" if hasattr(update, "_take_on_cpu") else "_take"
         own = getattr(update, name)
 
         def take(*arguments: Any) -> None:
