@@ -148,7 +148,7 @@ class Run:
             scheduler: ddim, dpmsolver++ or ddpm.
             cfg: scale of classifier-free guidance; None: 1.5, for prompts 7.5, and 1 for a run that dropped no classes.
             ema: decay rate of the average to draw with; None: the first average of the run.
-            ema_std: relative width of a power-function average instead.
+            ema_std: relative std of a power-function average instead.
             step: of the checkpoint; None: the newest.
             batch: images per forward pass.
             precision: of the network.
@@ -233,7 +233,7 @@ class Run:
             features: inception, pixels or ``PATH.py:FUNCTION``, which is executed.
             metrics: further measures of the features: ``PATH.py:FUNCTION``, which is executed, or installed plug-ins.
             ema: decay rate of the average to draw with; None: the first average of the run.
-            ema_std: relative width of a power-function average instead.
+            ema_std: relative std of a power-function average instead.
             seed: of the noise, of the drawn classes and of the subsets of KID.
             options: further arguments of ``sample``.
 
@@ -277,7 +277,7 @@ class Run:
             samples: number of samples, spread evenly over the data.
             data: folder of latent shards; None: the training data.
             ema: decay rate of the average; None: the first average of the run.
-            ema_std: relative width of a power-function average instead.
+            ema_std: relative std of a power-function average instead.
             progress: show a bar.
 
         Raises:
@@ -309,7 +309,7 @@ class Run:
             format: diffusers, single-file, lora, lora-diffusers, dit, dit-training, iddpm, safetensors, or one of the
                 network's own.
             ema: decay rate of the average; None: the first average of the run.
-            ema_std: relative width of a power-function average instead.
+            ema_std: relative std of a power-function average instead.
             raw: the raw weights instead of an average.
             dtype: of the weights.
             step: of the checkpoint; None: the newest.

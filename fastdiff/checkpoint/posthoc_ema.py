@@ -1,4 +1,4 @@
-"""Post-hoc EMA: power-function averages of any width, reconstructed from the snapshots of a run."""
+"""Post-hoc EMA: power-function averages of any std, reconstructed from the snapshots of a run."""
 
 from __future__ import annotations
 
@@ -63,34 +63,34 @@ class Reconstruction:
 
 
 def reconstruct(saved: Checkpoint, std: float) -> Reconstruction:
-    """Reconstruct the average of relative width ``std`` at the step of a checkpoint or snapshot.
+    """Reconstruct the average of relative ``std`` at the step of a checkpoint or snapshot.
 
     It combines the power-function averages in this checkpoint and in all intact snapshots of earlier steps. Damaged
     snapshots are skipped with a warning.
 
     Raises:
-        ConfigError: the width is invalid, no power-function average was saved, or the fit error is too large.
+        ConfigError: the std is invalid, no power-function average was saved, or the fit error is too large.
     """
     gamma, end = exponent(std), _applied(saved)
-    sources = [(source, width) for source in (*_earlier_snapshots(saved), saved) for width in source.ema_stds]
+    sources = [(source, known) for source in (*_earlier_snapshots(saved), saved) for known in source.ema_stds]
     if not sources or not end:
         raise ConfigError(
-            f"{saved.folder}: no power-function average to make width {std} from; train with --ema.power_stds "
+            f"{saved.folder}: no power-function average to make std {std} from; train with --ema.power_stds "
             "0.05 0.10 and --ema.snapshot_every"
         )
-    gammas = np.array([exponent(width) for _, width in sources])
+    gammas = np.array([exponent(known) for _, known in sources])
     ends = np.array([_applied(source) for source, _ in sources], np.float64)
     coefficients, error = fit(gammas, ends, gamma, end)
     if error > LARGEST_ERROR:
-        widths = ", ".join(map(str, sorted({width for _, width in sources})))
+        stds = ", ".join(map(str, sorted({known for _, known in sources})))
         raise ConfigError(
-            f"an average of width {std} at step {step_of(saved.folder)} cannot be made from {len(sources)} of widths "
-            f"{widths}: the fit misses {error:.0%} of it, at most {LARGEST_ERROR:.0%} is accepted; choose a width "
+            f"an average of std {std} at step {step_of(saved.folder)} cannot be made from {len(sources)} of stds "
+            f"{stds}: the fit misses {error:.0%} of it, at most {LARGEST_ERROR:.0%} is accepted; choose a std "
             "between them or nearer to one, or train with more snapshots (--ema.snapshot_every)"
         )
     terms = zip(sources, coefficients, strict=True)
     return Reconstruction(
-        tuple(Term(source, f"ema/{power_name(width)}", float(value)) for (source, width), value in terms), error
+        tuple(Term(source, f"ema/{power_name(known)}", float(value)) for (source, known), value in terms), error
     )
 
 

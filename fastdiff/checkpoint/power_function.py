@@ -1,9 +1,9 @@
 """Profiles of power-function EMA over time, in float64 (Karras et al. 2024, arXiv:2312.02696).
 
 At time t, the average of exponent gamma weighs the weights of time tau <= t by ``(gamma + 1) tau^gamma / t^(gamma +
-1)`` (section 3.1): its memory grows with the training. Its width ``std`` is the standard deviation of this profile
+1)`` (section 3.1): its memory grows with the training. Its relative ``std`` is the standard deviation of this profile
 relative to t. An average is linear in its profile. If a sum of saved profiles approximates a wanted profile, the same
-sum of saved averages approximates the wanted average; this works after the training, for any width.
+sum of saved averages approximates the wanted average; this works after the training, for any std.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Floats = npt.NDArray[np.float64]
 
 
 def exponent(std: float) -> float:
-    """Return the gamma >= 0 of a profile of this width.
+    """Return the gamma >= 0 of a profile of this std.
 
     It is the root of ``std^2 (gamma + 2)^2 (gamma + 3) = gamma + 1``. At gamma = 0 the average is the plain
-    mean, of width 12^(-1/2); the width falls as gamma grows.
+    mean, of std 12^(-1/2); it falls as gamma grows.
 
     Raises:
-        ConfigError: no such width.
+        ConfigError: no such std.
     """
     if not 0.0 < std <= WIDEST:
-        raise ConfigError(f"a power-function average of width {std}: above 0 and at most {WIDEST:.4f}, the plain mean")
+        raise ConfigError(f"a power-function average of std {std}: above 0 and at most {WIDEST:.4f}, the plain mean")
     t = std**-2.0
     return max(0.0, float(np.roots([1.0, 7.0, 16.0 - t, 12.0 - t]).real.max()))
 
@@ -91,7 +91,7 @@ def constant_name(rate: float) -> str:
 
 
 def power_name(std: float) -> str:
-    """Return the name of the power-function average of a relative width: "power-0.05"."""
+    """Return the name of the power-function average of a relative std: "power-0.05"."""
     return f"{_POWER}{std}"
 
 

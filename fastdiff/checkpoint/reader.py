@@ -81,7 +81,7 @@ class Checkpoint:
 
     @property
     def ema_stds(self) -> tuple[float, ...]:
-        """Relative widths of the saved power-function averages."""
+        """Relative stds of the saved power-function averages."""
         return tuple(self.manifest.get("ema_stds", ()))
 
     @property

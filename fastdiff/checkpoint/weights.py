@@ -35,7 +35,7 @@ def select(saved: Checkpoint, *, rate: float | None = None, std: float | None = 
     Args:
         saved: the checkpoint.
         rate: decay rate of a constant average.
-        std: relative width of a power-function average: a saved one, or one reconstructed from the snapshots.
+        std: relative std of a power-function average: a saved one, or one reconstructed from the snapshots.
         raw: select the raw weights.
 
     Raises:
@@ -46,7 +46,7 @@ def select(saved: Checkpoint, *, rate: float | None = None, std: float | None = 
     if rate is not None:
         if rate not in saved.ema_rates:
             raise ConfigError(
-                f"{saved.folder} has no EMA of rate {rate}; it has {list(saved.ema_rates)} and widths (--ema-std) "
+                f"{saved.folder} has no EMA of rate {rate}; it has {list(saved.ema_rates)} and stds (--ema-std) "
                 f"{list(saved.ema_stds)}"
             )
         return _average(saved, constant_name(rate))

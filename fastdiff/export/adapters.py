@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from fastdiff.checkpoint.safetensors_writer import write_tensors
-from fastdiff.config.networks.pretrained import LoraConfig
+from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.export.card_text import (
     Place,
     base_name,
@@ -138,30 +139,30 @@ def write_scaled(folder: Path, exported: Exported) -> None:
     _save(folder, scaled(_read(exported), config, model), scaled_metadata(config, model), exported.dtype)
 
 
-def _in_diffusers(config: RunConfig, place: Place) -> str:
-    given = {"revision": config.pretrained.revision, "variant": config.pretrained.variant}
+def _in_diffusers(base: PretrainedConfig, validation: ValidationConfig, place: Place) -> str:
+    given = {"revision": base.revision, "variant": base.variant}
     version = "".join(f', {name}="{value}"' for name, value in given.items() if value is not None)
-    load = from_pretrained(base_name(config.pretrained), version)
-    code = f'{load}pipeline.load_lora_weights("{place}")\n{drawing(config.validation)}'
-    return python(code) + where_base_is(config.pretrained)
+    load = from_pretrained(base_name(base), version)
+    code = f'{load}pipeline.load_lora_weights("{place}")\n{drawing(validation)}'
+    return python(code) + where_base_is(base)
 
 
 def _use_kohya(config: RunConfig, place: Place, step: int) -> str:
-    return _in_diffusers(config, place) + (
+    return _in_diffusers(config.pretrained, config.validation, place) + (
         f"\n`{WEIGHTS_FILE}` has kohya's names, with alpha beside each layer: ComfyUI (`models/loras`) and "
         "AUTOMATIC1111 (`models/Lora`) read the same file with the same strength; give it a name of its own there.\n"
     )
 
 
 def _use_scaled(config: RunConfig, place: Place, step: int) -> str:
-    return _in_diffusers(config, place) + (
+    return _in_diffusers(config.pretrained, config.validation, place) + (
         "\nThe names are those of diffusers and peft, and the scale is in the weights (alpha is the rank). ComfyUI and "
         "AUTOMATIC1111 read `fastdiff export --format lora`.\n"
     )
 
 
 def _use_of_another(config: RunConfig, place: Place, step: int) -> str:
-    return load_safetensors(config, place, WEIGHTS_FILE) + (
+    return load_safetensors(config.model, config.objective, place, WEIGHTS_FILE) + (
         "\nA layer changes by B A (`lora_B` times `lora_A`): the scale alpha / rank is in B.\n"
     )
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig
-from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.data import ValidationConfig
-from fastdiff.config.sections.objective import PREDICTION_TYPES, DdpmConfig, FlowConfig, Prediction
+from fastdiff.config.sections.objective import PREDICTION_TYPES, DdpmConfig, FlowConfig, ObjectiveConfig, Prediction
 from fastdiff.models.family import PublishedClass, family_of
 from fastdiff.models.pretrained.sit_transport import transport
 
@@ -74,17 +73,26 @@ def drawing(validation: ValidationConfig) -> str:
     return f'image = pipeline({json.dumps(prompt, ensure_ascii=False)}).images[0]\nimage.save("image.png")'
 
 
-def load_safetensors(config: RunConfig, place: Place, name: str) -> str:
+def load_safetensors(network: ModelConfig, objective: ObjectiveConfig, place: Place, name: str) -> str:
     """Return Markdown that loads a plain state dict, with the class that takes it."""
     code = f"{place.imports}from safetensors.torch import load_file\n\nweights = load_file({place.file(name)})"
-    return python(code) + names(config.model) + conventions(config)
+    return python(code) + names(network) + conventions(network, objective)
 
 
-def load_pickle(config: RunConfig, place: Place, name: str, entry: str = "", *, namespace: bool = False) -> str:
+def load_pickle(
+    network: ModelConfig,
+    objective: ObjectiveConfig,
+    place: Place,
+    name: str,
+    entry: str = "",
+    *,
+    namespace: bool = False,
+) -> str:
     """Return Markdown that loads a ``.pt`` file, with the class that takes it.
 
     Args:
-        config: the run's.
+        network: the run's.
+        objective: the run's.
         place: of the file.
         name: of the file.
         entry: code that selects the state dict.
@@ -97,7 +105,7 @@ def load_pickle(config: RunConfig, place: Place, name: str, entry: str = "", *, 
             f"{place.imports}from argparse import Namespace\n\nimport torch\n\n"
             f"with torch.serialization.safe_globals([Namespace]):\n    state_dict = {load}"
         )
-    return python(code) + names(config.model) + conventions(config)
+    return python(code) + names(network) + conventions(network, objective)
 
 
 def names(model: ModelConfig) -> str:
@@ -108,14 +116,14 @@ def names(model: ModelConfig) -> str:
     return called + (f"\n{published.note}\n" if published.note else "")
 
 
-def conventions(config: RunConfig, *, diffusers: bool = False) -> str:
+def conventions(model: ModelConfig, objective: ObjectiveConfig, *, diffusers: bool = False) -> str:
     """Time and output conventions that differ from those of the sampler of the published class.
 
     Args:
-        config: the run's.
+        model: the run's.
+        objective: the run's.
         diffusers: whether the network is one of diffusers, with its schedulers.
     """
-    model, objective = config.model, config.objective
     if (published := family_of(model).published(model)) is None:
         return ""
     where = " in the first half of its channels" if model.learn_sigma else ""

@@ -189,7 +189,7 @@ def _use(config: RunConfig, place: Place, step: int) -> str:
     load = f'model = UNet2DModel.from_pretrained("{place}", subfolder="{FOLDER}"){draw}'
     none = f"\nClass {config.model.classes} is the null class.\n" if config.model.classes else ""
     code = python(f"import torch\nfrom diffusers import UNet2DModel{scheduler}\n\n{load}")
-    return code + none + told(config) + conventions(config, diffusers=True)
+    return code + none + told(config) + conventions(config.model, config.objective, diffusers=True)
 
 
 DIFFUSERS = ExportFormat(write=_write, use=_use, library="diffusers")

@@ -191,7 +191,7 @@ def _use(config: RunConfig, place: Place, step: int) -> str:
         "\nThe loop over the blocks sets the timestep frequencies of the published DiT, with which this model was "
         f"trained; those of diffusers differ. {null}"
     )
-    return python(code) + times + told(config) + conventions(config, diffusers=True)
+    return python(code) + times + told(config) + conventions(config.model, config.objective, diffusers=True)
 
 
 DIFFUSERS = ExportFormat(write=_write, use=_use, library="diffusers")

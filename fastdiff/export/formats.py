@@ -96,5 +96,6 @@ def _write_plain(folder: Path, exported: Exported) -> None:
 
 
 PLAIN = ExportFormat(
-    write=_write_plain, use=lambda config, place, step: load_safetensors(config, place, "model.safetensors")
+    write=_write_plain,
+    use=lambda config, place, step: load_safetensors(config.model, config.objective, place, "model.safetensors"),
 )

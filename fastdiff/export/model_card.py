@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fastdiff.config.networks.pretrained import LoraConfig
+from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
@@ -60,7 +60,7 @@ def write_card(folder: Path, run: Path, exported: Exported, format_: str, dtype:
     metadata = "\n".join(f"| {name} | {value} |" for name, value in _metadata(exported, dtype).items())
     shown = f"![samples drawn during the training]({_SAMPLES})\n\n" if picture is not None else ""
     text = (
-        f"---\n{_front_matter(config, format_)}---\n\n"
+        f"---\n{_front_matter(config.model, config.pretrained, format_)}---\n\n"
         f"# {title}\n\n"
         f"{_subject(config.model, format_)}, {origin}.\n\n"
         f"{shown}## {heading}\n\n| | |\n| --- | --- |\n{metadata}\n\n"
@@ -100,16 +100,16 @@ def _newest_picture(run: Path, step: int) -> bytes | None:
         return None
 
 
-def _front_matter(config: RunConfig, format_: str) -> str:
-    model, form = config.model, format_of(config.model, format_)
+def _front_matter(model: ModelConfig, pretrained: PretrainedConfig, format_: str) -> str:
+    form = format_of(model, format_)
     tags = ["fastdiff", *([] if model.text_conditional else [model.kind]), *(["lora"] if form.adapter else [])]
     lines = ["tags:", *(f"- {tag}" for tag in tags)]
     if model.text_conditional:
         lines.append("pipeline_tag: text-to-image")
     if library := form.library or family_of(model).library:
         lines.append(f"library_name: {library}")
-    if config.pretrained.weights and not base_is_local(config.pretrained):
-        lines.append(f"base_model: {config.pretrained.path}")
+    if pretrained.weights and not base_is_local(pretrained):
+        lines.append(f"base_model: {pretrained.path}")
     return "".join(line + "\n" for line in lines)
 
 

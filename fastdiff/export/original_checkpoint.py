@@ -19,8 +19,10 @@ from fastdiff.checkpoint.power_function import constant_name
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.checkpoint.safetensors_writer import write_tensors
 from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig
+from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.console import log
 from fastdiff.errors import StorageError
 from fastdiff.export.adamw_state import MOMENTS, Moment, Read, adamw_state, moments
@@ -55,7 +57,7 @@ def write_dit_training(folder: Path, exported: Exported) -> None:
     saved, config, fp32 = exported.checkpoint, exported.config, torch.float32
     step = saved.manifest["progress"]["steps"]
     raw = _as_trained(saved, config)
-    read = _moments_or_say(saved, config)
+    read = _moments_or_say(saved, config.optim, config.lora)
     with (
         _state_dict(folder / "model.scratch", raw, config.model, fp32) as model,
         _state_dict(folder / "ema.scratch", exported.weights, config.model, fp32) as ema,
@@ -82,7 +84,7 @@ def write_iddpm(folder: Path, exported: Exported) -> None:
     saved, config = exported.checkpoint, exported.config
     step, raw = saved.manifest["progress"]["steps"], _as_trained(saved, config)
     if saved.ema_stds:
-        log.warning(f"the averages of the widths {list(saved.ema_stds)} are left out: file names hold rates only")
+        log.warning(f"the averages of the stds {list(saved.ema_stds)} are left out: file names hold rates only")
     averages = {
         f"ema_{constant_name(rate)}_": exported_weights(saved, config, ema=rate, raw=False, merge=True)
         for rate in saved.ema_rates
@@ -90,7 +92,7 @@ def write_iddpm(folder: Path, exported: Exported) -> None:
     for name, weights in {"model": raw, **averages}.items():
         with _state_dict(folder / "scratch", weights, config.model, torch.float32) as state:
             _save(folder / f"{name}{step:06d}.pt", state)
-    with _optimizer(folder / "scratch", saved, config, raw, _moments_or_say(saved, config)) as opt:
+    with _optimizer(folder / "scratch", saved, config, raw, _moments_or_say(saved, config.optim, config.lora)) as opt:
         if opt is not None:
             _save(folder / f"opt{step:06d}.pt", opt)
     published = family_of(config.model).published(config.model)
@@ -102,8 +104,8 @@ def _as_trained(saved: Checkpoint, config: RunConfig) -> ExportedWeights:
     return exported_weights(saved, config, ema=None, raw=True, merge=True)
 
 
-def _moments_or_say(saved: Checkpoint, config: RunConfig) -> Read | None:
-    found = moments(saved, config.optim, config.lora)
+def _moments_or_say(saved: Checkpoint, optim: OptimConfig, lora: LoraConfig) -> Read | None:
+    found = moments(saved, optim, lora)
     if isinstance(found, str):
         log.warning(f"the state of the optimizer is left out: {found}")
         return None
@@ -192,16 +194,16 @@ def _arguments(config: RunConfig) -> argparse.Namespace:
 
 
 def _use_dit(config: RunConfig, place: Place, step: int) -> str:
-    return load_pickle(config, place, "dit.pt", '["ema"]')
+    return load_pickle(config.model, config.objective, place, "dit.pt", '["ema"]')
 
 
 def _use_dit_training(config: RunConfig, place: Place, step: int) -> str:
-    return load_pickle(config, place, f"{step:07d}.pt", '["ema"]', namespace=True)
+    return load_pickle(config.model, config.objective, place, f"{step:07d}.pt", '["ema"]', namespace=True)
 
 
 def _use_iddpm(config: RunConfig, place: Place, step: int) -> str:
     average = f"ema_{constant_name(config.ema.rates[0])}_" if config.ema.rates else "model"
-    return load_pickle(config, place, f"{average}{step:06d}.pt")
+    return load_pickle(config.model, config.objective, place, f"{average}{step:06d}.pt")
 
 
 DIT = ExportFormat(write=write_dit, use=_use_dit)

@@ -43,7 +43,7 @@ class Choice:
     ema: float | None = None
     """Decay rate of the average; without it and ``ema_std`` the first EMA, or the raw weights if there is none."""
     ema_std: float | None = None
-    """Relative width of a power-function average: a saved one, or one reconstructed from the snapshots."""
+    """Relative std of a power-function average: a saved one, or one reconstructed from the snapshots."""
     raw: bool = False
     """Export the raw weights instead of an average."""
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"

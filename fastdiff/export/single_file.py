@@ -169,7 +169,8 @@ def _use(config: RunConfig, place: Place, step: int) -> str:
     )
     if not config.pretrained.path:
         return (
-            load_safetensors(config, place, FILE) + "\nIt has the UNet alone, without text encoder and autoencoder.\n"
+            load_safetensors(config.model, config.objective, place, FILE)
+            + "\nIt has the UNet alone, without text encoder and autoencoder.\n"
         )
     kind = "StableDiffusionXLPipeline" if cast(UNetConfig, config.model).pooled_dim else "StableDiffusionPipeline"
     load = f'{kind}.from_single_file({place.file(FILE)}, config="{base_name(config.pretrained)}")'

@@ -56,7 +56,7 @@ def exported_weights(
         ema: decay rate of the average; without it and ``ema_std`` the first EMA, or the raw weights if there is none.
         raw: select the raw weights.
         merge: with LoRA, merge the adapter into the network; otherwise select the adapter alone.
-        ema_std: relative width of a power-function average, a saved one or one reconstructed from the snapshots.
+        ema_std: relative std of a power-function average, a saved one or one reconstructed from the snapshots.
 
     Raises:
         ConfigError: there is no such average, or the base weights of the adapter are missing.

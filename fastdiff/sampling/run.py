@@ -61,7 +61,7 @@ class Run:
     Args:
         folder: ``runs/NAME``, or the file.
         ema: decay rate of the average to use.
-        ema_std: relative width of the power-function average to use, stored or reconstructed from snapshots. Without
+        ema_std: relative std of the power-function average to use, stored or reconstructed from snapshots. Without
             ``ema`` and ``ema_std``: the first average of the run, or the raw weights if there is none.
         step: None: the newest.
         device: of the model; None: the first GPU, or the CPU.

@@ -161,7 +161,7 @@ def _check_widths(saved: Checkpoint, wanted: Sequence[float]) -> None:
     added = [str(std) for std in wanted if std not in saved.ema_stds]
     require(
         not added,
-        f"{saved.folder} has averages of the widths {list(saved.ema_stds)}; --ema.power_stds {' '.join(added)} would "
+        f"{saved.folder} has averages of the stds {list(saved.ema_stds)}; --ema.power_stds {' '.join(added)} would "
         "miss all steps before it. Leave them out, or start a new run in another --output.folder",
     )
 

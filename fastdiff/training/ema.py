@@ -21,7 +21,7 @@ class Ema:
     Args:
         flats: this rank's flat fp32 weights; the averages start as copies of them.
         rates: decay rates in (0, 1) of averages of constant rate, whose share is 1 - rate; may be empty.
-        power_stds: relative widths of power-function averages (``checkpoint.power_function``); may be empty.
+        power_stds: relative stds of power-function averages (``checkpoint.power_function``); may be empty.
         warmup: limit the rate of step n, counted from 0, to (1 + n) / (10 + n), and that of the first step to 0, as in
             diffusers' ``EMAModel``, so that the initial weights do not dominate the average of a short run.
             Power-function averages contain no part of the initial weights.

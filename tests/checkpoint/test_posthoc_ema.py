@@ -126,12 +126,12 @@ def test_the_fit_finds_what_is_there_and_gets_better_with_more() -> None:
         ({"power_stds": (0.0,)}, "above 0 and at most 0.2887"),
         ({"power_stds": (0.29,)}, "above 0 and at most 0.2887"),
         ({"power_stds": (float("nan"),)}, "above 0"),
-        ({"power_stds": (0.05, 0.05)}, "different widths"),
+        ({"power_stds": (0.05, 0.05)}, "different stds"),
         ({"snapshot_every": 10}, "needs power-function averages: --ema.power_stds"),
         ({"power_stds": (0.05,), "snapshot_every": -1}, "at least 0"),
     ],
 )
-def test_wrong_widths_are_refused(options: dict[str, Any], message: str) -> None:
+def test_wrong_stds_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EmaConfig(**options)
 
@@ -191,7 +191,7 @@ def test_an_average_is_made_of_nothing_later_than_its_step(run: Path) -> None:
 
 def test_a_run_without_power_function_averages_makes_no_width(world: World, digits: Path, tmp_path: Path) -> None:
     train(tiny(digits, tmp_path / "run", steps=1), launch(0), world)
-    with pytest.raises(ConfigError, match=r"no power-function average to make width 0.1 from; train with --ema"):
+    with pytest.raises(ConfigError, match=r"no power-function average to make std 0.1 from; train with --ema"):
         reconstruct(newest(tmp_path / "run"), 0.1)
 
 
@@ -226,7 +226,7 @@ def test_the_commands_take_a_width(two_widths: Path, tmp_path: Path, capsys: pyt
         assert main([*draw, *wish]) == 0
         assert f"step 24, {expected}" in capsys.readouterr().out
     assert main([*draw, "--ema", "0.9"]) == 2
-    assert "no EMA of rate 0.9; it has [] and widths (--ema-std) [0.05, 0.1]" in capsys.readouterr().err
+    assert "no EMA of rate 0.9; it has [] and stds (--ema-std) [0.05, 0.1]" in capsys.readouterr().err
     assert main(["export", str(two_widths), str(tmp_path / "none"), *to, "0.07", "--step", "13"]) == 2
     assert "no checkpoint and no snapshot of step 13; checkpoints: 24; snapshots: " in capsys.readouterr().err
     for wish in (["--ema", "0.9"], ["--raw"], []):

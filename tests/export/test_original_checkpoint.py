@@ -116,7 +116,7 @@ def test_an_adm_run_in_the_files_of_improved_diffusion(
     run, out = tmp_path / "run", tmp_path / "out"
     config = two_steps(world, digits, run, "adm", ema__power_stds=(0.1,))
     assert main(["export", str(run), str(out), "--format", "iddpm", "--step", "1"]) == 0
-    assert "the averages of the widths [0.1] are left out" in capsys.readouterr().err
+    assert "the averages of the stds [0.1] are left out" in capsys.readouterr().err
     files = {path.name for path in out.iterdir()} - {"README.md"}
     assert files == {"model000001.pt", "ema_0.9_000001.pt", "ema_0.5_000001.pt", "opt000001.pt"}
     saved, model = Checkpoint(run / "checkpoints" / "step-00000001"), network(config)

@@ -19,8 +19,9 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "fastdiff").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
 BENCH = sorted((ROOT / "bench").rglob("*.py"))
 
-# The rooms, from the ground up, and what each may import: itself and what stands here. "" is the ground floor.
-ROOMS: dict[str, set[str]] = {
+# The packages, from the bottom up, and what each may import: itself and what stands here. "" is the core: the modules
+# below all packages.
+PACKAGES: dict[str, set[str]] = {
     "": set(),
     "plugins": {""},
     "ledger": {""},
@@ -52,7 +53,7 @@ ROOMS: dict[str, set[str]] = {
     "train": {"", "ledger", "config", "parallel", "training", "cluster"},
     "fastdiff": {"", "api"},
 }  # fmt: skip
-GROUND = {
+CORE = {
     "batch", "conditions", "console", "durations", "errors", "exit_message", "files", "json_lines", "live_line",
     "optional_packages", "outputs", "buffered_writes", "process_limits", "progress", "progress_bar", "rng", "run_files",
     "sanitize", "standard_streams", "starting", "tables", "terminal", "verbosity", "version",
@@ -222,34 +223,34 @@ def test_kernels_depend_on_torch_and_triton_only() -> None:
     assert not any("xformers" in line for line in at_import)
 
 
-def room_of(module: str) -> str:
-    """The room of a module of fastdiff; "" for the ground floor, "fastdiff" for the package with its lazy names."""
+def package_of(module: str) -> str:
+    """The package of a module of fastdiff; "" for the core, "fastdiff" for the package with its lazy names."""
     first = module.partition(".")[2].partition(".")[0] or "fastdiff"
-    return "" if first in GROUND else first
+    return "" if first in CORE else first
 
 
-def test_every_module_lies_in_a_room() -> None:
-    assert {room_of(module_name(path)) for path in SOURCES if "kernels" not in path.parts} == set(ROOMS)
+def test_every_module_lies_in_a_package() -> None:
+    assert {package_of(module_name(path)) for path in SOURCES if "kernels" not in path.parts} == set(PACKAGES)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_rooms_import_downward_only(room: str) -> None:
-    """Whatever a room imports stands in its row, and every row is needed."""
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_downward_only(package: str) -> None:
+    """Whatever a package imports stands in its row, and every row is needed."""
     found = {}
     for path in SOURCES:
-        if "kernels" in path.parts or room_of(module_name(path)) != room:
+        if "kernels" in path.parts or package_of(module_name(path)) != package:
             continue
         for name in imports(path):
-            if name.startswith("fastdiff.") and room_of(name) != room:
-                found.setdefault(room_of(name), f"{module_name(path)} imports {name}")
-    assert {other: line for other, line in found.items() if other not in ROOMS[room]} == {}
-    assert set(found) == ROOMS[room]
+            if name.startswith("fastdiff.") and package_of(name) != package:
+                found.setdefault(package_of(name), f"{module_name(path)} imports {name}")
+    assert {other: line for other, line in found.items() if other not in PACKAGES[package]} == {}
+    assert set(found) == PACKAGES[package]
 
 
-def test_rows_name_only_rooms_below() -> None:
-    order = list(ROOMS)
-    for room, below in ROOMS.items():
-        assert all(order.index(other) < order.index(room) for other in below), room
+def test_rows_name_only_packages_below() -> None:
+    order = list(PACKAGES)
+    for package, below in PACKAGES.items():
+        assert all(order.index(other) < order.index(package) for other in below), package
 
 
 def test_packages_build_nothing() -> None:
@@ -279,17 +280,17 @@ def test_import_direction_has_no_cycle() -> None:
 
 
 def test_free_of_torch() -> None:
-    """So that --help and a typing error answer at once: no module of these rooms brings it in."""
-    names = [name for room in FREE_OF_TORCH for name in modules_of(room)]
+    """So that --help and a typing error answer at once: no module of these packages brings it in."""
+    names = [name for package in FREE_OF_TORCH for name in modules_of(package)]
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
     code += "    if 'torch' in sys.modules: sys.exit(name)"
     done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
-def modules_of(room: str) -> list[str]:
-    folder = ROOT / "fastdiff" / room
-    return [module_name(path) for path in folder.rglob("*.py")] if folder.is_dir() else [f"fastdiff.{room}"]
+def modules_of(package: str) -> list[str]:
+    folder = ROOT / "fastdiff" / package
+    return [module_name(path) for path in folder.rglob("*.py")] if folder.is_dir() else [f"fastdiff.{package}"]
 
 
 def test_no_module_shadows_another_one() -> None:

@@ -274,6 +274,6 @@ def add_averages(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusive
         type=float,
         default=None,
         metavar="STD",
-        help="power-function average of this relative width: stored in the run, or reconstructed from its snapshots",
+        help="power-function average of this relative std: stored in the run, or reconstructed from its snapshots",
     )
     return which

@@ -23,7 +23,7 @@ from fastdiff.sanitize import is_address
 
 INFO_FILE = "dataset.json"
 _COMMITTED = "step-*/MANIFEST.json"
-"""In the folder of the checkpoints; ``checkpoint.manifest`` reads it, from a room above."""
+"""In the folder of the checkpoints; ``checkpoint.manifest`` reads it, from a package above."""
 _LARGEST = 1 << 28  # bytes
 _OF_MODEL = re.compile(r"--model\.([\w-]+)(?:=.*)?", re.DOTALL)
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fastdiff.errors import require
 
 WIDEST = 12.0**-0.5
-"""Relative width of the uniform mean of all weights so far. A wider power-function average would weight old weights
+"""Relative std of the uniform mean of all weights so far. A wider power-function average would weight old weights
 more than new ones."""
 
 
@@ -21,8 +21,8 @@ class EmaConfig:
     """Begin with lower rates, (1 + n) / (10 + n) at step n. For fine-tuning: otherwise its few steps hardly move an
     average that starts at the pretrained weights."""
     power_stds: tuple[float, ...] = ()
-    """One power-function average (EDM2) per relative width, listed after those of --ema.rates; its time window grows
-    with the training. With snapshots of 0.05 and 0.10, any width between and around them can be reconstructed after the
+    """One power-function average (EDM2) per relative std, listed after those of --ema.rates; its time window grows
+    with the training. With snapshots of 0.05 and 0.10, any std between and around them can be reconstructed after the
     training."""
     snapshot_every: int = 0
     """Optimizer steps between snapshots of the power-function averages; all are kept, in 16 bits. `fastdiff sample`,
@@ -31,7 +31,7 @@ class EmaConfig:
     def __post_init__(self) -> None:
         require(
             all(0.0 < std <= WIDEST for std in self.power_stds) and len(set(self.power_stds)) == len(self.power_stds),
-            f"--ema.power_stds {self.power_stds}: different widths above 0 and at most {WIDEST:.4f} (the plain mean), "
+            f"--ema.power_stds {self.power_stds}: different stds above 0 and at most {WIDEST:.4f} (the plain mean), "
             "for example 0.05 0.10",
         )
         require(self.snapshot_every >= 0, f"--ema.snapshot_every {self.snapshot_every}: at least 0")

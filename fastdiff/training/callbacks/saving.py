@@ -98,7 +98,7 @@ def save_checkpoint(state: TrainState, checkpoints: Checkpoints, background: Asy
 
 _SNAPSHOT = "snapshot"
 DTYPE = torch.float16
-"""Half the size of fp32, as in EDM2. The coefficients of a reconstruction add up to 1 and are small for widths between
+"""Half the size of fp32, as in EDM2. The coefficients of a reconstruction add up to 1 and are small for stds between
 the stored ones, so that its rounding is about that of an export in fp16: 2^-12 of each weight on average."""
 
 

@@ -203,7 +203,7 @@ READERS = {
 }
 """Calls that open a file or list a folder by its path."""
 ALLOWED = {
-    # Functions of the rooms that read run folders which open something else, or what run_files has opened.
+    # Functions of the packages that read run folders which open something else, or what run_files has opened.
     "api/data_set.py": {"_decoded"}, "api/training.py": {"train"}, "dashboard/access.py": {"is_own"},
     "export/model_card.py": {"files_in", "files_of_export"}, "checkpoint/reader.py": {"_handle"},
     "checkpoint/safetensors_writer.py": {"write_tensors"},
@@ -213,7 +213,7 @@ ALLOWED = {
     "ledger/records.py": {"_ends_whole", "process_began"}, "evaluation/validation_files.py": {"read"},
     "config/run_record.py": {"claim", "require_run"}, "json_lines.py": {"_cut", "_replace_end"},
 }  # fmt: skip
-ROOMS = ("api", "checkpoint", "dashboard", "ledger")
+PACKAGES = ("api", "checkpoint", "dashboard", "ledger")
 MODULES = (
     "evaluation/validation_files.py", "evaluation/comparison.py", "evaluation/outlook.py", "config/run_record.py",
     "export/model_card.py", "sampling/run.py", "training/trackers/identity.py", "json_lines.py",
@@ -222,9 +222,9 @@ MODULES = (
 
 def test_every_reader_of_a_run_folder_is_listed() -> None:
     """What is not in the list reads through ``run_files``; what is, opens a file that is none of the run's."""
-    rooms = [path for room in ROOMS for path in sorted((ROOT / "fastdiff" / room).rglob("*.py"))]
+    packages = [path for package in PACKAGES for path in sorted((ROOT / "fastdiff" / package).rglob("*.py"))]
     found: dict[str, set[str]] = {}
-    for path in [*rooms, *(ROOT / "fastdiff" / name for name in MODULES)]:
+    for path in [*packages, *(ROOT / "fastdiff" / name for name in MODULES)]:
         for function in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)):
             calls = {call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
                      for call in ast.walk(function) if isinstance(call, ast.Call)}  # fmt: skip
