@@ -1,4 +1,4 @@
-"""Power-function averages: the paper's definition, and any width from snapshots after the training."""
+"""Power-function averages: the paper's definition, and any std from snapshots after the training."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def averages(trajectory: torch.Tensor, *stds: float) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("std", "gamma"), [(0.05, 16.97), (0.10, 6.94), (math.sqrt(2) / 6, 1.0), (12**-0.5, 0.0)])
-def test_the_exponent_of_a_width(std: float, gamma: float) -> None:
+def test_the_exponent_of_a_std(std: float, gamma: float) -> None:
     """The first two are the paper's; the others by hand."""
     assert exponent(std) == pytest.approx(gamma, abs=5e-3 if std <= 0.1 else 1e-9)
     g = exponent(std)
     assert math.sqrt(g + 1) / (g + 2) / math.sqrt(g + 3) == pytest.approx(std, rel=1e-12)
 
 
-def test_the_width_is_the_deviation_of_the_profile() -> None:
+def test_the_std_is_the_deviation_of_the_profile() -> None:
     edges = np.linspace(0.0, 1.0, 200_001)
     middles, mass = (edges[1:] + edges[:-1]) / 2, np.diff(edges ** (exponent(0.08) + 1))
     mean = (mass * middles).sum()
@@ -138,7 +138,7 @@ def test_wrong_stds_are_refused(options: dict[str, Any], message: str) -> None:
 
 @pytest.fixture(scope="module")
 def run(world: World, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that tracked three widths and took snapshots in every second step."""
+    """A run that tracked three stds and took snapshots in every second step."""
     folder = tmp_path_factory.mktemp("power") / "run"
     train(_tracking(digits, folder, STEPS), launch(0), world)
     return folder
@@ -151,8 +151,8 @@ def _tracking(digits: Path, folder: Path, steps: int, stds: tuple[float, ...] = 
 
 
 @pytest.fixture
-def two_widths(run: Path, tmp_path: Path) -> Path:
-    """The same run as if it had not tracked the width 0.07."""
+def two_stds(run: Path, tmp_path: Path) -> Path:
+    """The same run as if it had not tracked the std 0.07."""
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     for path in copy.rglob("MANIFEST.json"):
@@ -171,13 +171,13 @@ def read(saved: Checkpoint, std: float) -> torch.Tensor:
     return flat({name: made.read(name) for name in saved.manifest["parameters"]})
 
 
-def test_a_width_made_from_two_others_is_the_one_that_was_tracked(two_widths: Path) -> None:
-    saved = newest(two_widths)
+def test_a_std_made_from_two_others_is_the_one_that_was_tracked(two_stds: Path) -> None:
+    saved = newest(two_stds)
     narrow, tracked, wide = (flat(saved.full(f"ema/power-{std}")) for std in (0.05, 0.07, 0.1))
     apart = (narrow - wide).norm()
     assert min((tracked - narrow).norm(), (tracked - wide).norm()) > 0.2 * apart
     assert (read(saved, 0.07) - tracked).norm() < 0.01 * apart
-    snapshot = Checkpoint(committed(two_widths / "ema")[0])
+    snapshot = Checkpoint(committed(two_stds / "ema")[0])
     assert (read(snapshot, 0.07) - tracked).norm() < 0.02 * apart, "all in 16 bits"
     assert torch.equal(read(snapshot, 0.05), flat(snapshot.full("ema/power-0.05")))
     assert (read(snapshot, 0.05) - narrow).norm() < 3e-4 * narrow.norm(), "rounded to fp16"
@@ -189,48 +189,48 @@ def test_an_average_is_made_of_nothing_later_than_its_step(run: Path) -> None:
     assert steps == {2, 4, 6, 8, 10, 12}
 
 
-def test_a_run_without_power_function_averages_makes_no_width(world: World, digits: Path, tmp_path: Path) -> None:
+def test_a_run_without_power_function_averages_makes_no_std(world: World, digits: Path, tmp_path: Path) -> None:
     train(tiny(digits, tmp_path / "run", steps=1), launch(0), world)
     with pytest.raises(ConfigError, match=r"no power-function average to make std 0.1 from; train with --ema"):
         reconstruct(newest(tmp_path / "run"), 0.1)
 
 
-def test_widths_far_from_the_snapshots_are_refused(two_widths: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved = newest(two_widths)
-    with pytest.raises(ConfigError, match=r"width 0.01 at step 24 cannot be made .* the fit misses \d+%"):
+def test_stds_far_from_the_snapshots_are_refused(two_stds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = newest(two_stds)
+    with pytest.raises(ConfigError, match=r"std 0.01 at step 24 cannot be made .* the fit misses \d+%"):
         reconstruct(saved, 0.01)
-    with pytest.raises(ConfigError, match=r"width 0.3: above 0 and at most 0.2887"):
+    with pytest.raises(ConfigError, match=r"std 0.3: above 0 and at most 0.2887"):
         reconstruct(saved, 0.3)
     terms = len(reconstruct(saved, 0.07).terms)
-    assert terms == STEPS, "12 steps with two widths"
-    damaged = two_widths / "ema" / "step-00000010" / "rank-00000.safetensors"
+    assert terms == STEPS, "12 steps with two stds"
+    damaged = two_stds / "ema" / "step-00000010" / "rank-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert len(reconstruct(saved, 0.07).terms) == terms - 2
     assert "skipping a damaged snapshot" in capsys.readouterr().err
 
 
-def test_the_commands_take_a_width(two_widths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_take_a_std(two_stds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     to = ["--format", "safetensors", "--ema-std"]
-    assert main(["export", str(two_widths), str(out), *to, "0.07"]) == 0
-    assert torch.equal(flat(load_file(out / "model.safetensors")), read(newest(two_widths), 0.07).float().double())
+    assert main(["export", str(two_stds), str(out), *to, "0.07"]) == 0
+    assert torch.equal(flat(load_file(out / "model.safetensors")), read(newest(two_stds), 0.07).float().double())
     assert "EMA of width 0.07 (fit error" in (out / "README.md").read_text()
-    snapshot = Checkpoint(two_widths / "ema" / "step-00000012")
-    assert main(["export", str(two_widths), str(tmp_path / "own"), *to, "0.1", "--step", "12"]) == 0
+    snapshot = Checkpoint(two_stds / "ema" / "step-00000012")
+    assert main(["export", str(two_stds), str(tmp_path / "own"), *to, "0.1", "--step", "12"]) == 0
     assert torch.equal(
         flat(load_file(tmp_path / "own" / "model.safetensors")), flat(snapshot.full("ema/power-0.1")).float().double()
     )
     capsys.readouterr()
-    draw = ["sample", str(two_widths), "--steps", "1", "--per-class", "1", "--grid", str(tmp_path / "grid.png")]
+    draw = ["sample", str(two_stds), "--steps", "1", "--per-class", "1", "--grid", str(tmp_path / "grid.png")]
     for wish, expected in (([], "EMA of width 0.05"), (["--ema-std", "0.08"], "EMA of width 0.08 (fit error")):
         assert main([*draw, *wish]) == 0
         assert f"step 24, {expected}" in capsys.readouterr().out
     assert main([*draw, "--ema", "0.9"]) == 2
     assert "no EMA of rate 0.9; it has [] and stds (--ema-std) [0.05, 0.1]" in capsys.readouterr().err
-    assert main(["export", str(two_widths), str(tmp_path / "none"), *to, "0.07", "--step", "13"]) == 2
+    assert main(["export", str(two_stds), str(tmp_path / "none"), *to, "0.07", "--step", "13"]) == 2
     assert "no checkpoint and no snapshot of step 13; checkpoints: 24; snapshots: " in capsys.readouterr().err
     for wish in (["--ema", "0.9"], ["--raw"], []):
-        plain = ["export", str(two_widths), str(tmp_path / "none"), "--format", "safetensors", *wish]
+        plain = ["export", str(two_stds), str(tmp_path / "none"), "--format", "safetensors", *wish]
         assert main([*plain, "--step", "12"]) == 2
         assert "step 12 is a snapshot, which only --ema-std can use" in capsys.readouterr().err
 
@@ -335,12 +335,12 @@ def test_a_rewind_removes_the_snapshots_of_the_course_that_it_leaves(world: Worl
     assert left == [14, 12, 8, 6, 4, 2]
 
 
-def test_a_width_cannot_be_added_at_a_resume(run: Path, world: World, digits: Path, tmp_path: Path) -> None:
-    """It would be no average of the whole course; an average of constant rate can, and a width can be dropped."""
+def test_a_std_cannot_be_added_at_a_resume(run: Path, world: World, digits: Path, tmp_path: Path) -> None:
+    """It would be no average of the whole course; an average of constant rate can, and a std can be dropped."""
     shutil.copytree(run, tmp_path / "run")
     added = _tracking(digits, tmp_path / "run", STEPS + 1, stds=(*STDS, 0.2))
     allowed = launch(0, allow_change=("ema.power_stds",))
-    with pytest.raises(ConfigError, match=r"widths \[0.05, 0.07, 0.1\]; --ema.power_stds 0.2 would miss"):
+    with pytest.raises(ConfigError, match=r"stds \[0.05, 0.07, 0.1\]; --ema.power_stds 0.2 would miss"):
         train(added, allowed, world)
     train(_tracking(digits, tmp_path / "run", STEPS + 1, stds=STDS[:2]), allowed, world)
     assert newest(tmp_path / "run").ema_stds == STDS[:2]
