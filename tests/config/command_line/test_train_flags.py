@@ -49,6 +49,14 @@ def test_a_file_goes_over_the_preset_and_a_flag_over_the_file(tmp_path: Path) ->
     assert (config.optim.lr, config.optim.betas, config.seed) == (0.25, (0.8, 0.9), 4)
 
 
+def test_the_optimizer_of_a_flag_keeps_the_values_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("optim: {name: adamw8bit-bnb, lr: 0.25}\n")
+    file = ["--preset", "digits", "--config", str(tmp_path / "run.yaml")]
+    for flags, name in ((file, "adamw8bit-bnb"), ([*file, "--optim.name", "adamw8bit"], "adamw8bit")):
+        optim = train_flags.parse(flags)[1].optim
+        assert (optim.name, optim.lr, optim.schedule) == (name, 0.25, "cosine")
+
+
 def test_a_run_json_is_a_configuration(tmp_path: Path) -> None:
     given = replace(preset("digits"), seed=5)
     (tmp_path / "run.json").write_text(json.dumps({"config": as_json(given), "argv": []}))
