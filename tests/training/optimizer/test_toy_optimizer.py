@@ -19,8 +19,19 @@ from fastdiff.errors import ConfigError
 from fastdiff.parallel.fragments import Fragment
 from fastdiff.parallel.world import World
 from tests.support.processes import ROOT, Finished, run_ranks
-from tests.support.runs import assert_same_checkpoint, copy_run, hexes, launch, losses, newest, tiny, train_losses
-from tests.support.scripts import COMMAND, TRAIN, run_job, run_script
+from tests.support.runs import (
+    assert_same_checkpoint,
+    copy_run,
+    hexes,
+    intact,
+    launch,
+    losses,
+    newest,
+    tiny,
+    train_losses,
+)  # fmt: skip
+from tests.support.scripts import COMMAND, TRAIN, Script, run_job, run_script
+from tests.support.waiting import wait_until
 
 SUPPORT = ROOT / "tests" / "support"
 ENGINES = [("flat", 0), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)]
@@ -131,6 +142,24 @@ def test_an_installed_optimizer_is_planned_trained_sampled_and_exported(digits: 
     unknown = run_script(COMMAND, "sample", folder, "--grid", tmp_path / "grid.png")
     assert unknown.code == 2
     assert "optim.name: not a known optimizer, given 'toy'; expected adamw, adamw8bit, adamw8bit-bnb" in unknown.output
+
+
+def test_a_killed_run_goes_on_bitwise(digits: Path, tmp_path: Path) -> None:
+    site = installed(tmp_path / "site")
+    flags: list[str | Path] = [
+        "--preset", "digits", "--optim.name", "toy", "--optim.schedule", "constant", "--optim.warmup-steps", "0",
+        "--data.path", digits, "--batch.samples", "16", "--output.log-every", "1", "--output.checkpoint-every", "1",
+        "--output.sample-every", "0", "--output.folder",
+    ]  # fmt: skip
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    with Script(TRAIN, *flags, killed, "--samples", "16000", PYTHONPATH=str(site)):
+        wait_until(lambda: bool(intact(killed)), "a checkpoint")
+    length = ["--samples", str(16 * (intact(killed)[0] + 2))]
+    for folder in (killed, whole):
+        ended = run_script(TRAIN, *flags, folder, *length, PYTHONPATH=str(site))
+        assert ended.code == 0, ended.output
+    assert hexes(losses(killed)) == hexes(losses(whole))
+    assert_same_checkpoint(killed, whole)
 
 
 @pytest.mark.parametrize(
