@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -42,8 +41,3 @@ class Batch:
     position: Tensor
     """``[B]`` int64, position of each sample in the run; it keys every random number (design 4.4)."""
     condition: Condition
-
-    def first(self, count: int) -> Self:
-        """Return the first ``count`` samples."""
-        condition = {name: value[:count] for name, value in self.condition.items()}
-        return type(self)(self.latents[:count], self.position[:count], condition)

@@ -104,6 +104,21 @@ class StorageError(FastdiffError):
     exit_code = 74
 
 
+class OutOfMemoryRestart(FastdiffError):
+    """The memory of a rank does not suffice; the same command goes on with a smaller micro-batch.
+
+    Args:
+        message: what ran out of memory, and how the run goes on.
+        micro: samples per rank and forward pass of the next start.
+    """
+
+    exit_code = 75
+
+    def __init__(self, message: str, *, micro: int = 0) -> None:  # the default is for pickle
+        super().__init__(message)
+        self.micro = micro
+
+
 class Preempted(FastdiffError):
     """The run was asked to stop and has saved; the same command resumes it."""
 
@@ -144,7 +159,7 @@ def report(error: FastdiffError) -> int:
     where = f" (rank {os.environ.get('RANK', '0')})" if several and not error.everywhere else ""
     # It may contain names from untrusted files. Before it is cut off: a part of an address is not recognised as one.
     text = "\n".join(map(escape, message(str(error)).split("\n")))
-    who = "fastdiff" if isinstance(error, Preempted) else "fastdiff: error"  # a stop on request is none
+    who = "fastdiff" if isinstance(error, (Preempted, OutOfMemoryRestart)) else "fastdiff: error"  # the run goes on
 
     def say() -> None:
         write_line(f"{who}{where}: {text}")

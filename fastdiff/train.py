@@ -1,4 +1,7 @@
-"""Train a diffusion model: ``deepspeed fastdiff/train.py --preset digits``. The same command again resumes."""
+"""Train a diffusion model: ``deepspeed fastdiff/train.py --preset digits``. The same command again resumes.
+
+This is the process of a rank: arguments, signals, exit codes. ``training.loop`` has the training.
+"""
 
 from __future__ import annotations
 
@@ -31,127 +34,31 @@ if __name__ == "__main__":
 
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from functools import partial
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
-from fastdiff import sanitize
-from fastdiff.batch import Batch
 from fastdiff.cluster.preflight.single_node import check_files, check_if_requested
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.command_line import train_flags
-from fastdiff.config.launch_options import Launch
-from fastdiff.config.run import RunConfig
 from fastdiff.console import log, quieten, write_line
-from fastdiff.errors import FastdiffError, Preempted, explained, is_lost_connection, report
+from fastdiff.errors import FastdiffError, is_lost_connection, report
 from fastdiff.exit_message import say_once
 from fastdiff.files import raise_open_files
 from fastdiff.ledger.records import STARTED, process_began
 from fastdiff.live_line import live_line
-from fastdiff.parallel.determinism import explain_nondeterminism, reserve_workspaces
-from fastdiff.parallel.heartbeat import note_failure
+from fastdiff.parallel.determinism import reserve_workspaces
 from fastdiff.parallel.preemption import INTERRUPTED, INTERRUPTED_LINE, StopRequest, listening
-from fastdiff.parallel.world import World, start_world, stop_world, world_size
-from fastdiff.progress import Progress
+from fastdiff.parallel.world import start_world, stop_world, world_size
 from fastdiff.standard_streams import lossy_output
 from fastdiff.starting import starting
-from fastdiff.training.build import Run, build
-from fastdiff.training.callbacks.base import Callbacks, Preempt
-from fastdiff.training.callbacks.divergence import Rewind, RewindRequest
-from fastdiff.training.memory.explanation import out_of_memory
-from fastdiff.training.memory.halving import TooLarge, run_within_memory, take_back
-from fastdiff.training.state import TrainState
+from fastdiff.training import failure
+from fastdiff.training.loop import train
 
 _GRACE_S = 10.0
 """Seconds for a launcher to find the rank that ended first, and to end the ranks that lost the connection to it."""
-
-
-def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | None = None) -> Progress:
-    """Run, or continue, the run in ``config.output.folder`` to its end.
-
-    Args:
-        config: of the run.
-        launch: the DeepSpeed JSON, and how to treat an existing run.
-        world: the ranks; all of them call this.
-        stop: requests to save and end that reach this rank.
-
-    Raises:
-        FastdiffError: with the exit code of its cause.
-    """
-    stop = stop or StopRequest()
-    with ExitStack() as stack:
-        run = build(config, launch, world, stack, stop)
-        starting.end()
-        if __name__ == "__main__":
-            gc.enable()
-        world.raise_on_all(None)  # from here on every rank has a state to save
-        stop.arm(run.state.heartbeat)
-        run.state.meters.restart_clock()
-        try:
-            with run.state.ledger.steps():
-                _take_all_steps(run)
-            run.state.heartbeat.beat(run.state.progress.steps, "end")
-            run.callbacks.on_end(run.state)
-        except Preempted:
-            try:
-                run.callbacks.on_preempted(run.state)
-            finally:
-                stop.answered = True
-            raise
-        except Exception as error:
-            if (told := out_of_memory(error, run.state)) is not None:
-                error = told
-            _note(error)  # before other ranks that wait for this one notice
-            raise error
-        return run.state.progress
-
-
-def _take_all_steps(run: Run) -> None:
-    """Take the steps of a run to its end; rewind after a spike, or make the micro-batch smaller, where that is due."""
-    while True:
-        rewind: Rewind | None = None
-        try:
-            return take_steps(run.state, run.batches, run.callbacks)
-        except RewindRequest as request:
-            rewind = request.rewind
-        except TooLarge as request:
-            too_large = str(request)
-        with run.state.ledger.account("rewind"):
-            if rewind is not None:
-                run.go_back(rewind)
-            else:
-                run.go_on_smaller(too_large)
-
-
-def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks) -> None:
-    """Take optimizer steps until the run has seen its samples; ``batches`` are this rank's micro-batches."""
-    config, meters, guard = state.config, state.meters, state.guard
-
-    while state.progress.samples < config.samples:
-        meters.start_step(state.progress.steps)
-        for _ in range(config.batch.accumulation(state.world.size)):
-            with meters.phase("data"):
-                batch = next(batches)
-            run_within_memory(_take_passes, state, batch)
-        state.applied = guard.take_step(state.engine)
-        if guard.flags.out_of_memory:
-            if state.applied:
-                raise RuntimeError(f"a void step has moved the weights, after step {state.progress.steps}")
-            too_large = take_back(state)
-            Preempt().on_step(state)  # the state is that of the step before, and can be saved
-            raise too_large
-        state.objective.timesteps.end_step(state.world)
-        state.progress = state.progress.after(config.batch.samples, applied=state.applied, discarded=guard.discarded)
-        if state.applied:
-            state.ema.update(state.progress.applied)
-        callbacks.on_step(state)
-
-
-def _take_passes(state: TrainState, batch: Batch) -> None:
-    state.passes(batch)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -197,8 +104,8 @@ def _report(error: Exception | KeyboardInterrupt, stop: StopRequest) -> int:
     starting.give_up()
     if isinstance(error, KeyboardInterrupt):
         return say_once(INTERRUPTED, partial(write_line, INTERRUPTED_LINE))
-    _note(error)
-    error = _explained(error)
+    failure.note(error)
+    error = failure.explained(error)
     if isinstance(error, FastdiffError):
         return report(error)
     code = say_once(1, partial(_say, error))
@@ -215,11 +122,6 @@ def _has_others() -> bool:
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
-def _explained(error: Exception) -> Exception:
-    """Return the error with the cause and the remedy for one of the file system or of torch, any other as it is."""
-    return explain_nondeterminism(error) or explained(error)
-
-
 def _say(error: Exception) -> None:
     if is_lost_connection(str(error)):
         log.error(
@@ -229,17 +131,6 @@ def _say(error: Exception) -> None:
         )
     else:
         write_line("".join(traceback.format_exception(error)).rstrip())
-
-
-def _note(error: Exception) -> None:
-    """Record the cause for a supervisor; a requested stop has none."""
-    if isinstance(error, Preempted):
-        return
-    error = _explained(error)
-    if isinstance(error, FastdiffError):
-        note_failure(error.exit_code, sanitize.message(str(error)))
-    else:
-        note_failure(1, sanitize.message(f"{type(error).__name__}: {error}"))
 
 
 class _Callable(ModuleType):

@@ -11,7 +11,7 @@ import pytest
 
 from fastdiff.json_lines import JsonLines, drop_records_after, last_record, read_records
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.injected.tiny_disk import tiny_disk
 from tests.support.runs import launch, losses, records, tiny
 

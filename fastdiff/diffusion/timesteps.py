@@ -106,9 +106,6 @@ class Timesteps:
     def end_step(self, world: World) -> None:
         """Update from the losses of an optimizer step; called by all ranks."""
 
-    def take_back(self) -> None:
-        """Forget the losses of an optimizer step that is going to be taken again."""
-
     def state(self) -> dict[str, Tensor]:
         """Return the state for a checkpoint, equal on every rank; empty for a density that does not learn."""
         return {}
@@ -152,10 +149,6 @@ class Importance(Timesteps):
         seen = seen[seen[:, 0].argsort()]
         self._history.take(seen[:, 1].to(torch.int64), seen[:, 2].float())
         self._table = Tabulated(self._history.weights())
-
-    def take_back(self) -> None:
-        """Forget the losses observed since the last step."""
-        self._seen.clear()
 
     def state(self) -> dict[str, Tensor]:
         """See ``LossHistory.state``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -78,11 +79,22 @@ def even_shares(count: int) -> Tensor:
 
 def batches_of(info: DatasetInfo, index: Int64) -> list[Int64]:
     """Split the places in ``index`` into batches of one bucket each; a function of the data alone."""
-    bucket = np.repeat([shard.bucket for shard in info.shards], [shard.samples for shard in info.shards])[index]
+    bucket = _buckets(info, index)
     places = np.arange(len(index), dtype=np.int64)
     runs = np.split(places, np.flatnonzero(np.diff(bucket)) + 1)
     sizes = [_batch_size(info, int(bucket[run[0]])) for run in runs]
     return [run[n : n + size] for run, size in zip(runs, sizes, strict=True) for n in range(0, len(run), size)]
+
+
+def largest_of(info: DatasetInfo, index: Int64, batches: Sequence[Int64]) -> Int64:
+    """Return the batch of ``batches_of`` with the most elements."""
+    bucket = _buckets(info, index)
+    return max(batches, key=lambda rows: len(rows) * math.prod(info.columns_of(int(bucket[rows[0]]))[LATENT].shape))
+
+
+def _buckets(info: DatasetInfo, index: Int64) -> Int64:
+    """Return the bucket of each sample of ``index``."""
+    return np.repeat([shard.bucket for shard in info.shards], [shard.samples for shard in info.shards])[index]
 
 
 def _batch_size(info: DatasetInfo, bucket: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from fastdiff.errors import ConfigError
 from fastdiff.json_lines import Record, open_lines, record_of, whole_lines, why_no_record
-from fastdiff.ledger.records import FILE
+from fastdiff.ledger.records import FILE, OUT_OF_MEMORY
 from fastdiff.sanitize import escape
 
 Class = Literal[
@@ -304,6 +304,8 @@ class _Reading:
         if not start.outcome:  # killed: the trainer wrote no end
             self._take_last_beat(step, phase, beat)
             start.outcome = _in_words(code)
+        if "micro" in record:  # of another rank; this one may have lost the connection to it
+            start.outcome = OUT_OF_MEMORY
         self._spend("unknown" if code == _UNAVAILABLE or code >= _SIGNALLED else "stop", at)
 
     def _take_last_beat(self, step: int, phase: object, beat: float) -> None:

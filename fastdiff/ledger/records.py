@@ -10,8 +10,8 @@ Every record has its ``event``, the wall-clock time ``at`` in seconds since 1970
   ``slowest``: the rank that was last to end its forward passes, if there are several. ``watts``: mean over the GPUs.
 - ``rewind``: the steps after ``to`` are lost; the run continues behind ``step``.
 - ``end``, by the trainer: it has closed the run; ``outcome``. By the supervisor: all ranks are gone; exit ``code``, and
-  ``step``, ``beat`` and ``phase`` of the last heartbeat of rank 0. By both after an error: ``message``, its
-  text without secrets.
+  ``beat`` and ``phase`` of the last heartbeat of rank 0, whose ``step`` it is; ``micro``: the smaller micro-batch with
+  which it starts the ranks again after a lack of memory. By both after an error: ``message``, its text without secrets.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ STARTED = "FASTDIFF_STARTED"
 SUBMITTED = "FASTDIFF_SUBMITTED"
 """Environment variable of a Slurm job: local time of its submission or last requeue, as squeue writes it."""
 JOB_START = "SLURM_JOB_START_TIME"
+OUT_OF_MEMORY = "out of memory"
+"""Outcome of a start that another one follows with a smaller micro-batch."""
 
 Account = Literal["start", "compile", "data wait", "step", "validation", "sampling", "save", "rewind", "stop"]
 """What the trainer does; the reader divides ``step`` into kept and lost."""

@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import Self
 
 from fastdiff import sanitize
-from fastdiff.errors import Preempted
+from fastdiff.errors import OutOfMemoryRestart, Preempted
 from fastdiff.json_lines import JsonLines, Record
-from fastdiff.ledger.records import JOB_START, STARTED, SUBMITTED, Account
+from fastdiff.ledger.records import JOB_START, OUT_OF_MEMORY, STARTED, SUBMITTED, Account
 
 _EVERY_S = 5.0
 """Least seconds between records of the time, which are written after a step."""
@@ -130,9 +130,8 @@ class Ledger:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._write_time()
-        outcome = "done" if kind is None else "asked to stop" if issubclass(kind, Preempted) else kind.__name__
         told = {} if error is None or isinstance(error, Preempted) else {"message": message_of(str(error))}
-        self._write("end", outcome=outcome, **told)
+        self._write("end", outcome=_outcome(kind), **told)
         if self._lines is not None:
             self._lines.close()
 
@@ -161,6 +160,14 @@ class Ledger:
         if self._lines is not None:
             at = self._written if event == "time" else self._now()
             self._lines.write({"event": event, "at": at, "step": self._step, **values})
+
+
+def _outcome(kind: type[BaseException] | None) -> str:
+    """Return the end of a start in words, by the type of its error."""
+    if kind is None:
+        return "done"
+    words: dict[type[Exception], str] = {Preempted: "asked to stop", OutOfMemoryRestart: OUT_OF_MEMORY}
+    return next((said for known, said in words.items() if issubclass(kind, known)), kind.__name__)
 
 
 def message_of(text: str) -> str:

@@ -1,9 +1,8 @@
-"""Agreement of all ranks per step: stop requests, failed saves, lack of memory, the mean loss, and whether to skip it.
+"""Agreement of all ranks per step: stop requests, failed and due saves, the mean loss, and whether to skip the step.
 
 One all-reduce per step runs on the device, of five numbers, or of six with an engine that leaves on the device whether
-the step is skipped. It is queued before the update of the weights. With such an engine the host reads it after the
-update is queued, and waits for the gradients while the device has the update to do; with another, which reads the norm
-of the gradient on the host, it reads the numbers first. Every rank acts on the same numbers at the same step.
+the step is skipped. It is queued before the update of the weights, and the host reads it after: it waits for the
+gradients while the device has the update to do. Every rank acts on the same numbers at the same step.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class StepFlags:
     """A rank was asked to stop."""
     failed_save: bool = False
     """A rank could not write its part of an asynchronous save."""
-    out_of_memory: bool = False
-    """A rank ran out of memory in a micro-batch: the step is void."""
+    save_due: bool = False
+    """The time for the next checkpoint has come."""
     loss_sum: float = 0.0
     """Sum of the finite losses of the step, over all samples."""
     loss_count: float = 0.0
@@ -58,17 +57,17 @@ class Consensus:
         return None if self._stop is None else self._stop.reason
 
     def start(
-        self, losses: Iterable[Tensor], *, failed_save: bool, out_of_memory: bool = False, skips: Tensor | None = None
+        self, losses: Iterable[Tensor], *, failed_save: bool, save_due: bool = False, skips: Tensor | None = None
     ) -> None:
         """Start the all-reduce of this step without waiting for it.
 
         Args:
             losses: one tensor ``[B]`` per micro-batch of this step.
             failed_save: this rank could not write its part of a save.
-            out_of_memory: this rank ran out of memory in a micro-batch.
+            save_due: by the clock of this rank a checkpoint is due.
             skips: scalar on the device, not zero if the step changes nothing; None: the host knows it.
         """
-        flags = torch.tensor([self.stop_reason is not None, failed_save, out_of_memory], dtype=torch.float64)
+        flags = torch.tensor([self.stop_reason is not None, failed_save, save_due], dtype=torch.float64)
         every = torch.cat([micro.detach() for micro in losses])  # micro-batches x [B] -> [samples of the step]
         finite = torch.isfinite(every)
         loss = torch.stack([torch.where(finite, every, 0.0).sum(dtype=torch.float64), finite.sum().double()])
@@ -85,9 +84,9 @@ class Consensus:
             self._copied.synchronize()
         elif self._work is not None:
             self._work.wait()
-        stop, failed_save, out_of_memory, loss_sum, loss_count, *skips = self._sums.tolist()
+        stop, failed_save, save_due, loss_sum, loss_count, *skips = self._sums.tolist()
         skipped = any(count > 0 for count in skips)
-        return StepFlags(stop > 0, failed_save > 0, out_of_memory > 0, loss_sum, loss_count, skipped)
+        return StepFlags(stop > 0, failed_save > 0, save_due > 0, loss_sum, loss_count, skipped)
 
     def _copy_to_host(self) -> None:
         """Queue the copy to the host now: queued after the optimizer step, it would wait for that step's kernels."""

@@ -91,13 +91,19 @@ def stacks_path(run: Path, rank: int) -> Path:
     return run / STACKS / f"rank-{rank:05d}.txt"
 
 
-def note_failure(exit_code: int, message: str) -> None:
-    """Record the cause of this rank's failure for the supervisor; a no-op without a supervisor."""
+def note_failure(exit_code: int, message: str, *, micro: int | None = None) -> None:
+    """Record the cause of this rank's failure for the supervisor; a no-op without a supervisor.
+
+    Args:
+        exit_code: of this rank.
+        message: the cause.
+        micro: micro-batch with which the supervisor is to start the ranks again; None: the run ends.
+    """
     folder = os.environ.get(NODE_FOLDER)
     if folder:
         path = Path(folder) / f"rank-{int(os.environ.get('RANK', '0')):05d}.error"
         with suppress(OSError):
-            path.write_text(json.dumps({"exit_code": exit_code, "message": message}))
+            path.write_text(json.dumps({"exit_code": exit_code, "message": message, "micro": micro}))
 
 
 class Heartbeat:

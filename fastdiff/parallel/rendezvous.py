@@ -21,7 +21,7 @@ from fastdiff.exit_message import private_folder, started_s
 from fastdiff.files import publish
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 LISTENER = "FASTDIFF_LISTENER"
 """Environment variable of rank 0: descriptor of an inherited socket that listens on MASTER_PORT."""
@@ -30,7 +30,7 @@ _DEEPSPEED = 29_500
 _POLL_S = 0.05
 
 
-def meet(rank: int, host: str, port: int, timeout_s: float, listener: socket.socket | None = None) -> TCPStore:
+def meet(rank: int, host: str, port: int, timeout_s: float, listener: socket.socket | None = None) -> Store:
     """Open the store for ``torch.distributed.init_process_group``.
 
     Args:
@@ -45,11 +45,14 @@ def meet(rank: int, host: str, port: int, timeout_s: float, listener: socket.soc
         ConfigError: the port is taken, or the host is unknown (rank 0 only); another rank did not start.
         OSError: rank 0 cannot note its port.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # the supervisor imports this file, not torch
+    # The supervisor imports this file, not torch.
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     timeout = timedelta(seconds=timeout_s)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return TCPStore(host, port, is_master=False, timeout=timeout)
+        shared = TCPStore(host, port, is_master=False, timeout=timeout)
+        # It outlives the ranks, and has the keys of earlier starts.
+        return PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
     alone = os.environ.get("LOCAL_SIZE") == os.environ.get("WORLD_SIZE")
     note = _note() if alone and port == _DEEPSPEED else None
     if rank:

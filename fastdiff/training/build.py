@@ -46,23 +46,23 @@ from fastdiff.starting import starting
 from fastdiff.training import resume
 from fastdiff.training.callbacks.base import Callbacks
 from fastdiff.training.callbacks.build import build_callbacks
-from fastdiff.training.callbacks.compilation import compile_all
 from fastdiff.training.callbacks.divergence import Rewind
 from fastdiff.training.callbacks.log import planned
 from fastdiff.training.callbacks.saving import CHECKPOINT, save_checkpoint
-from fastdiff.training.callbacks.summary import announce, record
+from fastdiff.training.callbacks.summary import announce
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
 from fastdiff.training.ema import Ema
 from fastdiff.training.engines import build as engines
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.ledger import start_ledger
-from fastdiff.training.memory.halving import halve
+from fastdiff.training.memory import smaller_batch
 from fastdiff.training.memory.micro_batch import with_micro
 from fastdiff.training.metrics import Meters
 from fastdiff.training.network import build_engine
 from fastdiff.training.passes.build import build_passes, require_capture, require_one_shape
 from fastdiff.training.plugins.network import check_network
 from fastdiff.training.plugins.objective import open_loss
+from fastdiff.training.rehearsal import rehearse
 from fastdiff.training.resume import continue_from
 from fastdiff.training.spikes import Spikes
 from fastdiff.training.state import TrainState
@@ -108,7 +108,7 @@ class Run:
 
     def __init__(self, parts: _Parts, state: TrainState, stack: ExitStack) -> None:
         self.state = state
-        self._compiles, self._is_open = kernel_choice.compiles(parts.config, parts.world.device), False
+        self._is_open = False
         self._parts = parts
         parts.background.restored(CHECKPOINT, state.progress.steps)
         starting.enter("opening the logs")
@@ -135,34 +135,18 @@ class Run:
         save_checkpoint(state, parts.checkpoints, parts.background)  # so that a kill does not repeat the rewind
         self._open()
 
-    def go_on_smaller(self, cause: str) -> None:
-        """Go on in smaller micro-batches, from the step that did not fit into the memory; called by all ranks."""
-        state = self.state
-        state.heartbeat.beat(state.progress.steps, "start")
-        halve(state, cause)
-        state.passes = build_passes(state.config, state.engine, state.objective, state.meters, state.guard)
-        self._loading.close()
-        self.batches = self._loading.enter_context(_open_batches(state))
-        record(state, self._parts.launch)
-        self._compile()
-        state.meters.restart_clock()
-
-    def _compile(self) -> None:
-        if self._compiles and (cause := compile_all(self.state)) is not None:
-            self.go_on_smaller(cause)
-
     def _open(self) -> None:
         """Open the parts that depend on the position of the run."""
-        self._loading = self._opened.enter_context(ExitStack())
         starting.enter("opening the loader")
-        self.batches = self._loading.enter_context(_open_batches(self.state))
+        self.batches = self._opened.enter_context(_open_batches(self.state))
         if not self._is_open:  # a rewind has told of itself
             announce(self.state, self._parts.launch, self.batches, self._parts.ops)
-            starting.enter("compiling")
-            self._compile()
             self._planned = planned(self.state) if self.state.world.is_first else None
-            self._is_open = True
         self.callbacks = _open_callbacks(self.state, self._parts, self._trackers, self._opened, self._planned)
+        if not self._is_open and self.state.progress.samples < self.state.config.samples:
+            starting.enter("rehearsing")
+            rehearse(self.state, self.callbacks)
+        self._is_open = True
 
 
 def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, stop: StopRequest | None = None) -> Run:
@@ -253,6 +237,7 @@ def _completed(parts: _Parts, saved: Checkpoint | None, stack: ExitStack) -> _Pa
     ds_config = deepspeed_config.resolve(raw, config, parts.world.size)
     ops = parts.ops or _choose_backends(config, ds_config, parts.world, saved, stack)
     config = with_micro(config, ds_config, parts.reader, saved, parts.world)
+    config = smaller_batch.limited(config, ds_config, parts.world)
     ds_config = deepspeed_config.resolve(raw, config, parts.world.size)
     metadata = {**parts.metadata, "config": as_json(config)}
     return replace(parts, config=config, ds_config=ds_config, metadata=metadata, ops=ops)

@@ -1,4 +1,4 @@
-"""Guard of the optimizer step: heartbeat, loss spikes, lack of memory, and the consensus of the ranks."""
+"""Guard of the optimizer step: heartbeat, loss spikes, and the consensus of the ranks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ class StepGuard:
         self.consensus, self.spikes = consensus, spikes
         self.failed_save = False
         """True if this rank could not write its part of a background save."""
+        self.save_due = False
+        """True if the time for the next checkpoint has come (rank 0 alone has a clock for it)."""
         self.flags = StepFlags()
         """Flags and losses of the last step, over all ranks."""
-        self.accumulation = accumulation
-        self.lost: str | None = None
-        """Where and why this rank ran out of memory in the current step (``memory.halving``); None: it has not."""
-        self._repeats = False
+        self._accumulation = accumulation
         self._heartbeat = heartbeat
         self._losses: list[Tensor] = []
 
@@ -45,34 +44,14 @@ class StepGuard:
             losses: ``[micro]`` fp32, of this rank.
 
         Returns:
-            Whether the step is to be discarded (``Engine.backward``): as a spike, decided at the last micro-batch, or
-            as void.
+            Whether the step is to be discarded as a spike, decided at its last micro-batch (``Engine.backward``).
         """
         self._heartbeat.enter("backward")
-        if self._repeats:
-            self._repeats = False
-            return True
-        step = [*self._losses, losses.detach()]
-        discards = len(step) == self.accumulation and self.spikes.discards(step)
-        self._losses = step  # only now: out of memory before that, the repetition still has to exchange the losses
-        return discards or self.lost is not None
-
-    @property
-    def observed(self) -> int:
-        """Number of micro-batches of the current step whose losses are recorded."""
-        return len(self._losses)
-
-    def lose(self, cause: str, *, observed: bool) -> None:
-        """Note that this rank ran out of memory: the step is void.
-
-        Args:
-            cause: where and why.
-            observed: the losses of this micro-batch are recorded; those of its repetition are not.
-        """
-        self.lost, self._repeats = cause, observed
+        self._losses.append(losses.detach())
+        return len(self._losses) == self._accumulation and self.spikes.discards(self._losses)
 
     def take_step(self, engine: Engine) -> bool:
-        """Take the optimizer step and exchange the flags of the ranks beside or before it; called by all ranks.
+        """Take the optimizer step and exchange the flags of the ranks beside it; called by all ranks.
 
         Returns:
             False if the step moved nothing: a gradient was not finite, or the step is discarded.
@@ -81,16 +60,11 @@ class StepGuard:
             DivergedError: see ``Engine.update``.
         """
         self._heartbeat.enter("step")
-        lost, skips = self.lost is not None, engine.skips()
-        self.consensus.start(self._losses, failed_save=self.failed_save, out_of_memory=lost, skips=skips)
+        skips = engine.skips()
+        self.consensus.start(self._losses, failed_save=self.failed_save, save_due=self.save_due, skips=skips)
         self._losses.clear()
-        if skips is None:  # ``update`` reads the device in any case; ``discard`` must precede it
-            self.flags = self.consensus.wait()
-            if self.flags.out_of_memory:
-                engine.discard()
         engine.update()
-        if skips is not None:
-            self.flags = self.consensus.wait()
+        self.flags = self.consensus.wait()
         applied = engine.settle(skipped=self.flags.skipped)
         self._heartbeat.enter("callbacks")
         return applied

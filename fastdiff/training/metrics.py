@@ -55,7 +55,6 @@ class Meters:
         self.sums = torch.zeros(2, 1 + len(self.names), dtype=torch.float64, device=world.device)
         """``[2, 1 + names]`` float64 of this rank's finite losses since the last read: their sums (row 0) and weights
         (row 1), over all samples (column 0: their number) and by name; part of a checkpoint."""
-        self._before = self.sums.clone()
         self._edges = torch.tensor(SNR_EDGES, device=world.device)
         self._groups = torch.tensor([*range(QUARTILES), *range(BINS)], device=world.device)
         self._reset_times()
@@ -110,16 +109,9 @@ class Meters:
     def start_step(self, taken: int) -> None:
         """Begin the optimizer step after ``taken`` steps."""
         self._taken = taken
-        self._before.copy_(self.sums)
         self.step.clear()
         self._steps += 1
         self._own.begin()
-
-    def take_back(self) -> None:
-        """Forget the losses of the current step, which is going to be taken again."""
-        self.sums.copy_(self._before)
-        self.step.clear()
-        self._steps -= 1
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:

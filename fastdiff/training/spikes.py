@@ -46,7 +46,6 @@ class Spikes:
         self._in_a_row = 0
         self.last: Spike | None = None
         """The last step, if it was a spike."""
-        self._before: tuple[list[float], int, Spike | None] = self._accepted, self._in_a_row, self.last
 
     @property
     def discarded(self) -> bool:
@@ -67,14 +66,8 @@ class Spikes:
         finite = torch.isfinite(losses)
         total = torch.stack([torch.where(finite, losses, 0.0).sum(dtype=torch.float64), finite.sum().double()])
         loss_sum, count = self._world.sum_(total).tolist()
-        self._before = self._accepted, self._in_a_row, self.last
         self._judge(loss_sum, count)
         return self.last is not None
-
-    def take_back(self) -> None:
-        """Forget the step that was judged last before its end, which is going to be taken again."""
-        if self._config.policy == "skip":
-            self._accepted, self._in_a_row, self.last = self._before
 
     def see(self, loss_sum: float, count: float, *, applied: bool) -> Spike | None:
         """Record a step, and return it if it was a spike.

@@ -25,7 +25,7 @@ from fastdiff.errors import ConfigError, StorageError
 from fastdiff.files import file_digest
 from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import distance, hexes, launch, losses, newest, tiny, train_losses
 

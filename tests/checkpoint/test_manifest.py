@@ -16,7 +16,7 @@ from fastdiff.checkpoint.step_folders import StepFolders
 from fastdiff.cli.main import main
 from fastdiff.errors import StorageError
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.injected.crash_points import CrashPoints, operations
 from tests.support.runs import launch, renew_digest, tiny, train_losses
 

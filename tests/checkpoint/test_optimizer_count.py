@@ -10,7 +10,7 @@ from pathlib import Path
 from fastdiff.checkpoint.manifest import MANIFEST
 from fastdiff.config.run import RunConfig
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks
 from tests.support.runs import assert_same_checkpoint, launch, newest, tiny, train_losses
 

@@ -26,8 +26,8 @@ from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.errors import ConfigError, FastdiffError, StorageError
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training.ema import Ema
+from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks
 from tests.support.injected.crash_points import LOSSES, CrashPoints, cut_power, operations
 from tests.support.processes import run_ranks

@@ -21,7 +21,7 @@ from fastdiff.cli.main import main
 from fastdiff.config.presets import preset
 from fastdiff.parallel.world import World
 from fastdiff.train import main as train_main
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.processes import ROOT, deepspeed
 from tests.support.runs import flags, launch, losses, newest, records, tiny, train_losses

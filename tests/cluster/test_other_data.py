@@ -14,7 +14,7 @@ from fastdiff.data.encoding.builtin import encode_synthetic
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
 from fastdiff.train import main as train_main
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.runs import flags, launch, tiny
 
 STEPS = 2

@@ -26,7 +26,7 @@ from fastdiff.cluster.preflight.report import NodeReport, as_error, compare
 from fastdiff.config.command_line import train_flags
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.injected import preflight_node
 from tests.support.injected.pretended_gpu import PRETENDED, PretendedGpu
 from tests.support.injected.system_calls import strace

@@ -13,7 +13,7 @@ import pytest
 from fastdiff.cli.compat.run import train_flags
 from fastdiff.models.pretrained.tiny_pipeline import build
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.inputs.images import encode, natural
 from tests.support.processes import run
 from tests.support.runs import flags, launch, losses, tiny

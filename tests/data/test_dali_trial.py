@@ -22,7 +22,7 @@ from fastdiff.data.loading import build
 from fastdiff.data.loading.build import choose_loader
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.processes import ROOT, run_ranks
 from tests.support.runs import launch, tiny
 

@@ -16,7 +16,7 @@ from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.variational import Variational, log_probability
 from fastdiff.parallel.world import World
 from fastdiff.rng import Stream, normal
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.references.variational_reference import (
     Reference,
     bin_log_probability,

@@ -40,8 +40,8 @@ from fastdiff.models.load import null_label
 from fastdiff.parallel.world import World
 from fastdiff.sampling.image_grid import image_grid
 from fastdiff.sampling.run import Run
-from fastdiff.train import train
 from fastdiff.training.callbacks.previews import SampleGrid
+from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import held_out, hexes, launch, tiny, train_losses
 

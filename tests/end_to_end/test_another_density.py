@@ -12,7 +12,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.runs import launch, newest, tiny
 
 

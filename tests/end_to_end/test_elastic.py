@@ -27,9 +27,9 @@ from fastdiff.diffusion.levels import Corruption
 from fastdiff.errors import Preempted
 from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
-from fastdiff.train import take_steps
 from fastdiff.training.build import build
 from fastdiff.training.callbacks.base import Callbacks
+from fastdiff.training.loop import take_steps
 from fastdiff.training.state import TrainState
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import distance, launch, newest, records, tiny

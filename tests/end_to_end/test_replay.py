@@ -30,7 +30,7 @@ from fastdiff.models.load import build_network, resolve
 from fastdiff.models.pretrained.tiny_pipeline import build
 from fastdiff.parallel.world import World
 from fastdiff.rng import Stream, normal
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from fastdiff_kernels.noising import dequantised
 from tests.cli.test_compat import run_of
 from tests.support.inputs.images import encode, natural

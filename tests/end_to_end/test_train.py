@@ -21,9 +21,9 @@ from fastdiff.models.build import build_model
 from fastdiff.models.dit.network import DiT
 from fastdiff.parallel.fragments import assemble
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training.ema import Ema
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
+from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import STEPS, assert_same_checkpoint, launch, losses, newest, records, tiny, train_losses
 

@@ -20,7 +20,7 @@ from fastdiff.errors import ConfigError, StorageError
 from fastdiff.evaluation.comparison import Comparison, MeasuredRun, compare, draw, in_words, read_both
 from fastdiff.evaluation.validation_files import Validated, encode, path_of, read
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.injected.tiny_disk import fill, tiny_disk
 from tests.support.runs import held_out, launch, tiny
 

@@ -28,7 +28,7 @@ from fastdiff.models.build import load_model
 from fastdiff.parallel.world import World
 from fastdiff.rng import Stream, normal
 from fastdiff.sampling.run import Run, config_of
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.inputs.objectives import objective_of
 from tests.support.references.variational_reference import Array, Reference, at, cosine_betas
 from tests.support.runs import FRUIT, launch, named, newest, numbered, tiny

@@ -34,7 +34,7 @@ from fastdiff.parallel.world import World
 from fastdiff.sampling.pixels import PixelDecoder
 from fastdiff.sampling.run import Run
 from fastdiff.sampling.solvers import _generator, sample
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.runs import launch, tiny
 
 ADM = AdmConfig(

@@ -35,7 +35,7 @@ from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.models.pretrained.tiny_pipeline import IMAGE_SIZE, UNETS, Kind, build
 from fastdiff.parallel.world import World
 from fastdiff.sampling.run import Run, config_of
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.injected.tiny_disk import tiny_disk
 from tests.support.inputs.text_runs import encode, text_run
 from tests.support.processes import run_ranks

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.processes import fastdiff
 from tests.support.runs import launch, tiny
 

@@ -27,8 +27,8 @@ from fastdiff.models.build import build_model
 from fastdiff.models.pretrained.pickles import load_published
 from fastdiff.models.pretrained.training_state import read_published_training
 from fastdiff.parallel.world import World
-from fastdiff.train import take_steps, train
 from fastdiff.training.build import build
+from fastdiff.training.loop import take_steps, train
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import assert_same_checkpoint, launch, newest, records, tiny, train_losses
 

@@ -29,7 +29,7 @@ from fastdiff.export.weights import ExportedWeights
 from fastdiff.models.build import build_model
 from fastdiff.models.pretrained.tiny_pipeline import UNETS, Kind, build
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.inputs.text_runs import encode, text_run
 from tests.support.runs import launch, newest
 

@@ -18,8 +18,8 @@ from fastdiff.checkpoint.staging import Share
 from fastdiff.checkpoint.step_folders import Draft
 from fastdiff.config.run import RunConfig
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training.checkpoints import Checkpoints
+from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.injected.crash_points import LOSSES, CrashPoints, Operation, cut_power, operations
 from tests.support.runs import hexes, intact, launch, tiny, train_losses

@@ -22,9 +22,9 @@ from fastdiff.cli.main import main as command
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import StorageError
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training.build import build
 from fastdiff.training.checkpoints import Checkpoints
+from fastdiff.training.loop import train
 from fastdiff.training.state import TrainState
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import hexes, intact, launch, losses, renew_digest, tiny, train_losses

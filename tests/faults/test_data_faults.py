@@ -27,7 +27,7 @@ from fastdiff.data.shards.index import ShardIndex
 from fastdiff.data.shards.reader import LatentReader, substitutes
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks
 from tests.support.runs import hexes, launch, losses, records, tiny
 

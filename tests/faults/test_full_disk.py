@@ -25,8 +25,9 @@ from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.evaluation import validation_files
 from fastdiff.parallel.heartbeat import Heartbeat, stacks_path
 from fastdiff.parallel.world import World
-from fastdiff.train import main, train
+from fastdiff.train import main
 from fastdiff.training.callbacks.base import Callback
+from fastdiff.training.loop import train
 from fastdiff.training.state import TrainState
 from tests.faults.test_storage_faults import train_with
 from tests.support.independent_reader import leftovers, step_folder

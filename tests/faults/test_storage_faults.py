@@ -25,9 +25,10 @@ from fastdiff.errors import Preempted, StorageError
 from fastdiff.parallel.heartbeat import Heartbeat
 from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
-from fastdiff.train import main, take_steps, train
+from fastdiff.train import main
 from fastdiff.training.build import build
 from fastdiff.training.callbacks.base import Callback, Callbacks
+from fastdiff.training.loop import take_steps, train
 from fastdiff.training.state import TrainState
 from tests.support.forked import forked_ranks, values
 from tests.support.injected.system_calls import strace

@@ -17,7 +17,7 @@ from fastdiff.cli.main import main
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support import independent_reader as reader
 from tests.support.forked import forked_ranks, values
 from tests.support.injected.crash_points import CrashPoints, Operation

@@ -25,7 +25,7 @@ from fastdiff.config.command_line.train_flags import parse
 from fastdiff.data.shards.verify import verify
 from fastdiff.models.pretrained import tiny_pipeline
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import losses
 

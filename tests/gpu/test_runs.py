@@ -25,11 +25,11 @@ from fastdiff.export.run import Choice, export
 from fastdiff.parallel.world import World
 from fastdiff.plugins.promises import NoHostSync
 from fastdiff.sampling.run import Run
-from fastdiff.train import train
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from fastdiff.training.engines.flat import FlatEngine
 from fastdiff.training.guard import StepGuard
+from fastdiff.training.loop import train
 from fastdiff.training.metrics import Meters
 from fastdiff.training.profiling.recording import trace_path
 from tests.gpu.cases import BRIEFLY, CASES, ON_CPU, Case, Inputs, deterministic, each, launch_of

@@ -20,9 +20,9 @@ from fastdiff.ledger.reader import read_ledger
 from fastdiff.ledger.report import costs, in_words, stragglers
 from fastdiff.parallel.compute_time import ComputeTime
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training import metrics
 from fastdiff.training.ledger import start_ledger
+from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import flags, held_out, intact, launch, losses, tiny
 from tests.support.supervised import Supervised, end

@@ -24,7 +24,7 @@ from fastdiff.models import float8
 from fastdiff.models.build import build_model
 from fastdiff.models.kernel_choice import choices, in_words
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import launch, losses, newest, tiny
 

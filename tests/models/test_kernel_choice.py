@@ -21,7 +21,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.models import kernel_choice
 from fastdiff.parallel.world import World
 from fastdiff.sampling.run import Run
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from fastdiff_kernels import dispatch
 from fastdiff_kernels import launch as kernel_launch
 from fastdiff_kernels.dispatch import Choice

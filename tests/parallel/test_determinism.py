@@ -11,7 +11,8 @@ import torch
 
 from fastdiff.parallel.determinism import deterministic, explain_nondeterminism, reserve_workspaces
 from fastdiff.parallel.world import World
-from fastdiff.train import main, train
+from fastdiff.train import main
+from fastdiff.training.loop import train
 from fastdiff.training.metrics import Meters
 from tests.support.runs import assert_same_checkpoint, flags, hexes, launch, losses, tiny
 

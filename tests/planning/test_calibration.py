@@ -23,7 +23,7 @@ from fastdiff.planning.gpus import CPU, Gpus
 from fastdiff.planning.network import Network, read_network
 from fastdiff.planning.options import OF_STAGE, work_of
 from fastdiff.planning.scaling.host import HOSTS
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from fastdiff_bench.scaling import host
 from tests.support.processes import ROOT
 from tests.support.runs import launch, tiny

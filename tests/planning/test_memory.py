@@ -37,7 +37,7 @@ from fastdiff.parallel.world import World
 from fastdiff.planning.memory import Memory, memory
 from fastdiff.planning.network import read_network
 from fastdiff.planning.options import setup_for
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from fastdiff_bench.measure import synthetic
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import launch

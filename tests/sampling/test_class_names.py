@@ -20,7 +20,7 @@ from fastdiff.parallel.world import World
 from fastdiff.sampling.class_names import ClassChoice, ClassNames
 from fastdiff.sampling.image_grid import image_grid
 from fastdiff.sampling.npz import read_npz
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.runs import FRUIT, launch, named, newest, renew_digest, tiny
 
 IMAGENET = ("tench, Tinca tinca", "goldfish", "t-shirt", "ice cream", "goldfish, red", "red", "café")

@@ -18,7 +18,7 @@ from fastdiff.sampling.conditions import SampleRequest
 from fastdiff.sampling.npz import read_npz
 from fastdiff.sampling.run import Run
 from fastdiff.sampling.sample_set import SetOptions, draw_set
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.inputs.text_runs import encode, text_run
 from tests.support.runs import FRUIT, launch, named, tiny

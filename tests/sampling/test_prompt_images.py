@@ -22,8 +22,8 @@ from fastdiff.errors import ConfigError
 from fastdiff.models.pretrained.tiny_pipeline import UNETS, build
 from fastdiff.parallel import fragments
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training.callbacks import previews
+from fastdiff.training.loop import train
 from tests.support.inputs.text_runs import encode, text_run
 from tests.support.pooled_network import PooledConfig
 from tests.support.processes import run_ranks

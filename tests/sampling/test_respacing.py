@@ -13,7 +13,7 @@ from fastdiff.cli.main import main
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
 from fastdiff.sampling.respacing import flow_shares, karras_sigmas, spaced, trailing
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.runs import launch, tiny
 
 

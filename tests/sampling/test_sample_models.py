@@ -35,7 +35,7 @@ from fastdiff.sampling.run import Run
 from fastdiff.sampling.sample_set import SetOptions, draw_set
 from fastdiff.sampling.solvers import sample
 from fastdiff.sampling.text import as_bytes
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.inputs.text_runs import encode, text_run
 from tests.support.runs import launch, newest, tiny
 

@@ -35,7 +35,7 @@ from fastdiff.sampling.run import Run
 from fastdiff.sampling.sample_set import SetOptions, draw_set
 from fastdiff.sampling.solvers import uniform_labels
 from fastdiff.sampling.text import as_bytes
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.forked import fork_server, forked_ranks, values
 from tests.support.injected.durable_calls import DURABLE, REMOVING, dying_at
 from tests.support.processes import BIN, Finished, run

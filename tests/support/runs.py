@@ -30,7 +30,7 @@ from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 
 STEPS = 6
 

@@ -17,7 +17,7 @@ from fastdiff.diffusion.levels import Levels
 from fastdiff.diffusion.snr_bins import by_log_snr, mean_of, name_of
 from fastdiff.parallel.world import World
 from fastdiff.rng import Stream, normal
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from fastdiff.training.metrics import BY_LEVEL, Meters
 from fastdiff.training.trackers.tags import shown
 from tests.support.references.timesteps import uniform_timesteps

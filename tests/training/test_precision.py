@@ -21,9 +21,9 @@ from fastdiff.config.optimizers.registry import optimizer_family
 from fastdiff.errors import ConfigError, DivergedError
 from fastdiff.parallel.fragments import Flat, Fragment
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training.build import build
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
+from fastdiff.training.loop import train
 from fastdiff.training.optimizer.build import check_state
 from fastdiff_kernels.adamw8bit import AdamW8bit
 from tests.end_to_end.test_train import check_clipping

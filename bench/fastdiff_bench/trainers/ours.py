@@ -19,9 +19,9 @@ from fastdiff.config.launch_options import Launch
 from fastdiff.console import quieten
 from fastdiff.diffusion.levels import Corruption
 from fastdiff.parallel.world import start_world
-from fastdiff.train import take_steps
 from fastdiff.training.build import build
 from fastdiff.training.callbacks.base import Callback, Callbacks
+from fastdiff.training.loop import take_steps
 from fastdiff.training.passes.eager import Passes
 from fastdiff.training.state import TrainState
 from fastdiff_bench.measure import launches

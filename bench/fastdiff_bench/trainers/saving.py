@@ -20,10 +20,10 @@ from fastdiff.checkpoint.manifest import committed
 from fastdiff.config.launch_options import Launch
 from fastdiff.console import quieten
 from fastdiff.parallel.world import start_world
-from fastdiff.train import take_steps
 from fastdiff.training.build import build
 from fastdiff.training.callbacks.base import Callback, Callbacks
 from fastdiff.training.checkpoints import Checkpoints
+from fastdiff.training.loop import take_steps
 from fastdiff.training.state import TrainState
 from fastdiff_bench.measure.session import StepTimer
 from fastdiff_bench.measure.workload import Workload

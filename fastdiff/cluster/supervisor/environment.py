@@ -36,6 +36,7 @@ def of_rank(
     ranks_per_node: int,
     node: int,
     nodes: int,
+    attempt: int,
     master: tuple[str, int],
     listener: socket.socket | None,
     preflight: bool,
@@ -50,6 +51,7 @@ def of_rank(
         ranks_per_node: number of ranks on every node.
         node: number of this node.
         nodes: number of nodes.
+        attempt: number of times that the ranks have been started before.
         master: host and port of the store of the ranks. The port is already bound, so no other program can take it.
         listener: socket on that port, on which rank 0 hosts the store (a single node); None: node 0's supervisor hosts
             it.
@@ -66,10 +68,11 @@ def of_rank(
         "MASTER_ADDR": master[0],
         "MASTER_PORT": str(master[1]),
         "TORCHELASTIC_USE_AGENT_STORE": str(listener is None),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
         **({LISTENER: str(listener.fileno())} if listener is not None and local_rank == 0 else {}),
         **({PREFLIGHT: "1"} if preflight else {}),
         NODE_FOLDER: str(node_folder),
-        STARTED: str(process_began()),
+        STARTED: str(time.time() if attempt else process_began()),
         # https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
         "TORCH_FR_BUFFER_SIZE": base.get("TORCH_FR_BUFFER_SIZE", "2000"),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",

@@ -44,7 +44,8 @@ def _write_end(folder: Path, outcome: Outcome) -> None:
             "code": outcome.exit_code,
             "beat": now - (time.monotonic() - beat.monotonic_s),
             "phase": beat.phase,
-            **({"message": message_of(outcome.line)} if outcome.exit_code not in _NO_ERROR else {}),
+            **({"message": message_of(outcome.line)} if outcome.exit_code not in _NO_ERROR or outcome.micro else {}),
+            **({"micro": outcome.micro} if outcome.micro else {}),
         }
     )
     lines.close()

@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,13 +24,14 @@ from fastdiff import process_limits, sanitize
 from fastdiff.cluster.supervisor import environment
 from fastdiff.cluster.supervisor.last_record import note_end
 from fastdiff.cluster.supervisor.nodes import Nodes, connect, join, listen
-from fastdiff.cluster.supervisor.outcome import Outcome, of_lost_node
+from fastdiff.cluster.supervisor.outcome import Outcome, of_ends, of_lost_node
 from fastdiff.cluster.supervisor.ranks import Ranks
 from fastdiff.cluster.supervisor.signals import STOP, Interrupted, Signals
 from fastdiff.cluster.supervisor.store import LocalStore, Store, lost
 from fastdiff.cluster.supervisor.watch import Limits, Watch
 from fastdiff.config.arguments.types import Parser
 from fastdiff.config.command_line import train_flags
+from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log, write_line
 from fastdiff.errors import FastdiffError, Preempted, explained, report_any, require
@@ -48,30 +50,46 @@ _START_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Meeting:
-    """Where the supervisors meet, and the ranks.
+class _Job:
+    """What all starts of the ranks share."""
 
-    The supervisor of node 0 hosts one store for both. On a single node the supervisor has nobody to meet: it binds the
-    port and leaves the store to rank 0, so that it does not import torch, which takes seconds.
-    """
+    arguments: argparse.Namespace
+    launch: Launch
+    config: RunConfig
+    signals: Signals
+    store: TCPStore | None
+    """Of several nodes, in the supervisor of node 0, for supervisors and ranks. A single supervisor has nobody to meet:
+    it leaves the store to rank 0, so that it does not import torch, which takes seconds."""
 
-    port: int
-    store: TCPStore | None = None
-    """The store of several nodes."""
-    listener: socket.socket | None = None
-    """The bound port of a single node."""
+    @property
+    def name(self) -> str:
+        """Of this node, in messages."""
+        return f"node {self.arguments.node_rank} on {socket.gethostname()}"
 
-    @classmethod
-    def of(cls, job: argparse.Namespace) -> _Meeting:
-        if job.nodes == 1:
-            listener = listen(job.master, job.port, alone=True)
-            return cls(listener.getsockname()[1], listener=listener)
-        store = join(job.master, job.port, job.node_rank)
-        return cls(store.port, store)
+    @property
+    def contact_s(self) -> float:
+        """Time without contact after which a node is lost."""
+        return min(_CONTACT_S, self.launch.hang_timeout_s)
 
-    def connection(self, job: argparse.Namespace) -> Store:
-        """Return a store for the thread of ``Nodes``."""
-        return LocalStore() if self.store is None else connect(job.master, self.port)
+    def nodes(self, attempt: int) -> Nodes:
+        """Return the connection to the other supervisors for one start of the ranks."""
+        return Nodes(
+            self._connection(attempt),
+            self.arguments.node_rank,
+            self.arguments.nodes,
+            name=socket.gethostname(),
+            limit_s=self.contact_s,
+            hang_timeout_s=self.launch.hang_timeout_s,
+            run=Path(self.config.output.folder),
+            notify=self.signals.wake,
+        )
+
+    def _connection(self, attempt: int) -> Store:
+        if self.store is None:
+            return LocalStore()
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        return PrefixStore(f"supervisors-{attempt}", connect(self.arguments.master, self.store.port))
 
 
 @lossy_output()
@@ -97,66 +115,92 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _supervise(argv: Sequence[str], folder: Path, signals: Signals) -> Outcome:
-    job = _parser().parse_args(list(argv))
-    if job.end_with_input:
+    given = _parser().parse_args(list(argv))
+    if given.end_with_input:
         threading.Thread(target=_follow_input, name="input", daemon=True).start()
-    require(0 <= job.node_rank < job.nodes, f"--node-rank {job.node_rank}: expected 0 to {job.nodes - 1}, one per node")
-    require(job.port > 0 or job.nodes == 1, f"--port is missing: the supervisors of {job.nodes} nodes meet there")
-    launch, config = train_flags.parse(job.flags)
-    contact_s = min(_CONTACT_S, launch.hang_timeout_s)
+    last = given.nodes - 1
+    require(0 <= given.node_rank <= last, f"--node-rank {given.node_rank}: expected 0 to {last}, one per node")
+    require(given.port > 0 or given.nodes == 1, f"--port is missing: the supervisors of {given.nodes} nodes meet there")
+    launch, config = train_flags.parse(given.flags)
     with signals.raising(_on_stop):
-        meeting = _Meeting.of(job)
-        nodes = Nodes(
-            meeting.connection(job),
-            job.node_rank,
-            job.nodes,
-            name=socket.gethostname(),
-            limit_s=contact_s,
-            hang_timeout_s=launch.hang_timeout_s,
-            run=Path(config.output.folder),
-            notify=signals.wake,
-        )
+        store = None if given.nodes == 1 else join(given.master, given.port, given.node_rank)
+    return _until_end(_Job(given, launch, config, signals, store), folder)
+
+
+def _until_end(job: _Job, folder: Path) -> Outcome:
+    """Start the ranks, and again after a lack of memory, with a smaller micro-batch each time."""
+    stopping, micro = False, sys.maxsize
+    for attempt in count():
+        own = folder / str(attempt)
+        own.mkdir()
+        outcome, stopping = _run_ranks(job, own, attempt, stopping=stopping)
+        if outcome.micro is None or outcome.micro >= micro:
+            return outcome
+        micro = outcome.micro
+        if job.arguments.node_rank == 0:
+            log.warning(f"starting the ranks again, in micro-batches of {micro} samples per rank")
+    raise AssertionError("unreachable")
+
+
+def _run_ranks(job: _Job, folder: Path, attempt: int, *, stopping: bool) -> tuple[Outcome, bool]:
+    """Start the ranks and watch them to their end; return it, and whether this node was asked to stop.
+
+    Args:
+        job: of this node.
+        folder: private folder for the ranks of this start.
+        attempt: number of starts before.
+        stopping: this node was asked to stop while the ranks before ran out of memory.
+    """
+    given, run = job.arguments, Path(job.config.output.folder)
+    with job.signals.raising(_on_stop):
+        listener = listen(given.master, given.port, alone=True) if job.store is None else None
+        nodes = job.nodes(attempt)
+    port = listener.getsockname()[1] if listener is not None else job.store.port  # type: ignore[union-attr]
     try:
-        if meeting.store is not None and not _prepare(job, config, meeting.store, nodes, signals):
-            return _wait_for_outcome(nodes, signals, contact_s, job)
+        if stopping:
+            nodes.propose(of_ends([Preempted.exit_code]))
+        if stopping or (job.store is not None and attempt == 0 and not _prepare(job, job.store, nodes)):
+            return _wait_for_outcome(job, nodes), stopping
         watch = Watch(
-            _start_ranks(job, Path(config.output.folder), folder, meeting),
+            _start_ranks(job, folder, attempt, port, listener),
             nodes,
-            signals,
-            Limits(launch.hang_timeout_s, max(_START_S, launch.hang_timeout_s), contact_s),
+            job.signals,
+            Limits(job.launch.hang_timeout_s, max(_START_S, job.launch.hang_timeout_s), job.contact_s),
             folder=folder,
-            name=_name(job),
-            master=f"{job.master}:{meeting.port}",
-            request_dumps=lambda: environment.request_nccl_dumps(folder, Path(config.output.folder)),
+            name=job.name,
+            master=f"{given.master}:{port}",
+            request_dumps=lambda: environment.request_nccl_dumps(folder, run),
         )
         outcome = watch.until_end()
-        if job.node_rank == 0:
+        if given.node_rank == 0:
             note_end(folder, outcome)
-        if job.nodes == 1 and outcome.who:  # the rank has printed the cause
-            outcome = replace(outcome, line=outcome.who if job.ranks_per_node > 1 else "")
-        return outcome
+        if given.nodes == 1 and outcome.who:  # the rank has printed the cause
+            outcome = replace(outcome, line=outcome.who if given.ranks_per_node > 1 else "")
+        return outcome, watch.stopping
     except Exception as error:
         error = explained(error)
         code = error.exit_code if isinstance(error, FastdiffError) else 1
         reason = f"{type(error).__name__}: {error}"
-        nodes.propose(Outcome(code, f"fastdiff: {_name(job)} failed first: {sanitize.message(reason)}"))
+        nodes.propose(Outcome(code, f"fastdiff: {job.name} failed first: {sanitize.message(reason)}"))
         raise
     finally:
         nodes.close()
 
 
-def _prepare(job: argparse.Namespace, config: RunConfig, store: TCPStore, nodes: Nodes, signals: Signals) -> bool:
+def _prepare(job: _Job, store: TCPStore, nodes: Nodes) -> bool:
     """Prepare one of several nodes and return whether it is ready; otherwise send the reason to all nodes."""
     from fastdiff.cluster.preflight.run import run as check_nodes
+
+    given = job.arguments
 
     def reason(number: int) -> str | None:
         return "another node" if nodes.outcome is not None or nodes.broken else _on_stop(number)
 
     try:
-        with signals.raising(reason):
-            environment.choose_interface(store, job.master, job.node_rank)
-            if job.preflight:
-                check_nodes(store, job.node_rank, job.nodes, config, ranks_per_node=job.ranks_per_node)
+        with job.signals.raising(reason):
+            environment.choose_interface(store, given.master, given.node_rank)
+            if given.preflight:
+                check_nodes(store, given.node_rank, given.nodes, job.config, ranks_per_node=given.ranks_per_node)
     except Interrupted as interrupted:
         nodes.propose(_stopped_early(interrupted))
     except FastdiffError as error:
@@ -165,7 +209,7 @@ def _prepare(job: argparse.Namespace, config: RunConfig, store: TCPStore, nodes:
         known = explained(error)
         if not isinstance(known, FastdiffError):
             raise
-        nodes.propose(Outcome(known.exit_code, f"fastdiff: error: {_name(job)}: {known}"))
+        nodes.propose(Outcome(known.exit_code, f"fastdiff: error: {job.name}: {known}"))
     except lost():
         pass  # node 0 is gone
     else:
@@ -173,37 +217,40 @@ def _prepare(job: argparse.Namespace, config: RunConfig, store: TCPStore, nodes:
     return False
 
 
-def _wait_for_outcome(nodes: Nodes, signals: Signals, contact_s: float, job: argparse.Namespace) -> Outcome:
+def _wait_for_outcome(job: _Job, nodes: Nodes) -> Outcome:
     """Wait for the outcome that all nodes receive."""
+    given = job.arguments
     while nodes.outcome is None:
-        if nodes.broken or nodes.silent_s > contact_s:
-            return of_lost_node(f"node 0 ({job.master}:{job.port}), seen from {_name(job)},", nodes.silent_s)
-        signals.take(0.5)
+        if nodes.broken or nodes.silent_s > job.contact_s:
+            return of_lost_node(f"node 0 ({given.master}:{given.port}), seen from {job.name},", nodes.silent_s)
+        job.signals.take(0.5)
     return nodes.outcome
 
 
-def _start_ranks(job: argparse.Namespace, run: Path, folder: Path, meeting: _Meeting) -> Ranks:
+def _start_ranks(job: _Job, folder: Path, attempt: int, port: int, listener: socket.socket | None) -> Ranks:
+    given = job.arguments
     environments = [
         environment.of_rank(
             os.environ,
             local_rank=local_rank,
-            ranks_per_node=job.ranks_per_node,
-            node=job.node_rank,
-            nodes=job.nodes,
-            master=(job.master, meeting.port),
-            listener=meeting.listener,
-            preflight=job.preflight and job.nodes == 1,  # several nodes have been checked
+            ranks_per_node=given.ranks_per_node,
+            node=given.node_rank,
+            nodes=given.nodes,
+            attempt=attempt,
+            master=(given.master, port),
+            listener=listener,
+            preflight=given.preflight and given.nodes == 1 and attempt == 0,  # several nodes have been checked
             node_folder=folder,
-            run=run,
+            run=Path(job.config.output.folder),
         )
-        for local_rank in range(job.ranks_per_node)
+        for local_rank in range(given.ranks_per_node)
     ]
     train = PACKAGE / "train.py"
-    command = [sys.executable, str(train), *job.flags]
+    command = [sys.executable, str(train), *given.flags]
     log.debug(f"each rank: {shlex.join(command)}")
     ranks = Ranks(command, environments, folder)
-    if meeting.listener is not None:
-        meeting.listener.close()  # rank 0 has inherited it
+    if listener is not None:
+        listener.close()  # rank 0 has inherited it
     return ranks
 
 
@@ -214,10 +261,6 @@ def _on_stop(number: int) -> str | None:
 def _stopped_early(interrupted: Interrupted) -> Outcome:
     line = f"fastdiff: stopped by {interrupted.reason} before the ranks started; the same command starts again"
     return Outcome(Preempted.exit_code, line, abrupt=True)
-
-
-def _name(job: argparse.Namespace) -> str:
-    return f"node {job.node_rank} on {socket.gethostname()}"
 
 
 def _parser() -> argparse.ArgumentParser:

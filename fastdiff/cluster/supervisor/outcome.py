@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from fastdiff.cluster.supervisor.ranks import STOPPED_STATES, RankStatus
 from fastdiff.errors import Preempted, is_lost_connection
@@ -28,6 +29,8 @@ class Outcome:
     """The message without its cause, where the rank that failed has printed that; empty: it has printed none."""
     abrupt: bool = False
     """True if the ranks that still run cannot end by themselves."""
+    micro: int | None = None
+    """Micro-batch with which the ranks are to be started again, after a lack of memory; None: the run ends."""
     consequence: bool = False
     """True if another rank's end probably caused this one: then a missing node failed first."""
 
@@ -54,13 +57,30 @@ def of_failed_rank(rank: int, process: int, node: str, code: int, error: Path) -
     who = f"fastdiff: rank {rank} ({node}, process {process}) failed first"
     if code < 0:
         return Outcome(128 - code, f"{who}: killed by {_signal_name(-code)}")
-    try:
-        message = " ".join(str(json.loads(error.read_text())["message"]).split())
-    except (OSError, ValueError, KeyError):
-        message = "see its output above"
+    noted = _noted(error)
+    message = " ".join(str(noted.get("message", "see its output above")).split())
     who = f"{who}: exit code {code}"
     has_told = message_file(error.parent, rank).exists()
-    return Outcome(code, f"{who}: {message}", who if has_told else "", consequence=is_lost_connection(message))
+    return Outcome(
+        code,
+        f"{who}: {message}",
+        who if has_told else "",
+        micro=noted.get("micro"),
+        consequence=is_lost_connection(message),
+    )
+
+
+def lacked_memory(error: Path) -> bool:
+    """Return whether a rank whose cause of failure is in this file ended for a start with a smaller micro-batch."""
+    return _noted(error).get("micro") is not None
+
+
+def _noted(error: Path) -> dict[str, Any]:
+    """Return the cause that a rank recorded (``heartbeat.note_failure``); empty without one."""
+    try:
+        return dict(json.loads(error.read_text()))
+    except (OSError, ValueError):
+        return {}
 
 
 def of_hang(

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastdiff.cluster.supervisor.nodes import Nodes
-from fastdiff.cluster.supervisor.outcome import UNAVAILABLE, Outcome, of_ends, of_failed_rank, of_lost_node
+from fastdiff.cluster.supervisor.outcome import (
+    UNAVAILABLE,
+    Outcome,
+    lacked_memory,
+    of_ends,
+    of_failed_rank,
+    of_lost_node,
+)
 from fastdiff.cluster.supervisor.ranks import Rank, Ranks
 from fastdiff.cluster.supervisor.signals import STOP, Signals
 from fastdiff.console import log, write_line
@@ -70,7 +77,8 @@ class Watch:
         """True once a rank ended without saving after a request to stop, because it made no progress."""
         self._codes: list[int] = []
         self._failure: Outcome | None = None
-        self._stopping = False
+        self.stopping = False
+        """True after a request to stop."""
         self._interrupts = 0
         self._stopped_s = self._lost_s = self._failed_s = self._dumped_s = float("inf")
         self._overdue = self._finished = False
@@ -104,22 +112,23 @@ class Watch:
         self._stop(number if number in (signal.SIGTERM, signal.SIGUSR1) else signal.SIGTERM)
 
     def _stop(self, number: int) -> None:
-        self._stopping = True
+        self.stopping = True
         self._ranks.signal(number)
 
     def _on_end(self, rank: Rank, code: int) -> None:
         error = self._error_of(rank)
-        if self._stopping and -code in (signal.SIGTERM, signal.SIGUSR1):
+        if self.stopping and -code in (signal.SIGTERM, signal.SIGUSR1):
             # The rank had no handler: not yet, with nothing to save, or no longer, after a failure.
             code = 1 if error.exists() else Preempted.exit_code
         if Preempted.exit_code in self._codes and code and not self._ranks.training:
             code = Preempted.exit_code  # its failure follows from a rank that stopped before the first step
-        self._gave_up |= code == Preempted.exit_code and error.exists()
+        has_stopped = code == Preempted.exit_code and not lacked_memory(error)
+        self._gave_up |= has_stopped and error.exists()
         self._codes.append(code)
-        if code == Preempted.exit_code and self._stopped_s == float("inf"):
+        if has_stopped and self._stopped_s == float("inf"):
             self._stopped_s = time.monotonic()
             self._stop(signal.SIGTERM)
-        elif code not in (0, Preempted.exit_code) and self._failure is None:
+        elif code and not has_stopped and self._failure is None:
             self._failed_s = time.monotonic()
             self._failure = self._first_failure(rank, code)
             self._nodes.propose(self._failure)
@@ -185,7 +194,7 @@ class Watch:
         self._request_dumps()
 
     def _end_ranks(self, outcome: Outcome) -> None:
-        if outcome.exit_code == Preempted.exit_code:
+        if outcome.exit_code == Preempted.exit_code and outcome.micro is None:
             self._stop(signal.SIGTERM)  # another node was stopped before its ranks started
         if outcome.exit_code == UNAVAILABLE and self._ranks.alive and self._dumped_s == float("inf"):
             self._dump()

@@ -16,8 +16,8 @@ class BatchConfig:
     """Samples per optimizer step, over all ranks."""
     micro: int | Literal["auto"] | None = None
     """Samples per rank per forward pass. None: samples / ranks, without accumulation; auto: the most that the memory of
-    the device is predicted to hold, decided at the start. One for which the memory of a rank does not suffice is halved
-    under way. The losses do not depend on it beyond rounding."""
+    the device is predicted to hold, decided at the start. Where the memory of a rank does not suffice, the run starts
+    again with half of it. The losses do not depend on it beyond rounding."""
 
     def __post_init__(self) -> None:
         require(self.samples >= 1, f"--batch.samples {self.samples}: at least 1")

@@ -19,7 +19,9 @@ class OutputConfig:
     log_every: int = 50
     """Steps between lines of metrics.jsonl and TensorBoard."""
     checkpoint_every: int = 1000
-    """Steps between checkpoints; one is always written at the end."""
+    """Steps between checkpoints; one is always written at the end. 0: no others, whatever the time."""
+    checkpoint_minutes: float = 30.0
+    """The most minutes between checkpoints, and so the most that a restart loses; 0: no bound."""
     keep: int = 2
     """Number of newest checkpoints to keep. 1: none is left to fall back on if the newest is damaged."""
     failed_saves: int = 0
@@ -53,12 +55,13 @@ class OutputConfig:
             "keep": 1,
             "log_every": 1,
             "checkpoint_every": 0,
+            "checkpoint_minutes": 0,
             "failed_saves": 0,
             "pinned_gib": 0,
             "sample_every": 0,
             "sample_steps": 1,
         }
-        for name in ("pinned_gib", "sample_cfg"):
+        for name in ("checkpoint_minutes", "pinned_gib", "sample_cfg"):
             require(math.isfinite(getattr(self, name)), f"--output.{name} {getattr(self, name)}: a finite number")
         for name, value in least.items():
             require(getattr(self, name) >= value, f"--output.{name} {getattr(self, name)}: at least {value}")

@@ -26,6 +26,9 @@ class Callback:
     def on_preempted(self, state: TrainState) -> None:
         """Act when the run is asked to stop."""
 
+    def rehearse(self, state: TrainState) -> None:
+        """Do once what needs the memory of the device, before the first step, and keep nothing of it."""
+
     def on_rewind(self, state: TrainState) -> None:
         """Act before the run goes back behind a spike; ``close`` follows, and new callbacks."""
 
@@ -53,6 +56,11 @@ class Callbacks:
     def on_preempted(self, state: TrainState) -> None:
         """Call every callback's ``on_preempted``."""
         self._call(state, lambda callback: callback.on_preempted(state))
+
+    def rehearse(self, state: TrainState) -> None:
+        """Call every callback's ``rehearse``."""
+        for callback in self._callbacks:
+            callback.rehearse(state)
 
     def on_rewind(self, state: TrainState) -> None:
         """Call every callback's ``on_rewind``."""

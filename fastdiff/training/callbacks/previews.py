@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ from torch import Tensor
 from fastdiff.batch import Condition
 from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.console import log
-from fastdiff.errors import ConfigError
 from fastdiff.models.build import Model
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.models.load import build_network, pretrained
@@ -26,6 +25,7 @@ from fastdiff.sampling.pixels import may_be_pixels
 from fastdiff.sampling.solvers import grid_classes, sample
 from fastdiff.sampling.text import as_bytes, encode_prompts, repeated
 from fastdiff.training.callbacks.base import Callback, preempted
+from fastdiff.training.memory.explanation import explaining_memory
 from fastdiff.training.state import TrainState
 from fastdiff.training.trackers.build import Trackers
 
@@ -66,6 +66,11 @@ class PromptImages(Callback):
         if self._every.due(state.progress):
             self._draw(state)
 
+    def rehearse(self, state: TrainState) -> None:
+        """Draw with a single denoising step and decode, and keep nothing."""
+        latents = self._drawn_latents(state, steps=1)
+        state.world.on_rank0(lambda: self._decoded(latents[:1], state))
+
     def on_end(self, state: TrainState) -> None:
         """Draw the last images, unless they exist."""
         if self._drawn != state.progress.steps:
@@ -76,14 +81,18 @@ class PromptImages(Callback):
 
     def _draw(self, state: TrainState) -> None:
         self._drawn = state.progress.steps
+        latents = self._drawn_latents(state, state.config.validation.steps)
+        state.world.on_rank0(lambda: self._show(latents, state))
+
+    def _drawn_latents(self, state: TrainState, steps: int) -> Tensor:
         config, network = state.config, state.config.model
-        latents = draw_together(
+        return draw_together(
             state,
             averaged_model(state, DTYPES[config.performance.precision]),
             repeated(self._condition, config.validation.images_per_prompt),
             SamplerConfig(
                 scheduler="dpmsolver++",
-                steps=config.validation.steps,
+                steps=steps,
                 shift=config.timesteps.shift,
                 cfg=config.validation.guidance_scale,
                 clip=False,
@@ -91,17 +100,18 @@ class PromptImages(Callback):
             ),
             null=self._null,
             shape=(network.channels, network.size, network.size),
-            batch=max(1, config.batch.per_rank(state.world.size) // 2),  # guidance doubles it
         )
-        state.world.on_rank0(lambda: self._show(latents, state))
 
-    def _show(self, latents: Tensor, state: TrainState) -> None:
-        prompts, device = state.config.validation.prompts, state.world.device
-        with memory_beside_training(device):
+    def _decoded(self, latents: Tensor, state: TrainState) -> Tensor:
+        """Return pixels ``[N, 3, H, W]``, decoded on the device."""
+        with memory_beside_training(state):
             try:
-                pixels = self._autoencoder.to(device).decode(latents)
+                return self._autoencoder.to(state.world.device).decode(latents)
             finally:
                 self._autoencoder.to("cpu")
+
+    def _show(self, latents: Tensor, state: TrainState) -> None:
+        prompts, pixels = state.config.validation.prompts, self._decoded(latents, state)
         rows = state.config.validation.images_per_prompt
         state.files.write(_path(state), encoded(image_grid(pixels, rows=rows), ".png"))
         shown = {prompt: as_bytes(pixels[column :: len(prompts)]) for column, prompt in enumerate(prompts)}
@@ -127,6 +137,11 @@ class SampleGrid(Callback):
         if self._every.due(state.progress):
             self._draw(state)
 
+    def rehearse(self, state: TrainState) -> None:
+        """Draw with a single denoising step, and keep nothing."""
+        if self._every.steps > 0:
+            self._drawn_images(state, steps=1)
+
     def on_end(self, state: TrainState) -> None:
         """Draw the last grid."""
         if self._every.steps > 0 and self._drawn != state.progress.steps:
@@ -134,28 +149,36 @@ class SampleGrid(Callback):
 
     def _draw(self, state: TrainState) -> None:
         self._drawn = state.progress.steps
+        images = self._drawn_images(state, state.config.output.sample_steps)
+        names = ClassNames(self._classes(state) or 0, state.metadata["class_names"])
+        titles = names.titles(self._columns(state).tolist())
+        state.world.on_rank0(lambda: self._show(images.cpu(), titles, state))
+
+    def _classes(self, state: TrainState) -> int | None:
+        return state.reader.info.classes if state.config.model.classes else None
+
+    def _columns(self, state: TrainState) -> Tensor:
+        """Return the class of each column."""
+        return grid_classes(state.config.model, self._classes(state))
+
+    def _drawn_images(self, state: TrainState, steps: int) -> Tensor:
         config = state.config
-        classes = state.reader.info.classes if config.model.classes else None
-        columns = grid_classes(config.model, classes)
-        labels = columns.repeat(self.rows)
-        images = draw_together(
+        return draw_together(
             state,
             averaged_model(state),
-            {"label": labels},
+            {"label": self._columns(state).repeat(self.rows)},
             SamplerConfig(
                 scheduler="dpmsolver++",
-                steps=config.output.sample_steps,
+                steps=steps,
                 shift=config.timesteps.shift,
                 # Guidance needs an unconditional prediction, learned by condition dropout.
-                cfg=config.output.sample_cfg if classes and config.objective.condition_dropout else None,
+                cfg=config.output.sample_cfg if self._classes(state) and config.objective.condition_dropout else None,
                 clip=may_be_pixels(state.reader.info.provenance.autoencoder, config.model.channels),
                 seed=config.seed,
             ),
             null=state.objective.null,
             shape=(config.model.channels, config.model.size, config.model.size),
         )
-        titles = ClassNames(classes or 0, state.metadata["class_names"]).titles(columns.tolist())
-        state.world.on_rank0(lambda: self._show(images.cpu(), titles, state))
 
     def _show(self, images: Tensor, titles: Sequence[str], state: TrainState) -> None:
         grid = image_grid(images, rows=self.rows, titles=titles)
@@ -182,11 +205,11 @@ def draw_together(
     *,
     null: Condition,
     shape: tuple[int, int, int],
-    batch: int = 256,
 ) -> Tensor:
     """Draw one image per entry of ``condition`` (``[N, ...]`` each), shared between the ranks; called by all ranks.
 
-    The options are those of ``fastdiff.sampling.solvers.sample``.
+    The options are those of ``fastdiff.sampling.solvers.sample``; a forward pass has at most the samples of a
+    micro-batch, with guidance included. A single denoising step is told nobody (``Callback.rehearse``).
 
     Returns:
         ``[N, *shape]`` fp32 latents, on every rank's device.
@@ -200,11 +223,12 @@ def draw_together(
     images = torch.zeros(count, *shape, device=world.device)
     chosen = {name: value[mine].to(world.device) for name, value in condition.items()}
 
-    if world.is_first:
+    told = world.is_first and sampler.steps > 1
+    if told:
         log.info(f"drawing {count} pictures of {sampler.steps} steps to {_path(state)}")
 
     def draw() -> None:
-        with memory_beside_training(world.device):
+        with memory_beside_training(state):
             images[mine] = sample(
                 model,
                 state.config.objective,
@@ -212,27 +236,22 @@ def draw_together(
                 sampler,
                 shape=shape,
                 null=null,
-                batch=batch,
+                batch=max(1, state.config.batch.per_rank(world.size) // (1 if sampler.cfg is None else 2)),
                 first_index=mine.start,
-                progress=world.is_first,
+                progress=told,
             )
 
     world.on_all_ranks(draw)
     return world.sum_(images)
 
 
-@contextmanager
-def memory_beside_training(device: torch.device) -> Iterator[None]:
-    """Convert an out-of-memory error of the averaged model or its use to advice."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"no memory left on {device} for the averaged model beside the training ({str(error).splitlines()[0]}); "
-            "leave it more room with more ranks, a higher ZeRO stage or offloading (--deepspeed_config), for images of "
-            "prompts also with a lower --batch.micro (the batches of the losses are fixed), or do without, with "
-            "--validation.every 0 and --output.sample_every 0. The checkpoints are intact"
-        ) from None
+def memory_beside_training(state: TrainState) -> AbstractContextManager[None]:
+    """Explain a lack of memory for the averaged model or its use (``memory.explanation``)."""
+    advice = (
+        "leave it more room with more ranks, a higher ZeRO stage or offloading (--deepspeed_config), or do without, "
+        "with --validation.every 0 and --output.sample_every 0. The checkpoints are intact"
+    )
+    return explaining_memory(state, "the averaged model beside the training", advice)
 
 
 def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Model:
@@ -248,7 +267,7 @@ def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Mod
     shapes, device = state.engine.shapes, state.world.device
 
     def reserve() -> Room:
-        with memory_beside_training(device):
+        with memory_beside_training(state):
             return Room.reserve(shapes, dtype, device)
 
     # Before the collective: a rank that ran out of memory in it would leave the other ranks waiting.
@@ -256,7 +275,7 @@ def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Mod
     weights = assemble(state.world, flats, averages, shapes, room)
 
     def build() -> Model:
-        with memory_beside_training(device):
+        with memory_beside_training(state):
             return build_network(state.config, weights).to(device, dtype).eval()
 
     model = state.world.on_all_ranks(build)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +35,10 @@ class Checkpointing(Callback):
     account = "save"
 
     def __init__(self, state: TrainState, checkpoints: Checkpoints, background: AsyncSaves) -> None:
-        self._every = Every(state.config.output.checkpoint_every)
+        output = state.config.output
+        self._every = Every(output.checkpoint_every)
+        self._most_s = 60 * output.checkpoint_minutes if output.checkpoint_every else 0.0
+        self._saved_s = time.monotonic()
         self._checkpoints = checkpoints
         self._background = background
 
@@ -46,10 +50,13 @@ class Checkpointing(Callback):
         """
         if state.guard.flags.failed_save:
             self._background.wait_for_all()
-        if self._every.due(state.progress):
+        if self._every.due(state.progress) or state.guard.flags.save_due:
             self._background.wait(CHECKPOINT)
             begin_checkpoint(state, self._checkpoints, self._background)
+            self._saved_s = time.monotonic()
         state.guard.failed_save = self._background.failed
+        # The other ranks hear of it with the flags of the next step: one clock decides for all.
+        state.guard.save_due = state.world.is_first and 0 < self._most_s < time.monotonic() - self._saved_s
 
     def on_end(self, state: TrainState) -> None:
         """Save the last step, unless already saved.

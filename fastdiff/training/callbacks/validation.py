@@ -22,7 +22,15 @@ from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.snr_bins import Mean, by_log_snr
 from fastdiff.evaluation import validation_files
 from fastdiff.evaluation.validation_files import LINES, Validated
-from fastdiff.evaluation.validation_set import batches_of, even_shares, open_validation, read_batch, spread
+from fastdiff.evaluation.validation_set import (
+    Int64,
+    batches_of,
+    even_shares,
+    largest_of,
+    open_validation,
+    read_batch,
+    spread,
+)
 from fastdiff.json_lines import Record
 from fastdiff.models.build import Model
 from fastdiff.models.kernel_choice import DTYPES
@@ -90,6 +98,12 @@ class ValidationLoss(Callback):
         if self._every.due(state.progress):
             self._validate(state)
 
+    def rehearse(self, state: TrainState) -> None:
+        """Measure the largest batch with the averaged weights, and keep nothing."""
+        model = averaged_model(state, DTYPES[state.config.performance.precision])
+        largest = largest_of(self._reader.info, self._index, self._batches)
+        state.world.on_all_ranks(lambda: self._measure(state, model, [largest]))
+
     def on_end(self, state: TrainState) -> None:
         """Validate the last step, unless already validated."""
         if self._done != state.progress.steps:
@@ -117,18 +131,19 @@ class ValidationLoss(Callback):
     def _validate(self, state: TrainState) -> None:
         self._done = state.progress.steps
         model = averaged_model(state, DTYPES[state.config.performance.precision])
-        found = state.world.on_all_ranks(lambda: self._measure(state, model))
+        own = self._batches[state.world.rank :: state.world.size]
+        found = state.world.on_all_ranks(lambda: self._measure(state, model, own))
         # Each rank has filled its part of a tensor of zeros: the sum is exact.
         losses = state.world.sum_(found).cpu().numpy()
         state.world.on_rank0(lambda: self._write(state, losses))
 
     @torch.no_grad()
-    def _measure(self, state: TrainState, model: Model) -> Tensor:
-        """Measure loss and squared error of x0 of this rank's samples: ``[2, N]`` float64, 0 for the rest."""
+    def _measure(self, state: TrainState, model: Model, batches: Sequence[Int64]) -> Tensor:
+        """Measure loss and squared error of x0 of the samples of these batches: ``[2, N]`` float64, 0 for the rest."""
         world = state.world
         found = torch.zeros(2, len(self._index), dtype=torch.float64, device=world.device)
-        with memory_beside_training(world.device):
-            for rows in self._batches[world.rank :: world.size]:
+        with memory_beside_training(state):
+            for rows in batches:
                 batch = read_batch(self._reader, self._index, rows, self._scales)
                 corruption = self._objective.corrupt(batch, native=self._levels[batch.position])
                 prediction = model(corruption.noisy, corruption.time, **corruption.condition)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from fastdiff.config.deepspeed import DsConfig
-from fastdiff.config.run import RunConfig
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes
 from fastdiff.training.ema import Ema
 
@@ -19,8 +18,7 @@ class Engine(ABC):
     """A model with its optimizer.
 
     A step has three parts: ``skips``, ``update`` and ``settle``. Between the first two the ranks begin to exchange
-    their flags (``guard``), which the host reads after ``update`` if ``skips`` leaves its answer on the device, and
-    before it otherwise. ``step`` is all three.
+    their flags (``guard``), which the host reads after ``update``. ``step`` is all three.
     """
 
     kind: Literal["deepspeed", "flat"]
@@ -48,13 +46,21 @@ class Engine(ABC):
     def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
         """Run the model's forward pass."""
 
-    @abstractmethod
-    def rehearse(self, forward: Callable[[nn.Module], tuple[Tensor, Sequence[Tensor]]]) -> None:
-        """Run a forward and a backward pass of which nothing remains but compiled code: no gradient, no reduction.
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        """Take a step that changes nothing, with one micro-batch: compile, and meet the memory that a step needs.
+
+        Weights, moments, averages and counters stay as they are. Called by all ranks, between two steps.
 
         Args:
-            forward: gets the network; returns a scalar and the leaves by which it is differentiated.
+            loss: runs the forward pass and returns its loss, a scalar.
         """
+        self.begin_last_micro_batch()
+        self.backward(loss(), discard=True)
+        self.step()
+
+    @abstractmethod
+    def begin_last_micro_batch(self) -> None:
+        """Make the next micro-batch the last of its step, whose backward pass reduces the gradients."""
 
     @abstractmethod
     def backward(self, loss: Tensor, *, discard: bool = False) -> None:
@@ -64,26 +70,6 @@ class Engine(ABC):
             loss: of this rank.
             discard: make ``step`` skip the step as if its gradient were not finite, whatever earlier micro-batches
                 gave; equal on all ranks.
-        """
-
-    @abstractmethod
-    def forget_pass(self) -> None:
-        """Forget what a pass of this rank left that ran out of memory; the rank then repeats it on fewer samples.
-
-        It thereby takes part in the collectives that the other ranks still expect of the pass, and in no other. The
-        gradient of the step is void (``training.memory.halving``).
-
-        Raises:
-            OutOfMemoryError: the memory ran out within a collective, which the rank may have begun or not.
-        """
-
-    @abstractmethod
-    def resize(self, config: RunConfig, ds_config: DsConfig) -> None:
-        """Go on in micro-batches of another size, between two steps; called by all ranks.
-
-        Args:
-            config: the run with this size.
-            ds_config: the resolved DeepSpeed JSON for it.
         """
 
     def named_calls(self) -> dict[str, list[tuple[object, str]]]:
@@ -99,7 +85,7 @@ class Engine(ABC):
 
         Returns:
             Scalar on the device, not zero if ``update`` is going to change nothing; equal on all ranks. None: the host
-            learns it in ``update``, before which it waits for the flags of the ranks.
+            learns it in ``update``.
         """
 
     def discard(self) -> None:  # noqa: B027

@@ -187,9 +187,3 @@ class Gradients:
         """Remove all ``.grad``."""
         for parameter in self._parameters:
             parameter.grad = None
-
-    def void(self, first: int = 0, end: int | None = None) -> None:
-        """Make a range of the sums NaN, and drop what a backward pass left."""
-        self.buffer[first:end].fill_(math.nan)
-        self.release()
-        self.has_some = True

@@ -30,15 +30,14 @@ class DataParallel:
         model: on its device.
         places: of its parameters in the flat buffers.
         gradients: receive the sums.
-        equal: whether the parameters are known to be equal on all ranks; otherwise they become those of rank 0.
     """
 
-    def __init__(self, model: nn.Module, places: Sequence[Place], gradients: Gradients, *, equal: bool = False) -> None:
+    def __init__(self, model: nn.Module, places: Sequence[Place], gradients: Gradients) -> None:
         # With this search parameters without a gradient count as zeros, and torch does not rebuild the buckets in the
         # order in which gradients come: neighbours stay neighbours.
         self._ddp = DistributedDataParallel(
             _WithUnused(model, places[0].parameter), gradient_as_bucket_view=True, broadcast_buffers=False,
-            find_unused_parameters=True, bucket_cap_mb=_BUCKET_MIB, init_sync=not equal,
+            find_unused_parameters=True, bucket_cap_mb=_BUCKET_MIB,
         )  # fmt: skip
         self.buckets = buckets = Buckets(places, gradients)
         # Not a method of this object: nothing would find that cycle, and DDP's hooks would stay on the parameters.
@@ -55,22 +54,6 @@ class DataParallel:
         self._ddp.require_backward_grad_sync = reduces
         return self._ddp(*inputs, **condition)  # type: ignore[no-any-return]
 
-    def finish(self) -> None:
-        """Take part in the reductions that are left of the step, with NaN; this object reduces nothing afterwards.
-
-        Raises:
-            OutOfMemoryError: none is left, and the other ranks are going to apply the gradient; the memory ran out
-                within a reduction; or there is no room for one bucket of zeros after another.
-        """
-        # Zeros in the shapes of all buckets, in their order. If there is no room for them, this rank ends the run.
-        for bucket in self._ddp.reducer._get_zeros_like_grad_buckets():
-            self.buckets.void(bucket)
-        self.buckets.wait()
-        # After its buckets DDP adds up which parameters were used.
-        number = sum(p.requires_grad for p in self._ddp.parameters())
-        used = torch.zeros(number, dtype=torch.int32, device=self._ddp.device)
-        torch.distributed.all_reduce(used)
-
 
 class Buckets:
     """The reductions of a step.
@@ -83,12 +66,6 @@ class Buckets:
     def __init__(self, places: Sequence[Place], gradients: Gradients) -> None:
         self._places, self._gradients = places, gradients
         self._numbers = {id(place.parameter): number for number, place in enumerate(places)}
-        self._begun: dict[int, Any] = {}
-        """The reductions of this step that have begun, by the number of the first parameter; None: within the call."""
-
-    def end_step(self) -> None:
-        """End a step: the reductions of the next one are others."""
-        self._begun.clear()
 
     def reduce(self, bucket: Any) -> Future[Tensor]:
         """Reduce the sums of the parameters of a ``GradBucket``, whose own buffer stays as it is and is unused.
@@ -104,36 +81,10 @@ class Buckets:
         if last - first + 1 != len(found):
             raise RuntimeError(f"a bucket has parameters {sorted(found)} of the network, expected neighbours")
         self._gradients.add(list(found), list(found.values()))
-        arrived: Future[Any] = self._add_up(first, last).get_future()
+        sums = self._gradients.buffer[self._places[first].offset : self._places[last].end]
+        arrived: Future[Any] = torch.distributed.all_reduce(sums, async_op=True).get_future()
         unused = bucket.buffer()
         return arrived.then(lambda _: unused)
-
-    def void(self, bucket: Any) -> None:
-        """Reduce NaN for the parameters of a ``GradBucket``, unless their reduction has begun.
-
-        Raises:
-            OutOfMemoryError: the step is not to be voided any more, see ``DataParallel.finish``.
-        """
-        numbers = [self._numbers[id(p)] for p in bucket.parameters() if id(p) in self._numbers]
-        first, last = min(numbers), max(numbers)
-        if first not in self._begun:
-            self._gradients.void(self._places[first].offset, self._places[last].end)
-            self._add_up(first, last)
-        elif self._begun[first] is None:
-            raise torch.OutOfMemoryError("out of memory within a reduction, which other ranks may wait for")
-        elif bucket.is_last():
-            raise torch.OutOfMemoryError("out of memory after the last reduction of a step, whose gradient was whole")
-
-    def wait(self) -> None:
-        """Wait for the reductions that have begun; with NCCL the stream does."""
-        for work in self._begun.values():
-            work.wait()
-
-    def _add_up(self, first: int, last: int) -> Any:
-        sums = self._gradients.buffer[self._places[first].offset : self._places[last].end]
-        self._begun[first] = None
-        work = self._begun[first] = torch.distributed.all_reduce(sums, async_op=True)
-        return work
 
 
 class _WithUnused(nn.Module):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
@@ -28,9 +26,7 @@ from fastdiff.parallel.fragments import Flat, Fragment, Shapes, copy_into
 from fastdiff.parallel.world import World
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.optimizer.build import build_lr_schedule, build_optimizer, create_state, forget, set_lr_step
-from fastdiff.training.optimizer.second_try import give_a_second_try
 from fastdiff.training.zero.calls import named_calls
-from fastdiff.training.zero.catching_up import CollectiveReplay
 from fastdiff.training.zero.norm import take_norm_at_once
 from fastdiff.training.zero.shortcuts import leave_gradients_in_place
 from fastdiff.training.zero.slices import flats_of, overwrite
@@ -38,9 +34,8 @@ from fastdiff.training.zero.stage3 import (
     partition,
     plan_two_passes_as_one,
     require_input_gradients,
-    unreduced,
 )
-from fastdiff.training.zero.sums import collect_in_fp32, widen
+from fastdiff.training.zero.sums import collect_in_fp32
 
 # On a CPU DeepSpeed would compile an all-reduce for inference, which no training calls: a minute of the first start, a
 # lock that a killed build leaves, and 66 MiB of shared memory per rank.
@@ -118,7 +113,7 @@ class DeepSpeedEngine(Engine):
         # Some of DeepSpeed's wrappers create the state by a step with zero gradients. At learning rate 0 it moves
         # nothing, and its state is cleared below.
         _set_lr(optimizer, 0.0)
-        self._wide = wide = _adds_up(config, world.size)
+        wide = _adds_up(config, world.size)
         ds_config = {**with_sums(ds_config, wide=wide), **({"gradient_clipping": 0.0} if guard else {})}
         with without_prints():  # of every rank
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
@@ -141,10 +136,8 @@ class DeepSpeedEngine(Engine):
             copy_into(self.flats, name, value)
         family = family_of(config.optim)
         world.on_all_ranks(lambda: create_state(optimizer, family, self.flats, self.shapes, world))
-        give_a_second_try(optimizer)
         self._schedule = build_lr_schedule(optimizer, config.optim, config.steps)
         self._rank, self._device = world.rank, world.device
-        self._replay = CollectiveReplay(self._engine, world.size)
         self._first_scale = self.loss_scale
         self._discarding, self.lr = False, 0.0
 
@@ -155,20 +148,15 @@ class DeepSpeedEngine(Engine):
 
     def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
         """Run the model's forward pass."""
-        self._replay.begin()
         return self._engine(*inputs, **condition)  # type: ignore[no-any-return]
 
     def named_calls(self) -> dict[str, list[tuple[object, str]]]:
         """Return hooks and reductions of DeepSpeed."""
         return named_calls(self._engine)
 
-    def rehearse(self, forward: Callable[[nn.Module], tuple[Tensor, Sequence[Tensor]]]) -> None:
-        """Run a forward and a backward pass of which nothing remains but compiled code."""
-        self._replay.begin()
-        with unreduced(self._engine) if self.stage == 3 else nullcontext():
-            loss, leaves = forward(self._engine.module)
-            torch.autograd.grad(loss, leaves, allow_unused=True)
-        self._replay.end()
+    def begin_last_micro_batch(self) -> None:
+        """Make the next micro-batch the last of its step: the one behind is the first of the next."""
+        self._engine.micro_steps = -1
 
     def backward(self, loss: Tensor, *, discard: bool = False) -> None:
         """Add the gradient of ``loss``, divided by the accumulation."""
@@ -176,30 +164,6 @@ class DeepSpeedEngine(Engine):
         self._engine.backward(loss * math.nan if discard else loss)
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()  # only counts the micro-batch
-        self._replay.end()
-
-    def forget_pass(self) -> None:
-        """Forget a pass that ran out of memory; until its repetition ends, collectives of it are not begun again."""
-        self._replay.start_over()
-
-    def resize(self, config: RunConfig, ds_config: DsConfig) -> None:
-        """Go on in micro-batches of another size; called by all ranks."""
-        batch, ranks = config.batch, dist.get_world_size()
-        self.ds_config = ds_config
-        self._engine._config.train_micro_batch_size_per_gpu = batch.per_rank(ranks)
-        self._engine._config.gradient_accumulation_steps = batch.accumulation(ranks)
-        self._engine.optimizer.gradient_accumulation_steps = batch.accumulation(ranks)
-        if not self._wide and _adds_up(config, ranks):
-            self._wide = True
-            widen(self._engine, self.stage)
-        self._engine.micro_steps = 0  # of whose multiples the last micro-batch of a step is one
-
-    def discard(self) -> None:
-        """Void the gradient; at the stages above 0 the norm over all ranks tells them, at stage 0 each has its own."""
-        self._discarding = True
-        for parameter in self._engine.module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.fill_(math.nan)
 
     def skips(self) -> None:
         """DeepSpeed reads the norm of the gradient in ``update``."""

@@ -6,10 +6,8 @@ Each rank has all weights and moments. The averages and checkpoints of a paramet
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pkgutil import resolve_name
 
 import torch
@@ -60,7 +58,6 @@ class FlatEngine(Engine):
         self._update: Update = resolve_name(family.flat_update)(config.optim, self._parts, self._gradients.views)
         self._update.create_state(self.optimizer, self.shapes, world)
         self._ranks = DataParallel(model, self._places, self._gradients) if world.size > 1 else None
-        self._lost = False
         self._schedule = build_lr_schedule(self.optimizer, config.optim, config.steps)
         self._micro = self._applied = self._steps = 0
         self.lr = 0.0
@@ -100,7 +97,7 @@ class FlatEngine(Engine):
 
     def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
         """Run the model's forward pass."""
-        if self._ranks is None or self._lost:
+        if self._ranks is None:
             return self._model(*inputs, **condition)  # type: ignore[no-any-return]
         return self._ranks(*inputs, reduces=self._is_last, **condition)
 
@@ -109,17 +106,13 @@ class FlatEngine(Engine):
         """Whether the micro-batch is the last of its step."""
         return self._micro == self._accumulation - 1
 
-    def rehearse(self, forward: Callable[[nn.Module], tuple[Tensor, Sequence[Tensor]]]) -> None:
-        """Run a forward and a backward pass of which nothing remains but compiled code."""
-        loss, leaves = forward(self._model)
-        torch.autograd.grad(loss, leaves, allow_unused=True)
+    def begin_last_micro_batch(self) -> None:
+        """Make the next micro-batch the last of its step."""
+        self._micro = self._accumulation - 1
 
     def backward(self, loss: Tensor, *, discard: bool = False) -> None:
         """Add the gradient of ``loss``, divided by the number of micro-batches of all ranks."""
-        if self._lost:
-            self._end_lost()
-        else:
-            self.add_gradient(loss * math.nan if discard else loss)
+        self.add_gradient(loss * math.nan if discard else loss)
         self.end_micro_batch()
 
     def add_gradient(self, loss: Tensor) -> None:
@@ -143,32 +136,6 @@ class FlatEngine(Engine):
         """Make the step change nothing, as if its gradient were not finite; after its last micro-batch."""
         self._gradients.buffer[0].fill_(math.nan)
 
-    def forget_pass(self) -> None:
-        """Forget a pass that ran out of memory; from here on the gradient of this rank is NaN until ``update``."""
-        self._lost = True
-        self._gradients.release()
-
-    def _end_lost(self) -> None:
-        """End a micro-batch of a step without a gradient."""
-        if self._ranks is None or not self._is_last:
-            self._gradients.void()
-        else:
-            self._ranks.finish()
-
-    def resize(self, config: RunConfig, ds_config: DsConfig) -> None:
-        """Go on in micro-batches of another size; sums of more than one gradient may have another dtype."""
-        self._config, self.ds_config = config, ds_config
-        self._micro, self._lost = 0, False
-        self._gradients.has_some = False
-        self._ranks = None  # a rank that was lost has left its hooks in the midst of a step
-        gc.collect()
-        if self._gradients.buffer.dtype != self._sums_dtype:
-            self._gradients = Gradients(self._places, self._sums_dtype, self._world.device)
-            self._parts = [replace(part, grad=self._gradients.buffer[part.first : part.end]) for part in self._parts]
-            self._update.use(self._parts, self._gradients.views)
-        if self._world.size > 1:
-            self._ranks = DataParallel(self._model, self._places, self._gradients, equal=True)
-
     def named_calls(self) -> dict[str, list[tuple[object, str]]]:
         """Return the start of the reduction of a bucket, if there are several ranks."""
         return {} if self._ranks is None else {"reduce": [(self._ranks.buckets, "reduce")]}
@@ -187,9 +154,7 @@ class FlatEngine(Engine):
         self.lr = float(self.optimizer.param_groups[0]["lr"])
         self._update.take(self._steps + 1, self.lr, self._applied + 1)
         self._gradients.has_some = False
-        if self._ranks is not None:
-            self._ranks.buckets.end_step()
-        self._micro, self._lost = 0, False
+        self._micro = 0
 
     def settle(self, *, skipped: bool) -> bool:
         """Count the step and set the learning rate of the next one."""

@@ -34,15 +34,11 @@ class Update(ABC):
 
     def __init__(self, config: OptimConfig, parts: Sequence[Part], views: Sequence[Tensor]) -> None:
         self.config = config
-        self.use(parts, views)
+        self.parts, self._views = parts, views
         self.averages: Ema | None = None
         """Those that the update moves."""
         self.norm: Tensor | None = None
         """Of the last gradient before clipping, a scalar on the device; None before the first step."""
-
-    def use(self, parts: Sequence[Part], views: Sequence[Tensor]) -> None:
-        """Take the gradients from other memory."""
-        self.parts, self._views = parts, views
 
     @abstractmethod
     def create_state(self, optimizer: torch.optim.Optimizer, shapes: Shapes, world: World) -> None:

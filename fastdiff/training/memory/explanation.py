@@ -4,32 +4,58 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from fastdiff.config.deepspeed import offloads_optimizer
 from fastdiff.errors import FastdiffError, NoMemoryError
 from fastdiff.models.cost import memory
+from fastdiff.training.memory.smaller_batch import halve
 from fastdiff.training.metrics import peak_bytes
 from fastdiff.training.state import TrainState
 
 
-def out_of_memory(error: Exception, state: TrainState, phase: str | None = None) -> NoMemoryError | None:
-    """Return the error that explains an allocator's error by the memory of the run; None for any other error.
+@contextmanager
+def explaining_memory(state: TrainState, phase: str | None = None, advice: str | None = None) -> Iterator[None]:
+    """Turn an allocator's error into the one that ends this rank; any other passes.
 
     Args:
-        error: any.
         state: of the run.
-        phase: the part of the run that needed more; None: that of the heartbeat.
+        phase: the part of the run that needs the memory; None: that of the heartbeat.
+        advice: what helps at a single sample; None: the changes of the training that are predicted to fit.
+
+    Raises:
+        OutOfMemoryRestart: a smaller micro-batch may fit; the run folder remembers it (``memory.smaller_batch``).
+        NoMemoryError: there is none, or the host of a GPU has no memory; with what helps.
     """
+    try:
+        yield
+    except Exception as error:
+        if (told := _explained(error, phase or state.heartbeat.phase, state, advice)) is None:
+            raise
+        raise told from error
+
+
+def _explained(error: Exception, phase: str, state: TrainState, advice: str | None) -> FastdiffError | None:
     whose = None if isinstance(error, FastdiffError) else memory.exhausted(error)
     if whose is None:
         return None
-    phase, device = phase or state.heartbeat.phase, state.world.device
+    device = state.world.device
     if whose == "host" and device.type == "cuda":
         online, offload = state.config.data.online, offloads_optimizer(state.engine.ds_config)
         return NoMemoryError(memory.explain_host(phase, online=online, offload=offload, cause=str(error)))
-    setup = _setup(state)
+    reason = (str(error).strip() or "no reason given").splitlines()[0]
+    what = f"out of memory in {phase} on {device} ({reason})"
+    if (restart := halve(state, what)) is not None:
+        return restart
+    return NoMemoryError(f"{what}: {advice}") if advice else _without_a_smaller(error, phase, state)
+
+
+def _without_a_smaller(error: Exception, phase: str, state: TrainState) -> NoMemoryError:
+    """Return the error of a run that has no smaller micro-batch, with the changes that are predicted to fit."""
+    setup, device = _setup(state), state.world.device
     cache, room = _cache_and_room(device, state.world.size)
     beyond = peak_bytes(device) - sum(setup.static().values())
     # The first pass precedes the moments and sums of gradients, which are in ``setup``: it says more than the peak.

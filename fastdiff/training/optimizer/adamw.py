@@ -6,8 +6,7 @@ has the answer at hand, AdamW is torch's own and rounds as it does under DeepSpe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from fastdiff.parallel.fragments import Shapes
 from fastdiff.parallel.world import World
 from fastdiff.training.engines.buffers import Part
 from fastdiff.training.engines.update import Update
-from fastdiff.training.optimizer.second_try import with_a_second_try
 from fastdiff_kernels.adamw import adamw, step_numbers
 from fastdiff_kernels.dispatch import choose
 
@@ -34,8 +32,6 @@ class AdamWUpdate(Update):
         super().__init__(config, parts, views)
         chosen = choose("adamw", parts[0].flat.master)
         self.by_host = parts[0].grad.device.type == "cpu" and chosen == "reference"
-        # torch's single operations on a GPU allocate between their changes.
-        self._allocates_first = self.by_host or chosen == "triton"
         self._numbers = torch.zeros(NUMBERS, device=parts[0].grad.device)
 
     def create_state(self, optimizer: torch.optim.Optimizer, shapes: Shapes, world: World) -> None:
@@ -50,13 +46,10 @@ class AdamWUpdate(Update):
             numbers = step_numbers(number, lr, config.betas, config.eps, config.weight_decay)
             self._numbers = send([*numbers, *shares], self._numbers)
         for index, part in enumerate(self.parts):
-            update: Callable[[], None] = partial(self._take_on_device, index, part)
             if self.by_host:
-                update = partial(self._take_on_cpu, index, part, shares, lr, number)
-            if self._allocates_first:
-                with_a_second_try(update)
+                self._take_on_cpu(index, part, shares, lr, number)
             else:
-                update()
+                self._take_on_device(index, part)
 
     def _take_on_device(self, index: int, part: Part) -> None:
         state, averages = part.flat.state, self.own_averages(index)
@@ -67,7 +60,7 @@ class AdamWUpdate(Update):
 
     def _take_on_cpu(self, index: int, part: Part, shares: Sequence[float], lr: float, number: int) -> None:
         state, config = part.flat.state, self.config
-        numbers = [torch.tensor(float(number))]  # before the gradient is clipped in place (``second_try``)
+        numbers = [torch.tensor(float(number))]
         torch._fused_adamw_(
             [part.flat.master], [self.clipped(part)], [state["exp_avg"]], [state["exp_avg_sq"]], [],
             numbers, amsgrad=False, lr=lr, beta1=config.betas[0], beta2=config.betas[1],

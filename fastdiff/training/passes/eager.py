@@ -28,13 +28,19 @@ class Passes:
     def __call__(self, batch: Batch) -> None:
         """Take the passes of one micro-batch of this rank; called by all ranks."""
         with self._meters.phase("forward"):
-            losses, drawn = self._forward(batch)
+            losses, drawn = self.forward(batch)
         self._meters.add(losses, batch.position, drawn.levels, drawn.importance, self._objective.parts)
         discard = self._guard.observe(losses)
         self._engine.backward(losses.mean(), discard=discard)
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, Corruption]:
-        """Return the losses ``[micro]``, and the noise levels that were drawn."""
+    def forward(self, batch: Batch, *, recorded: bool = True) -> tuple[Tensor, Corruption]:
+        """Return the losses ``[micro]`` of a micro-batch, and the noise levels that were drawn.
+
+        Args:
+            batch: of this rank.
+            recorded: whether a density of timesteps that learns from losses learns from these.
+        """
         corruption = self._objective.corrupt(batch, self._engine)
         prediction = self._engine(corruption.noisy, corruption.time, **corruption.condition)
-        return self._objective.loss(prediction, batch, corruption), corruption  # [micro, C, H, W] -> [micro]
+        # [micro, C, H, W] -> [micro]
+        return self._objective.loss(prediction, batch, corruption, recorded=recorded), corruption

@@ -61,9 +61,6 @@ class GraphPasses(Passes):
         Raises:
             ConfigError: the passes cannot be captured.
         """
-        if self._guard.lost is not None:  # out of memory in a capture: a smaller batch, and nothing to keep
-            super().__call__(batch)
-            return
         with self._meters.phase("forward"):
             self._load(batch)
             losses = self._take().clone()  # the next replay overwrites them
@@ -85,7 +82,7 @@ class GraphPasses(Passes):
     def _section(self) -> Tensor:
         """Run the passes of the static batch."""
         assert self._static is not None
-        losses, drawn = self._forward(self._static)
+        losses, drawn = self.forward(self._static)
         self._meters.count(losses, drawn.levels, drawn.importance, self._objective.parts)
         self._engine.add_gradient(losses.mean())
         return losses.detach()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -55,31 +53,6 @@ def _require_input_gradient(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any,
     if not torch.is_grad_enabled() or any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return None
     return (inputs[0].detach().requires_grad_(), *inputs[1:])
-
-
-@contextmanager
-def unreduced(engine: Any) -> Iterator[None]:
-    """Inside, a backward pass of ZeRO-3 reduces nothing; afterwards it knows no order and has gathered nothing.
-
-    Other stages act on gradients that are stored, which ``torch.autograd.grad`` does not.
-    """
-    modules = [module for module in engine.module.modules() if module._backward_hooks]
-    hooks = [module._backward_hooks for module in modules]
-    for module in modules:
-        module._backward_hooks = OrderedDict()
-    try:
-        yield
-    finally:
-        for module, own in zip(modules, hooks, strict=True):
-            module._backward_hooks = own
-        for module in engine.module.modules():
-            # Backward passes to come, of modules that this one did not reach.
-            module.__dict__.pop("applied_pre_backward_ref_cnt", None)
-        offload = engine.optimizer.parameter_offload
-        offload.release_backward_leftovers()
-        if not offload.get_param_coordinator().is_invalid_trace():
-            offload.get_param_coordinator()._invalidate_trace()
-        offload.partition_all_parameters()
 
 
 def plan_two_passes_as_one(engine: Any) -> None:

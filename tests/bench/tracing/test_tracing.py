@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training.build import build
+from fastdiff.training.loop import train
 from fastdiff.training.profiling.recording import trace_path
 from fastdiff_bench import BenchError
 from fastdiff_bench.tracing import budget, command, program

@@ -34,7 +34,7 @@ from fastdiff.errors import ConfigError, DataError
 from fastdiff.evaluation.likelihood import read_clean
 from fastdiff.parallel.world import World
 from fastdiff.rng import Stream, uniform
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from fastdiff_kernels.noising import dequantised
 from tests.support.inputs.encoding import captioned, files, picture
 from tests.support.inputs.images import natural

@@ -26,7 +26,8 @@ from fastdiff.data.shards.integrity import load_index
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError, DataError, DivergedError, FastdiffError, StorageError, report
 from fastdiff.parallel.world import World
-from fastdiff.train import main, train
+from fastdiff.train import main
+from fastdiff.training.loop import train
 from tests.support.injected.tiny_disk import tiny_disk
 from tests.support.processes import deepspeed, start, stop
 from tests.support.runs import flags, hexes, intact, launch, losses, records, tiny, train_losses

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.inputs.command_lines import SECRET, Answer, answers, random_lines
 from tests.support.runs import launch, tiny
 

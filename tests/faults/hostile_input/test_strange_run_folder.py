@@ -19,7 +19,7 @@ from fastdiff.cli.main import main
 from fastdiff.dashboard.run_metadata import RunMetadata, glance
 from fastdiff.errors import FastdiffError
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.dashboard.folders import picture
 from tests.support.runs import held_out, launch, tiny
 

@@ -1,98 +1,122 @@
-"""Real runs in which torch's OutOfMemoryError is raised at given places: by hooks of modules, gradients and optimizers.
+"""Real ranks in which torch's OutOfMemoryError is raised at a given place, once: by hooks of modules and calls.
 
-The product knows nothing of it: the hooks are put into a run that ``fastdiff.training.build`` has built.
+A supervised run gets ``environment(lack, folder)``. Its ranks plant the hooks when they have built their state; the
+product knows nothing of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-import fastdiff.train
-from fastdiff.diffusion.levels import Corruption
-from fastdiff.parallel.world import World
-from fastdiff.training.build import Run, build
-
-Where = Literal["forward", "backward", "step"]
+ROOT = Path(__file__).parents[3]
+Where = Literal["rehearsal", "forward", "backward", "step", "validation", "sampling"]
+_VARIABLE = "LACK_OF_MEMORY"
+_SITE = """
+import os, sys
+if "RANK" in os.environ:
+    sys.path.insert(0, {root!r})
+    from tests.support.injected import lack_of_memory
+    lack_of_memory.plant_in_this_rank()
+"""
 
 
 @dataclass(frozen=True)
 class Lack:
-    """A place at which a rank runs out of memory, once."""
+    """A place at which a rank runs out of memory."""
 
     where: Where
     rank: int = 0
     step: int = 1
     """Steps taken before."""
     micro: int = 0
-    """Micro-batches of the step before."""
-    module: str = ""
-    """Name of the module whose forward pass, or the gradient of whose output, fails; not for the step. Of the forward
-    pass also ``objective``, which precedes all modules."""
+    """Micro-batches of the step before; only for the passes."""
+    module: str = "blocks.1"
+    """Whose forward pass, or the gradient of whose output, fails."""
 
 
-def fail() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+def environment(lack: Lack, folder: Path) -> dict[str, str]:
+    """Return the variables for the supervisor; ``folder/occurred`` appears when the memory has run out."""
+    site = folder / "site"
+    site.mkdir(parents=True)
+    (site / "sitecustomize.py").write_text(_SITE.format(root=str(ROOT)))
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {_VARIABLE: json.dumps({"file": str(folder / "occurred"), **asdict(lack)}), "PYTHONPATH": path}
 
 
-@contextmanager
-def lacking(world: World, *lacks: Lack) -> Iterator[list[Lack]]:
-    """Inside, ``train`` runs out of memory at these places; yields those that have occurred on this rank."""
-    occurred: list[Lack] = []
+def plant_in_this_rank() -> None:
+    """Let this process run out of memory at the place in its environment."""
+    given = json.loads(os.environ[_VARIABLE])
+    occurred, lack = Path(given.pop("file")), Lack(**given)
+    if lack.rank != int(os.environ["RANK"]) or occurred.exists():
+        return
+    from fastdiff.training import build
 
-    def plant(*arguments: Any) -> Run:
-        run = build(*arguments)
-        for lack in lacks:
-            if lack.rank == world.rank:
-                _plant(run, lack, occurred)
-        return run
+    make = build._build_state
 
-    with mock.patch.object(fastdiff.train, "build", plant):
-        yield occurred
+    def make_and_plant(*arguments: Any) -> Any:
+        state = make(*arguments)
+        _plant(state, lack, occurred)
+        return state
+
+    build._build_state = make_and_plant
 
 
-def _plant(run: Run, lack: Lack, occurred: list[Lack]) -> None:
-    state = run.state
+def _plant(state: Any, lack: Lack, occurred: Path) -> None:
+    def fail_if_due(phase: str, micro: int) -> None:
+        at = (state.progress.steps, state.heartbeat.phase, micro)
+        if not occurred.exists() and at == (lack.step, phase, lack.micro):
+            occurred.touch()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
 
-    def fail_if_due() -> None:
-        micro = state.guard.observed - (lack.where == "backward")
-        at = (state.progress.steps, lack.micro if lack.where == "step" else micro)
-        if lack not in occurred and at == (lack.step, lack.micro):
-            occurred.append(lack)
-            fail()
+    def taken() -> int:
+        return len(state.guard._losses)
 
     def at_output(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         first: Tensor = output[0] if isinstance(output, tuple) else output
-        if lack.where == "forward":
-            fail_if_due()
+        if lack.where == "rehearsal":
+            fail_if_due("start", 0)
+        elif lack.where == "forward":
+            fail_if_due("forward", taken())
         elif first.requires_grad:
-            first.register_hook(lambda _: fail_if_due())
+            first.register_hook(lambda _: fail_if_due("backward", taken() - 1))
 
-    if (lack.where, lack.module) == ("forward", "objective"):
-        corrupt = state.objective.corrupt
+    def before(owner: Any, name: str, phase: str) -> None:
+        own: Callable[..., Any] = getattr(owner, name)
 
-        def fail_or_corrupt(*arguments: Any) -> Corruption:
-            fail_if_due()
-            return corrupt(*arguments)
+        def fail_or_call(*arguments: Any, **options: Any) -> Any:
+            fail_if_due(phase, 0)
+            return own(*arguments, **options)
 
-        state.objective.corrupt = fail_or_corrupt  # type: ignore[method-assign]
-    elif lack.where != "step":
+        mock.patch.object(owner, name, fail_or_call).start()
+
+    if lack.where in ("rehearsal", "forward", "backward"):
         state.engine.module.get_submodule(lack.module).register_forward_hook(at_output)
-    elif state.engine.kind == "deepspeed":
-        state.engine.optimizer.register_step_pre_hook(lambda *_: fail_if_due())
+    elif lack.where == "step":
+        before(
+            *(
+                (state.engine.optimizer, "step")
+                if state.engine.kind == "deepspeed"
+                else (state.engine._update, "_take")
+            ),
+            "step",
+        )
     else:
+<<<<<<< HEAD
         update: Any = state.engine._update  # type: ignore[attr-defined]
         name = "_take_on_cpu" if hasattr(update, "_take_on_cpu") else "_take"
         own = getattr(update, name)
+=======
+        from fastdiff.training.callbacks import previews
+        from fastdiff.training.callbacks.validation import ValidationLoss
+>>>>>>> 98cbf7a8 (training: recover from a lack of memory by a restart)
 
-        def take(*arguments: Any) -> None:
-            fail_if_due()
-            own(*arguments)
-
-        setattr(update, name, take)
+        before(*((ValidationLoss, "_measure") if lack.where == "validation" else (previews, "sample")), "callbacks")

@@ -25,7 +25,7 @@ from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.models.pretrained.tiny_pipeline import IMAGE_SIZE, UNETS, Kind
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 
 CAPTIONS = ("a red cat", "a blue dog", "two birds", "")
 SCALE = 0.18215

@@ -35,13 +35,13 @@ from fastdiff.ledger.reader import read_ledger
 from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
-from fastdiff.train import train
 from fastdiff.training import build as training_build
 from fastdiff.training.build import Run
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.divergence import Rewind
 from fastdiff.training.callbacks.saving import save_checkpoint
 from fastdiff.training.checkpoints import Checkpoints
+from fastdiff.training.loop import train
 from fastdiff.training.metrics import Meters
 from fastdiff.training.profiling.recording import trace_path
 from fastdiff.training.spikes import Spikes

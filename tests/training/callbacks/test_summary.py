@@ -15,9 +15,9 @@ from fastdiff.config.presets import preset
 from fastdiff.data import dali_trial
 from fastdiff.data.loading import build
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training.callbacks.log import _shown
 from fastdiff.training.callbacks.summary import _counted_network, _tf32, time_left
+from fastdiff.training.loop import train
 from tests.support.runs import launch, records, tiny
 
 

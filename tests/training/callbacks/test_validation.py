@@ -29,8 +29,8 @@ from fastdiff.models.build import load_model
 from fastdiff.models.pretrained.tiny_pipeline import build
 from fastdiff.parallel.world import World
 from fastdiff.rng import Stream, normal
-from fastdiff.train import train
 from fastdiff.training.callbacks.validation import validated
+from fastdiff.training.loop import train
 from tests.support.inputs import captioned
 from tests.support.inputs.text_runs import encode, text_run
 from tests.support.processes import run_ranks

@@ -16,9 +16,9 @@ from fastdiff.config.run import RunConfig
 from fastdiff.models.build import build_model
 from fastdiff.parallel.fragments import Fragment, assemble
 from fastdiff.parallel.world import World
-from fastdiff.train import take_steps, train
 from fastdiff.training.build import build
 from fastdiff.training.engines.buffers import move_into, places_of
+from fastdiff.training.loop import take_steps, train
 from tests.gpu.cases import ADM, HYBRID
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import launch, losses, newest, tiny

@@ -18,8 +18,8 @@ from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models import kernel_choice
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training.engines.build import choose
+from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import (
     assert_same_checkpoint,

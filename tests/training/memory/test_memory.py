@@ -24,16 +24,16 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.output import OutputConfig
-from fastdiff.errors import ConfigError, NoMemoryError, StorageError
+from fastdiff.errors import ConfigError, FastdiffError, NoMemoryError, StorageError
 from fastdiff.models.cost.memory import Setup, buffer_bytes, exhausted, explain, frozen_bytes, remedies
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
-from fastdiff.training.memory.explanation import _cache_and_room, out_of_memory
+from fastdiff.training.loop import train
+from fastdiff.training.memory.explanation import _cache_and_room, explaining_memory
 from fastdiff.training.state import TrainState
-from tests.support.processes import ON_CPU, ROOT
+from tests.support.injected.lack_of_memory import Lack, Where, environment
+from tests.support.processes import deepspeed
 from tests.support.runs import flags, launch, tiny
-from tests.support.scripts import run_job
 
 GIB = 2**30
 SETUP = Setup(
@@ -58,10 +58,10 @@ RUN = preset("digits")
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "step"])
-def test_out_of_memory_ends_all_ranks_with_one_message(digits: Path, tmp_path: Path, phase: str) -> None:
-    script = ROOT / "tests" / "support" / "injected" / "out_of_memory.py"
+def test_out_of_memory_ends_all_ranks_with_one_message(digits: Path, tmp_path: Path, phase: Where) -> None:
     config = tiny(digits, tmp_path / "run", batch__micro=1)  # which cannot be halved
-    done = run_job(script, *flags(config), *ON_CPU, ranks=2, OUT_OF_MEMORY_IN=phase)
+    lack = environment(Lack(phase, rank=1), tmp_path / "lack")
+    done = deepspeed(*flags(config), "--deepspeed_config", "zero1", ranks=2, **lack)
     assert done.code == 70, done.output
     [message] = [line for line in done.output.splitlines() if "fastdiff: error" in line]
     parts = ", ".join(rf"{kind} \d+\.\d\d" for kind in ("weights", "gradients", "optimizer", "averages", "activations"))
@@ -81,9 +81,9 @@ def test_host_memory_that_does_not_suffice_is_explained_too(world: World, digits
 
     with (
         mock.patch("fastdiff.training.engines.deepspeed.DeepSpeedEngine", Large),
-        pytest.raises(NoMemoryError, match=r"out of memory in backward on cpu.*DefaultCPUAllocator"),
+        pytest.raises(NoMemoryError, match=r"out of memory in the first forward and .* on cpu.*DefaultCPUAllocator"),
     ):
-        train(tiny(digits, tmp_path / "run"), launch(1), world)
+        train(tiny(digits, tmp_path / "run", batch__micro=1), launch(1), world)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_buffers_and_frozen_parameters_are_counted_as_they_are_cast() -> None:
     assert (buffer_bytes(module, "bf16"), buffer_bytes(module, "fp32")) == (100 + 20 + 8, 100 + 40 + 8)
 
 
-def test_the_first_pass_of_a_compiled_run_is_explained_too(world: World, digits: Path, tmp_path: Path) -> None:
+def test_the_first_pass_is_explained_too(world: World, digits: Path, tmp_path: Path) -> None:
     class Failing(DeepSpeedEngine):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
@@ -217,7 +217,7 @@ def test_the_first_pass_of_a_compiled_run_is_explained_too(world: World, digits:
         mock.patch("fastdiff.training.engines.deepspeed.DeepSpeedEngine", Failing),
         pytest.raises(NoMemoryError, match=message),
     ):
-        train(tiny(digits, tmp_path / "run", performance__compile=True), launch(1), world)
+        train(tiny(digits, tmp_path / "run", batch__micro=1), launch(1), world)
 
 
 def on_gpu(config: RunConfig = RUN, *, device: str = "none") -> TrainState:
@@ -231,6 +231,13 @@ def on_gpu(config: RunConfig = RUN, *, device: str = "none") -> TrainState:
     return state  # type: ignore[return-value]
 
 
+def ending(error: Exception, state: TrainState) -> Exception:
+    """The error with which a rank ends."""
+    with pytest.raises((FastdiffError, type(error))) as ended, explaining_memory(state):
+        raise error
+    return ended.value
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -240,7 +247,7 @@ def on_gpu(config: RunConfig = RUN, *, device: str = "none") -> TrainState:
     ],
 )
 def test_host_memory_of_a_run_on_a_gpu_has_its_own_remedies(error: Exception) -> None:
-    found = out_of_memory(error, on_gpu())
+    found = ending(error, on_gpu())
     assert isinstance(found, NoMemoryError)
     wanted = "out of host memory in data: lower --data.prefetch or --output.pinned_gib or start fewer ranks per node. "
     assert str(found).startswith(wanted)
@@ -250,7 +257,7 @@ def test_host_memory_of_a_run_on_a_gpu_has_its_own_remedies(error: Exception) ->
 
 def test_workers_and_offload_are_named_where_the_run_has_them() -> None:
     online = replace(RUN, data=replace(RUN.data, online=True), pretrained=PretrainedConfig(path="sd", weights=True))
-    [found, other] = [str(out_of_memory(MemoryError(), state)) for state in (on_gpu(online), on_gpu(device="cpu"))]
+    [found, other] = [str(ending(MemoryError(), state)) for state in (on_gpu(online), on_gpu(device="cpu"))]
     assert "lower --data.workers or --data.prefetch or --output.pinned_gib or start" in found
     assert "per node or do not offload the optimizer. The" in other
     assert config_changes(as_json(online), as_json(replace(online, data=replace(online.data, workers=1))), ()) == {}
@@ -258,10 +265,10 @@ def test_workers_and_offload_are_named_where_the_run_has_them() -> None:
 
 def test_other_errors_are_not_explained_by_memory() -> None:
     for error in (ValueError("out of memory"), RuntimeError("CUDA error: an illegal memory access was encountered")):
-        assert out_of_memory(error, on_gpu()) is None
+        assert ending(error, on_gpu()) is error
     told = StorageError("no host memory for a copy")
     told.__context__ = MemoryError()
-    assert out_of_memory(told, on_gpu()) is None
+    assert ending(told, on_gpu()) is told
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from fastdiff.console import log
 from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from fastdiff.training.memory import micro_batch
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import hexes, launch, losses, newest, tiny

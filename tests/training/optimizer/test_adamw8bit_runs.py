@@ -16,9 +16,9 @@ from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.parallel.fragments import Flat, Fragment, owned_blocks
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training.build import build
 from fastdiff.training.checkpoints import Checkpoints
+from fastdiff.training.loop import train
 from fastdiff.training.optimizer.adamw8bit import create_state
 from fastdiff_kernels.adamw8bit import BLOCK, AdamW8bit
 from tests.support.processes import run_ranks

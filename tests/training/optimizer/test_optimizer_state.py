@@ -24,10 +24,10 @@ from fastdiff.errors import ConfigError
 from fastdiff.files import file_digest
 from fastdiff.parallel.fragments import Flat, assemble, layout_digest
 from fastdiff.parallel.world import World
-from fastdiff.train import take_steps
 from fastdiff.training.build import build
 from fastdiff.training.checkpoints import Checkpoints
 from fastdiff.training.engines.base import Engine
+from fastdiff.training.loop import take_steps
 from fastdiff.training.optimizer.build import build_optimizer
 from fastdiff.training.optimizer_state import check_groups
 from tests.support.forked import forked_ranks, values

@@ -23,8 +23,8 @@ from fastdiff.models import kernel_choice
 from fastdiff.models.build import build_model
 from fastdiff.models.pretrained.tiny_pipeline import UNETS
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training import build as building
+from fastdiff.training.loop import train
 from fastdiff.training.metrics import Meters
 from tests.support.inputs.text_runs import text_run
 from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, records, tiny
@@ -142,13 +142,13 @@ def test_a_visit_of_every_size_changes_no_bit_and_leaves_nothing_to_compile(
 ) -> None:
     order: list[str] = []
     with monkeypatch.context() as patches:
-        for owner, name in ((building, "compile_all"), (Meters, "restart_clock"), (Meters, "start_step")):
+        for owner, name in ((building, "rehearse"), (Meters, "restart_clock"), (Meters, "start_step")):
             patches.setattr(owner, name, noting(name, getattr(owner, name), order))
         train(config_of(buckets, tmp_path / "visited", **changes), start, world)
-    assert order[:3] == ["compile_all", "restart_clock", "start_step"], "the time is off the clock"
+    assert order[:3] == ["rehearse", "restart_clock", "start_step"], "the time is off the clock"
     visited = counters["stats"]["unique_graphs"]
     assert_sizes_counted(capsys.readouterr().err)
-    monkeypatch.setattr(building, "compile_all", lambda state: None)
+    monkeypatch.setattr(building, "rehearse", lambda state, callbacks: None)
     torch._dynamo.reset()
     counters.clear()
     train(config_of(buckets, tmp_path / "met", **changes), start, world)
@@ -179,9 +179,6 @@ def test_the_first_blocks_of_an_adapted_network_are_compiled_as_they_are_trained
     assert counters["stats"]["unique_graphs"] == graphs
 
 
-def test_an_uncompiled_run_visits_nothing(
-    world: World, buckets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(building, "compile_all", lambda state: pytest.fail("it was compiled"))
+def test_an_uncompiled_run_has_no_time_of_compilation(world: World, buckets: Path, tmp_path: Path) -> None:
     train(config_of(buckets, tmp_path / "run", performance__compile=False), launch(1), world)
     assert not any("compile_s" in record for record in records(tmp_path / "run"))

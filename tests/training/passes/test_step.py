@@ -21,8 +21,8 @@ from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.parallel.consensus import Consensus
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training.guard import StepGuard
+from fastdiff.training.loop import train
 from tests.support.dispatch_modes import Operators
 from tests.support.runs import launch, newest, records, tiny
 
@@ -205,14 +205,12 @@ def test_bf16_under_zero_1_trains_on_a_gpu(world: World, digits: Path, tmp_path:
 
 
 @pytest.mark.parametrize("skips", [None, torch.ones(())], ids=["the host knows", "the device knows"])
-def test_a_failed_save_is_told_in_a_void_step(world: World, skips: Tensor | None) -> None:
+def test_saves_that_failed_or_are_due_are_told(world: World, skips: Tensor | None) -> None:
     nothing: Any = SimpleNamespace(enter=lambda phase: None, discards=lambda step: False)
-    engine: Any = SimpleNamespace(
-        skips=lambda: skips, discard=lambda: None, update=lambda: None, settle=lambda *, skipped: False
-    )
+    engine: Any = SimpleNamespace(skips=lambda: skips, update=lambda: None, settle=lambda *, skipped: False)
     guard = StepGuard(Consensus(world), nothing, nothing, accumulation=1)
     guard.failed_save = True
     guard.observe(torch.ones(2))
-    guard.lose("in the test", observed=True)
+    guard.save_due = True
     guard.take_step(engine)
-    assert (guard.flags.out_of_memory, guard.flags.failed_save) == (True, True)
+    assert (guard.flags.save_due, guard.flags.failed_save) == (True, True)

@@ -13,10 +13,10 @@ import pytest
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.parallel.consensus import Consensus
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training.ema import Ema
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from fastdiff.training.guard import StepGuard
+from fastdiff.training.loop import train
 from tests.support.dispatch_modes import Costs
 from tests.support.runs import launch, newest, tiny
 

@@ -13,7 +13,7 @@ import fastdiff
 from fastdiff.api.config import Config
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from fastdiff.training.plugins.network import check_network
 from tests.support.runs import STEPS, flags, hexes, launch, losses, tiny, train_losses
 from tests.support.scripts import COMMAND, TRAIN, run_job, run_script

@@ -18,8 +18,8 @@ from fastdiff.errors import ConfigError, Preempted
 from fastdiff.models import kernel_choice
 from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
+from fastdiff.training.loop import train
 from fastdiff.training.profiling.recording import Recording, trace_path
 from tests.support.forked import forked_ranks, values
 from tests.support.injected.tiny_disk import fill, tiny_disk

@@ -30,8 +30,8 @@ from fastdiff.config.trackers import require_usable
 from fastdiff.errors import ConfigError, FastdiffError, Preempted
 from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training.callbacks import loss_map
+from fastdiff.training.loop import train
 from fastdiff.training.trackers import build, tensorboard, wandb_run
 from fastdiff.training.trackers.background import BackgroundTracker
 from fastdiff.training.trackers.build import Trackers

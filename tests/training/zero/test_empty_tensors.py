@@ -13,7 +13,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.export.run import Choice, export
 from fastdiff.models.pretrained.tiny_pipeline import build
 from fastdiff.parallel.world import World
-from fastdiff.train import train
+from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.inputs.text_runs import encode, text_run
 from tests.support.runs import launch, newest, tiny

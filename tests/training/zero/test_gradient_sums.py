@@ -18,8 +18,8 @@ from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import build_model
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training.build import build
+from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import launch, losses, newest, renew_digest, tiny, train_losses
 

@@ -18,11 +18,11 @@ from fastdiff.config.run import RunConfig
 from fastdiff.models.load import build_network, build_on_meta
 from fastdiff.parallel.fragments import assemble
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training import build as building
 from fastdiff.training import network
 from fastdiff.training.build import build
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
+from fastdiff.training.loop import train
 from fastdiff.training.metrics import peak_resident_bytes
 from fastdiff.training.zero.stage3 import partition
 from tests.support.forked import forked_ranks, values

@@ -14,9 +14,9 @@ from fastdiff.config.deepspeed import resolve
 from fastdiff.models.blockwise import BlockwiseModel
 from fastdiff.parallel.fragments import assemble
 from fastdiff.parallel.world import World
-from fastdiff.train import train
 from fastdiff.training.engines.build import build_engine
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
+from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import hexes, launch, tiny, train_losses
 from tests.training.passes.test_step_costs import WIDE, costs_of

@@ -14,8 +14,8 @@ from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.run import RunConfig
 from fastdiff.console import quieten
 from fastdiff.parallel.world import start_world
-from fastdiff.train import take_steps
 from fastdiff.training.build import build
+from fastdiff.training.loop import take_steps
 from fastdiff_bench.measure.session import StepTimer
 from fastdiff_bench.trainers.ours import AfterStep, Observed
 

@@ -1,0 +1,115 @@
+"""The micro-batch that a run folder remembers: half of the one for which the memory of a rank did not suffice.
+
+The losses do not depend on the micro-batch beyond rounding, so the next start goes on with it from the newest
+checkpoint: a supervisor starts the ranks again by itself, and under any other launcher the same command does it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fastdiff.config.deepspeed import DsConfig, offloads_optimizer, zero_stage
+from fastdiff.config.run import RunConfig
+from fastdiff.console import log
+from fastdiff.errors import ConfigError, OutOfMemoryRestart
+from fastdiff.files import publish
+from fastdiff.models.cost.memory import half_of
+from fastdiff.parallel.world import World
+from fastdiff.run_files import read_inside
+from fastdiff.training.state import TrainState
+
+FILE = "micro-batch.json"
+"""Name in the run folder."""
+_MOST = 4096
+"""Bytes of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A micro-batch that fits better, and the run for which one did not fit."""
+
+    micro: int
+    ranks: int
+    stage: int
+    offload: bool
+    precision: str
+    recompute: bool
+    optimizer: str
+
+
+def _found(config: RunConfig, ds_config: DsConfig, ranks: int, micro: int) -> _Found:
+    performance = config.performance
+    return _Found(
+        micro=micro,
+        ranks=ranks,
+        stage=zero_stage(ds_config),
+        offload=offloads_optimizer(ds_config),
+        precision=performance.precision,
+        recompute=performance.recompute,
+        optimizer=config.optim.name,
+    )
+
+
+def halve(state: TrainState, what: str) -> OutOfMemoryRestart | None:
+    """Remember half of the micro-batch, or the largest divisor below; return the error that ends this rank.
+
+    Args:
+        state: of the run.
+        what: ran out of memory where, for the message.
+
+    Returns:
+        None if there is no smaller one, or the run folder cannot be written.
+    """
+    config, world = state.config, state.world
+    micro = config.batch.per_rank(world.size)
+    if micro == 1:
+        return None
+    half, path = half_of(micro), state.folder / FILE
+    found = _found(config, state.engine.ds_config, world.size, half)
+    try:
+        publish(path, json.dumps(asdict(found), indent=1).encode() + b"\n")
+    except OSError:
+        return None
+    return OutOfMemoryRestart(
+        f"{what}; the same command goes on in micro-batches of {half} samples per rank instead of {micro} "
+        f"(--batch.micro), as {path} remembers; the losses are equal up to rounding",
+        micro=half,
+    )
+
+
+def limited(config: RunConfig, ds_config: DsConfig, world: World) -> RunConfig:
+    """Return the run with the micro-batch that its folder remembers, if its own is larger; called by all ranks.
+
+    Ranks, ZeRO stage, offloading, precision, recomputation and optimizer must be those for which the memory did not
+    suffice: with others it may.
+
+    Raises:
+        ConfigError: on every rank, if the file is damaged.
+    """
+    run, ranks = Path(config.output.folder), world.size
+    found = world.on_rank0(lambda: _read(run))
+    micro = 0 if found is None else int(found["micro"])
+    own = config.batch.per_rank(ranks)
+    if found is None or own <= micro or found != asdict(_found(config, ds_config, ranks, micro)):
+        return config
+    if world.is_first:
+        log.warning(
+            f"in micro-batches of {micro} samples per rank, not {own} (--batch.micro): memory did not suffice for more "
+            f"before, see {run / FILE}; to try {own} again delete that file"
+        )
+    return replace(config, batch=replace(config.batch, micro=micro))
+
+
+def _read(run: Path) -> dict[str, Any] | None:
+    """Return what the folder remembers; None without a file."""
+    try:
+        found = json.loads(read_inside(run, FILE, _MOST))
+        int(found["micro"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{run / FILE} cannot be read ({type(error).__name__}: {error}); delete it") from None
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,71 @@
+"""Rehearsal: every shape of the run once before the first step, so that none stops the training later.
+
+It compiles the blocks for all latent sizes (otherwise each first batch of an aspect-ratio bucket would stop all ranks
+for minutes), and meets a lack of memory while nothing can be lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+from torch import Tensor
+
+from fastdiff.console import log
+from fastdiff.data.loading.batches import empty_batch
+from fastdiff.data.loading.bucket_order import BucketOrder
+from fastdiff.models import kernel_choice
+from fastdiff.models.compile_clock import compiled
+from fastdiff.training.callbacks.base import Callbacks
+from fastdiff.training.memory.explanation import explaining_memory
+from fastdiff.training.metrics import peak_bytes
+from fastdiff.training.state import TrainState
+
+_PHASE = "the first forward and backward pass"
+
+
+def rehearse(state: TrainState, callbacks: Callbacks) -> None:
+    """Take a step of zeros that changes nothing for every latent size, then the work of the callbacks; on all ranks.
+
+    Weights, optimizer, averages, losses of the log and the history of the timesteps stay as they are, and no random
+    number depends on what was drawn before. It costs at most one step for each size, and one forward pass for each
+    validation or drawing.
+
+    Raises:
+        OutOfMemoryRestart: the memory of this rank does not suffice; a smaller micro-batch may fit.
+        NoMemoryError: it does not suffice for one sample.
+    """
+    with state.ledger.account("compile"):
+        _rehearse_sizes(state)
+        callbacks.rehearse(state)
+
+
+def _rehearse_sizes(state: TrainState) -> None:
+    began, graphs = time.perf_counter(), compiled.graphs
+    info, order, device = state.reader.info, state.order, state.world.device
+    buckets = order.buckets if isinstance(order, BucketOrder) else (info.shards[0].bucket,)
+    for number, bucket in enumerate(buckets, 1):
+        state.heartbeat.beat(state.progress.steps, "start")
+        batch = empty_batch(info, bucket, state.config.batch.per_rank(state.world.size), device)
+        if state.world.is_first:
+            height, width = batch.latents.shape[2:]
+            compiles = kernel_choice.compiles(state.config, device)
+            what = "compiling the blocks" if compiles else "rehearsing a step"
+            told = f"{what} for latents of {height}x{width}, size {number} of {len(buckets)}"
+            log.log(logging.INFO if compiles else logging.DEBUG, told)
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else peak_bytes(device)
+
+        def loss() -> Tensor:
+            return state.passes.forward(batch, recorded=False)[0].mean()  # noqa: B023  # called before the next size
+
+        with explaining_memory(state, _PHASE):
+            try:
+                state.engine.rehearse(loss)
+            finally:
+                state.first_pass_bytes = max(state.first_pass_bytes, peak_bytes(device) - before)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of sizes whose blocks fit no other
+    if state.world.is_first and compiled.graphs > graphs:
+        seconds = time.perf_counter() - began
+        log.info(f"compiled {compiled.graphs - graphs} graphs in {seconds:.1f} s; latent sizes: {len(buckets)}")
