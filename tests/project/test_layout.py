@@ -203,8 +203,8 @@ def test_bench_uses_the_loop_and_not_the_commands() -> None:
     """Except where it runs what ``fastdiff compat`` prints."""
     translated = {"fastdiff_bench.trainers.scripts.translated"}
     loops = {"fastdiff_bench.trainers.ours", "fastdiff_bench.trainers.saving"}
-    assert importers("fastdiff.training.loop", BENCH) == loops
-    assert importers("fastdiff.train", BENCH) == translated
+    assert importers("fastdiff.training.loop", BENCH) - translated == loops
+    assert importers("fastdiff.train", BENCH) == set()
     assert (
         importers("fastdiff.config.command_line.train_flags", BENCH) | importers("fastdiff.cli.main", BENCH)
         == translated

@@ -101,22 +101,11 @@ def _plant(state: Any, lack: Lack, occurred: Path) -> None:
     if lack.where in ("rehearsal", "forward", "backward"):
         state.engine.module.get_submodule(lack.module).register_forward_hook(at_output)
     elif lack.where == "step":
-        before(
-            *(
-                (state.engine.optimizer, "step")
-                if state.engine.kind == "deepspeed"
-                else (state.engine._update, "_take")
-            ),
-            "step",
-        )
+        engine = state.engine
+        owner, name = (engine.optimizer, "step") if engine.kind == "deepspeed" else (engine._update, "_take")
+        before(owner, name, "step")
     else:
-<<<<<<< HEAD
-        update: Any = state.engine._update  # type: ignore[attr-defined]
-        name = "_take_on_cpu" if hasattr(update, "_take_on_cpu") else "_take"
-        own = getattr(update, name)
-=======
         from fastdiff.training.callbacks import previews
         from fastdiff.training.callbacks.validation import ValidationLoss
->>>>>>> 98cbf7a8 (training: recover from a lack of memory by a restart)
 
         before(*((ValidationLoss, "_measure") if lack.where == "validation" else (previews, "sample")), "callbacks")
