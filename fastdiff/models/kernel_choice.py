@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from fastdiff.config.optimizers.family import OptimizerFamily
 from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.optim import OptimConfig
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.console import log
 from fastdiff.errors import ConfigError
 from fastdiff.models import float8
@@ -38,34 +40,37 @@ def prepare_blocks(model: Model, config: RunConfig, device: torch.device) -> Non
     if config.performance.fp8:
         float8.convert(model, device)
     if compiles(config, device):
-        model.compile_blocks(**compile_options(config))
+        model.compile_blocks(**compile_options(config.performance))
 
 
-def compile_options(config: RunConfig) -> dict[str, Any]:
+def compile_options(performance: PerformanceConfig) -> dict[str, Any]:
     """Return the options of ``compile_blocks``: a deterministic run compiles without benchmarks, whose results vary."""
-    if not config.performance.deterministic:
+    if not performance.deterministic:
         return {}
     from torch._inductor import config as inductor  # its import takes seconds
 
     return {"options": {"deterministic": True}} if hasattr(inductor, "deterministic") else {}
 
 
-def backends(config: RunConfig, device: torch.device, optimizer_device: torch.device) -> dict[str, Backend]:
+def backends(
+    optim: OptimConfig, performance: PerformanceConfig, device: torch.device, optimizer_device: torch.device
+) -> dict[str, Backend]:
     """Return the backends to force, by op: those of ``--performance.kernels``, and what offloading needs.
 
     The state of an optimizer that a GPU offloads to the host is updated by compiled code, where its op has some. Plain
     torch takes longer than the rest of the step. It compiles at the first call, for some ten seconds.
     """
-    forced, family = config.performance.kernel_backends(), family_of(config.optim)
-    if _is_offloaded(config, device, optimizer_device) and _without_compiler(family) is None:
+    forced, family = performance.kernel_backends(), family_of(optim)
+    if _is_offloaded(family, forced, device, optimizer_device) and _without_compiler(family) is None:
         forced[str(family.kernel)] = "compile"
     return forced
 
 
-def _is_offloaded(config: RunConfig, device: torch.device, optimizer_device: torch.device) -> bool:
+def _is_offloaded(
+    family: OptimizerFamily, forced: Mapping[str, Backend], device: torch.device, optimizer_device: torch.device
+) -> bool:
     """Whether an op that can be compiled updates on the host a network on a GPU, by no backend in particular."""
-    family = family_of(config.optim)
-    chosen = family.without_compiler is not None and family.kernel not in config.performance.kernel_backends()
+    chosen = family.without_compiler is not None and family.kernel not in forced
     return chosen and (device.type, optimizer_device.type) == ("cuda", "cpu")
 
 
@@ -95,7 +100,7 @@ def choices(
     flags = {"--performance.kernels": performance.kernels, "--performance.attention": performance.attention}
     given = " ".join(f"{flag} {value}" for flag, value in flags.items() if value != "auto")
     given = " ".join([given, "--performance.deterministic"]).strip() if performance.deterministic else given
-    _require_gpu_for_triton(config, device)
+    _require_gpu_for_triton(performance, device)
     try:
         with dispatch.forced(**performance.kernel_backends()):
             rows = list(_choices(config, device, optimizer_device or device, flat=flat))
@@ -108,9 +113,8 @@ def choices(
     return rows
 
 
-def _require_gpu_for_triton(config: RunConfig, device: torch.device) -> None:
+def _require_gpu_for_triton(performance: PerformanceConfig, device: torch.device) -> None:
     """Refuse Triton where no kernel of it can run, in the words of the command line."""
-    performance = config.performance
     asked = "triton" in performance.kernel_backends().values()
     if asked and device.type != "cuda" and launch.triton is not None and not launch.runs_on(torch.empty(0)):
         raise ConfigError(
@@ -150,7 +154,7 @@ def _choices(config: RunConfig, device: torch.device, optimizer_device: torch.de
     if family.kernel is None or (family.kernel_in == "flat engine" and not flat):
         yield "optimizer", Choice(family.name, family.library, "-", "not an op of fastdiff")
     else:
-        yield "optimizer", _of_optimizer(family.kernel, config, device, optimizer_device)
+        yield "optimizer", _of_optimizer(family, config.performance, device, optimizer_device)
 
 
 def _fp8(config: RunConfig, model: Model, device: torch.device) -> Choice:
@@ -161,12 +165,14 @@ def _fp8(config: RunConfig, model: Model, device: torch.device) -> Choice:
     return Choice(f"{count} linear layers", "fp8", "fp8", "torchao" if on_gpu else "emulated on a CPU")
 
 
-def _of_optimizer(op: str, config: RunConfig, device: torch.device, optimizer_device: torch.device) -> Choice:
-    family = family_of(config.optim)
+def _of_optimizer(
+    family: OptimizerFamily, performance: PerformanceConfig, device: torch.device, optimizer_device: torch.device
+) -> Choice:
+    op = str(family.kernel)
     found = dispatch.choice(op, torch.empty(0, device=optimizer_device), differentiated=False)
     if family.without_compiler is None or optimizer_device.type != "cpu":
         return found
-    if _is_offloaded(config, device, optimizer_device):
+    if _is_offloaded(family, performance.kernel_backends(), device, optimizer_device):
         why = _without_compiler(family)
         if why is None:
             return Choice(op, "compile", "-", "its state is on the host")

@@ -361,7 +361,9 @@ def _choose_backends(
         return rows
 
     chosen = world.on_all_ranks(choose)
-    stack.enter_context(dispatch.forced(**kernel_choice.backends(config, world.device, where)))
+    stack.enter_context(
+        dispatch.forced(**kernel_choice.backends(config.optim, config.performance, world.device, where))
+    )
     return kernel_choice.in_words(chosen)
 
 

@@ -12,6 +12,7 @@ import torch
 from fastdiff.checkpoint.unchanged import config_changes
 from fastdiff.cli.machines import doctor
 from fastdiff.config.networks.adm import AdmConfig
+from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
@@ -25,7 +26,7 @@ from fastdiff.training.loop import train
 from fastdiff_kernels import dispatch
 from fastdiff_kernels import launch as kernel_launch
 from fastdiff_kernels.dispatch import Choice
-from fastdiff_kernels.names import OPS
+from fastdiff_kernels.names import OPS, Backend
 from tests.support.runs import launch, renew_digest, tiny, train_losses
 
 CPU = torch.device("cpu")
@@ -93,11 +94,18 @@ def eight_bit(**changes: str) -> RunConfig:
     return replace(config, optim=replace(config.optim, name="adamw8bit"))
 
 
+def backends(config: RunConfig, device: torch.device, optimizer_device: torch.device) -> dict[str, Backend]:
+    return kernel_choice.backends(config.optim, config.performance, device, optimizer_device)
+
+
+def of_optimizer(config: RunConfig) -> Choice:
+    """Of a network on a GPU with the state on the host."""
+    return kernel_choice._of_optimizer(family_of(config.optim), config.performance, CUDA, CPU)
+
+
 def test_state_on_the_host_of_a_gpu_is_updated_by_compiled_code() -> None:
-    assert kernel_choice.backends(eight_bit(), CUDA, CPU) == {"adamw8bit": "compile"}
-    assert kernel_choice._of_optimizer("adamw8bit", eight_bit(), CUDA, CPU) == Choice(
-        "adamw8bit", "compile", "-", "its state is on the host"
-    )
+    assert backends(eight_bit(), CUDA, CPU) == {"adamw8bit": "compile"}
+    assert of_optimizer(eight_bit()) == Choice("adamw8bit", "compile", "-", "its state is on the host")
 
 
 @pytest.mark.parametrize(
@@ -116,16 +124,16 @@ def test_nothing_else_compiles_the_optimizer(
 ) -> None:  # fmt: skip
     """Above all not a run on a CPU, whose start would take longer."""
     monkeypatch.setattr("fastdiff_kernels.adamw8bit.compiled.unavailable", lambda: pytest.fail("it was compiled"))
-    assert kernel_choice.backends(config, device, optimizer_device) == forced
+    assert backends(config, device, optimizer_device) == forced
 
 
 def test_without_a_compiler_the_host_runs_the_reference_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("fastdiff_kernels.adamw8bit.compiled.unavailable", lambda: "there is no C++ compiler (g++)")
-    assert kernel_choice.backends(eight_bit(), CUDA, CPU) == {}
+    assert backends(eight_bit(), CUDA, CPU) == {}
     for _ in range(2):
-        assert kernel_choice._of_optimizer("adamw8bit", eight_bit(), CUDA, CPU).forward == "reference"
+        assert of_optimizer(eight_bit()).forward == "reference"
     said = capsys.readouterr().err
     assert said.count("plain torch, a multiple slower than compiled: there is no C++ compiler (g++)") == 1
 
@@ -138,9 +146,9 @@ def test_a_forced_compilation_that_cannot_be_is_refused(monkeypatch: pytest.Monk
 
 
 def test_a_deterministic_run_compiles_without_benchmarks() -> None:
-    assert kernel_choice.compile_options(preset("digits")) == {}
+    assert kernel_choice.compile_options(preset("digits").performance) == {}
     config = replace(preset("digits"), performance=PerformanceConfig(deterministic=True))
-    found = kernel_choice.compile_options(config)
+    found = kernel_choice.compile_options(config.performance)
     assert found == {"options": {"deterministic": True}}
     assert found["options"].keys() <= set(torch._inductor.list_options())
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastdiff.batch import Condition
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.models.build import Model
 from fastdiff.models.cost.dry_network import dry_network
 from fastdiff.models.kernel_choice import DTYPES
@@ -39,7 +40,7 @@ def saved_bytes(config: RunConfig, noisy: Tensor, condition: Condition, device: 
     kept: dict[int, Tensor] = {}
     with ExitStack() as stack:
         stack.enter_context(launch.recording())  # the tensors are on the CPU, also those of a GPU's kernels
-        stack.enter_context(dispatch.forced(**op_backends(config, device)))
+        stack.enter_context(dispatch.forced(**op_backends(config.performance, device)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         weights = cast_weights(network, DTYPES[performance.precision])
         own = {_memory(value) for value in weights.values()}
@@ -55,10 +56,10 @@ def saved_bytes(config: RunConfig, noisy: Tensor, condition: Condition, device: 
         return sum(value.untyped_storage().nbytes() for value in kept.values()) / len(noisy)
 
 
-def op_backends(config: RunConfig, device: torch.device) -> dict[str, Backend]:
+def op_backends(performance: PerformanceConfig, device: torch.device) -> dict[str, Backend]:
     """Return the backend of each op; a compiled reference saves about as much as the plain one."""
     default: Backend = "triton" if device.type == "cuda" and launch.triton is not None else "reference"
-    chosen = dict.fromkeys(OPS, default) | config.performance.kernel_backends()
+    chosen = dict.fromkeys(OPS, default) | performance.kernel_backends()
     return {op: "reference" if backend == "compile" else backend for op, backend in chosen.items()}
 
 

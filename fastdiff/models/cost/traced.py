@@ -75,7 +75,7 @@ def trace(config: RunConfig, noisy: Tensor, condition: Condition, device: torch.
     network = dry_network(config, recompute=performance.recompute, attention=attention)
     with ExitStack() as stack:
         stack.enter_context(launch.recording())
-        stack.enter_context(dispatch.forced(**op_backends(config, device)))
+        stack.enter_context(dispatch.forced(**op_backends(config.performance, device)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         weights = cast_weights(network, DTYPES[performance.precision])
         _put(weights, network)
