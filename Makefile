@@ -32,6 +32,7 @@ demo-t2i: $(INSTALLED)
 # Three workers for two cores, because most tests wait for processes that they start, and some for time to pass; one
 # thread each, because more threads than cores wait for one another. Files run in the order of conftest.py, the longest
 # first. Bytecode is cached even where the environment forbids it, because hundreds of processes would compile it again.
+# They are forks of one process that has imported everything, and share its memory (tests/support/worker.py).
 # They hide a GPU: the kernels run in Triton's interpreter, and two ranks need no two GPUs.
 ON_CPU := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 WORKERS := $(ON_CPU) PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \

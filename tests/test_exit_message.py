@@ -188,9 +188,6 @@ _TRIALS = [
 _BY_DAY = {
     *((case, 2, number % 2, "before") for number, case in enumerate(CASES)),
     ("a wrong flag", 2, 0, "printing"),
-    ("a bug", 2, 0, "printing"),
-    ("a damaged sample", 2, 1, "printing"),
-    ("a run that is not there", 3, 0, "before"),
     ("a damaged sample", 3, 2, "before"),
 }
 """Every case, every rank and every place; all of them together by night."""

@@ -82,7 +82,11 @@ def test_a_dali_of_another_cuda_version_is_not_tried_on_a_gpu(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ("raise ImportError('libnvjpeg.so.12: cannot open shared object file')", "libnvjpeg.so.12: cannot open"),
+        pytest.param(
+            "raise ImportError('libnvjpeg.so.12: cannot open shared object file')",
+            "libnvjpeg.so.12: cannot open",
+            marks=pytest.mark.nightly,
+        ),
         (
             "def Pipeline(**_): raise RuntimeError('CUDA driver version is insufficient')",
             "driver version is insufficient",

@@ -24,7 +24,7 @@ NETWORKS: dict[ModelConfig, list[str]] = {}
 for name in PRESETS:
     NETWORKS.setdefault(PRESETS[name]().model, []).append(name)
 
-_BY_DAY = ("digits", "dit-s-8", "dit-b-4", "dit-l-2", "sit-xl-2", "iddpm-cifar10", "sd2-512")
+_BY_DAY = ("digits", "dit-s-8", "sit-xl-2")
 """Beginnings of the presets that are counted by day: every family, every size of a DiT and of its patches."""
 
 # Two samples: a convolution without data takes a channels_last map of one sample for a contiguous one.

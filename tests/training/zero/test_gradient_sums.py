@@ -71,20 +71,22 @@ def gradient_error(world: World, digits: Path, folder: Path, stage: int, dtype: 
     return math.sqrt(off / whole)
 
 
-def errors(world: World, digits: Path, folder: Path, counts: tuple[int, ...]) -> dict[tuple[int, str, int], float]:
+def errors(
+    world: World, digits: Path, folder: Path, counts: tuple[int, ...], stages: tuple[int, ...]
+) -> dict[tuple[int, str, int], float]:
     """Errors by ZeRO stage, dtype of the sums and number of micro-batches per rank."""
     return {
         (stage, dtype, micros): gradient_error(world, digits, folder, stage, dtype, micros)
         for micros in counts
         for dtype in ("fp32", "bf16")
-        for stage in range(4)
+        for stage in stages
     }
 
 
 def test_fp32_sums_of_two_ranks_are_exact_at_every_stage(digits: Path, tmp_path: Path, nightly: bool) -> None:
-    """deepspeed_configs/README.md has the figures."""
-    counts = (16, 256) if nightly else (8,)
-    found = values(forked_ranks(errors, digits, tmp_path, counts, timeout_s=1200))[0]
+    """deepspeed_configs/README.md has the figures; by day without the stages 0 and 2."""
+    counts, stages = ((16, 256), (0, 1, 2, 3)) if nightly else ((8,), (1, 3))
+    found = values(forked_ranks(errors, digits, tmp_path, counts, stages, timeout_s=1200))[0]
     for (stage, dtype, micros), error in found.items():
         if dtype == "fp32":
             assert error < EXACT, (stage, micros)

@@ -81,7 +81,7 @@ def _both(world: World, config: RunConfig, whole: RunConfig) -> tuple[list[float
         return found, train_losses(world, whole, launch(3))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16"])
 def test_losses_are_those_of_an_engine_that_gets_a_whole_network(digits: Path, tmp_path: Path, precision: str) -> None:
     configs = [tiny(digits, tmp_path / name, performance__precision=precision) for name in ("new", "whole")]
     for found, whole in values(forked_ranks(_both, *configs)):
