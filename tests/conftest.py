@@ -174,10 +174,12 @@ def release() -> None:
     Hooks of autograd refer to an engine, where the garbage collector does not look: it would never find one.
     """
     of_library = [one for one in gc.get_objects() if getattr(type(one), "__module__", "") == "deepspeed.runtime.engine"]
-    for engine in [one for one in of_library if hasattr(one, "destroy") and vars(one.module)]:
+    engines = [one for one in of_library if hasattr(one, "destroy") and vars(one.module)]
+    for engine in engines:
         engine.destroy()
-        for part in (engine.optimizer, engine.module):
-            vars(part).clear()
+    for part in [part for engine in engines for part in (engine.optimizer, engine.module)]:
+        vars(part).clear()
+    del of_library, engines
     torch._dynamo.reset()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

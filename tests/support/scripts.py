@@ -81,7 +81,7 @@ class Script:
         begin: Event | None = None,
         **environment: str,
     ) -> None:
-        ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
         given = {name: value for name, value in os.environ.items() if name not in ranks}
         given |= {"OMP_NUM_THREADS": "1", **WITHOUT_GPU, **environment}
         self._own = NamedTemporaryFile("r")  # noqa: SIM115
