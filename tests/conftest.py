@@ -125,8 +125,8 @@ def fast_interpreter() -> Iterator[None]:
 def _as_for_the_first_test() -> Iterator[None]:
     """Undo what a run leaves in its process.
 
-    Warnings that are given once, signals that it ignores at its end, the line that a supervisor leaves to its ranks, and
-    the linear layer with which ZeRO-3 replaces torch's, which rounds differently in bf16.
+    Warnings that are given once, signals that it ignores at its end, the line that a supervisor leaves to its ranks,
+    and the linear layer with which ZeRO-3 replaces torch's, which rounds differently in bf16.
     """
     from fastdiff.console import once
     from fastdiff.live_line import live_line
