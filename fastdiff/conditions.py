@@ -14,6 +14,7 @@ from typing import Literal
 from fastdiff.errors import ConfigError
 
 StoredDtype = Literal["float16", "float32", "uint8"]
+Source = Literal["caption", "class", "image", "step"]
 Shape = tuple[int, ...]
 Size = tuple[int, int]
 
@@ -42,7 +43,7 @@ class ConditionKind:
     """Shape of one sample. A name stands for a size; kinds with the same name have the same size."""
     dtype: Literal["floating", "float32", "int64", "bool"]
     """Dtype in a batch; ``floating``: float16 or float32, as the data were encoded. Shards store bool as uint8."""
-    source: Literal["caption", "class", "image", "step"]
+    source: Source
     """What gives it: each caption of a sample, by the text encoder; its class; its image; the training step."""
     null: Literal["caption", "class"] | None = None
     """What replaces a dropped one: the text encoder's null (zeros, or the empty caption), the number of classes; None:
@@ -88,7 +89,7 @@ def stored_dtype(name: str, floating: StoredDtype) -> StoredDtype:
     return floating if floating in possible else possible[0]
 
 
-def of_source(source: str, names: Iterable[str] = CONDITIONS) -> tuple[str, ...]:
+def of_source(source: Source, names: Iterable[str] = CONDITIONS) -> tuple[str, ...]:
     """Return the names whose conditions come from ``source``, in the order of the table."""
     wanted = set(names)
     return tuple(name for name, kind in CONDITIONS.items() if name in wanted and kind.source == source)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from fastdiff.batch import Condition, from_stored
-from fastdiff.conditions import of_source
+from fastdiff.conditions import CONDITIONS
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
@@ -129,9 +129,9 @@ def null_condition(config: RunConfig, reader: Data) -> Condition:
     Raises:
         ConfigError: captions are dropped, but the data have no embedding of the empty caption.
     """
-    wanted = config.model.conditions
-    null: Condition = {"label": null_label(config.model)} if of_source("class", wanted) else {}
-    if captioned := of_source("caption", wanted):
+    kinds = {name: CONDITIONS[name].null for name in config.model.conditions}
+    null: Condition = {name: null_label(config.model) for name, kind in kinds.items() if kind == "class"}
+    if captioned := [name for name, kind in kinds.items() if kind == "caption"]:
         stored = from_stored({name: torch.from_numpy(value) for name, value in reader.null().items()})
         null |= {name: stored[name] for name in captioned if name in stored}
     if config.objective.condition_dropout and not null.keys() >= set(captioned):
