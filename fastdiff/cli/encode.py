@@ -7,7 +7,8 @@ import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fastdiff.config.arguments.types import MOST_WORKERS, Subcommands, at_most, count, local_path, shape
+from fastdiff.config.arguments.types import Subcommands, at_most, count, local_path, shape
+from fastdiff.config.sections.data import MOST_WORKERS
 from fastdiff.console import show
 from fastdiff.errors import ConfigError, Preempted
 from fastdiff.live_line import live_line

@@ -16,9 +16,9 @@ from fastdiff.config.arguments.types import (
     count,
     local_path,
     picture,
-    require_local,
     seed,
 )
+from fastdiff.config.local_paths import require_local
 from fastdiff.console import show
 from fastdiff.errors import ConfigError, require
 from fastdiff.live_line import live_line

@@ -14,9 +14,9 @@ from fastdiff.config.arguments.types import (
     finite,
     local_path,
     picture,
-    require_local,
     seed,
 )
+from fastdiff.config.local_paths import require_local
 from fastdiff.config.sections.sampler import SamplerConfig, SchedulerName
 from fastdiff.console import show
 from fastdiff.errors import ConfigError

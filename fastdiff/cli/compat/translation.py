@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fastdiff.config.arguments.types import require_local
+from fastdiff.config.local_paths import require_local
 from fastdiff.config.networks.pretrained import HUB_ID
 
 LAUNCH = ["fastdiff", "launch", "local"]

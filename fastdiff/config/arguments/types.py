@@ -15,8 +15,9 @@ from typing import Any, NoReturn, TypeAlias
 from fastdiff import sanitize, verbosity
 from fastdiff.config.arguments.help_format import HelpFormatter, sentence
 from fastdiff.config.arguments.unknown import as_typed, explained
+from fastdiff.config.local_paths import refusal
 from fastdiff.console import quieten
-from fastdiff.errors import ConfigError, require
+from fastdiff.errors import ConfigError
 
 Subcommands: TypeAlias = "argparse._SubParsersAction[Any]"
 """Subparsers action that the ``add`` function of every command gets."""
@@ -24,8 +25,6 @@ Subcommands: TypeAlias = "argparse._SubParsersAction[Any]"
 
 LARGEST = 2**31 - 1
 """Largest count; no run, data set or picture has as many of anything."""
-MOST_WORKERS = 1024
-"""Largest number of decoding threads per rank."""
 VECTORS = (".svg", ".pdf")
 """Suffixes of drawings of curves."""
 _PIXELS = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff")
@@ -138,8 +137,8 @@ def local_path(text: str) -> Path:
 
     ``~`` is the home folder as in a shell, which leaves it as it is in quotes and in ``--flag=~/folder``.
     """
-    if _is_no_path(text):
-        raise argparse.ArgumentTypeError(_address_refused(text))
+    if (why := refusal(text)) is not None:
+        raise argparse.ArgumentTypeError(why)
     try:
         return Path(text).expanduser()
     except RuntimeError:  # of an unknown user
@@ -164,26 +163,6 @@ def may_be_file(action: argparse.Action) -> bool:
     """Return whether the value of an argument is a path, or a text that may be one."""
     is_text = action.type in (None, str, local_path) or getattr(action.type, "func", None) is _picture
     return is_text and action.nargs != 0 and not action.choices
-
-
-def require_local(flag: str, text: str) -> None:
-    """Raise ConfigError if the value of ``flag`` is an address."""
-    require(not _is_no_path(text), f"{flag} {_address_refused(text)}")
-
-
-def _is_no_path(text: str) -> bool:
-    """Return whether it is an address, or has the credentials of one without its scheme."""
-    return sanitize.is_address(text) or (not os.path.isabs(text) and sanitize.address(text) != text)
-
-
-def _address_refused(text: str) -> str:
-    shown = sanitize.address(text)
-    if sanitize.is_address(text):
-        return f"{shown}: an address, expected a path of this machine; copy the files here first"
-    return (
-        f"{shown}: an address with credentials, without its scheme; expected a path of this machine; begin that of a "
-        "new folder with ./"
-    )
 
 
 def count(text: str) -> int:

@@ -19,13 +19,14 @@ import tyro
 
 from fastdiff import sanitize
 from fastdiff.config import deepspeed as deepspeed_config
-from fastdiff.config.arguments.types import Parser, add_verbosity, require_local
+from fastdiff.config.arguments.types import Parser, add_verbosity
 from fastdiff.config.arguments.unknown import explained
 from fastdiff.config.command_line import config_file
 from fastdiff.config.command_line.data_set import network_flags
 from fastdiff.config.command_line.run_length import add_run_length, samples_flag, sets_samples, with_whole_steps
 from fastdiff.config.command_line.short_help import short_help
 from fastdiff.config.launch_options import HANG_TIMEOUT_S, Launch
+from fastdiff.config.local_paths import require_local
 from fastdiff.config.networks.user_defined import add_network
 from fastdiff.config.presets import PRESETS, preset, shown_presets
 from fastdiff.config.run import RunConfig

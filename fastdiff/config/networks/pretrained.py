@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fastdiff.config.arguments.types import require_local
+from fastdiff.config.local_paths import require_local
 from fastdiff.errors import require
 
 WEIGHT_FILES = (".pt", ".safetensors")

@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from fastdiff.config.arguments.types import MOST_WORKERS, require_local
+from fastdiff.config.local_paths import require_local
 from fastdiff.errors import require
 
+MOST_WORKERS = 1024
+"""Largest number of decoding threads per rank."""
 _ONLINE = (
     "image_column", "caption_column", "image_root", "dataset_config", "max_samples", "subset", "resolution",
     "center_crop", "image_interpolation_mode", "decode", "workers",

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from fastdiff.config.arguments.types import require_local
+from fastdiff.config.local_paths import require_local
 from fastdiff.errors import require
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from fastdiff.config.arguments.types import require_local
+from fastdiff.config.local_paths import require_local
 from fastdiff.config.networks.pretrained import HUB_ID
 from fastdiff.data.images.options import SourceOptions
 from fastdiff.errors import require

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fastdiff.config.arguments.types import require_local
+from fastdiff.config.local_paths import require_local
 from fastdiff.data.shards.format import MAX_SHARD_SAMPLES
 from fastdiff.data.shards.remote import is_remote, shown
 from fastdiff.errors import require
