@@ -47,37 +47,44 @@ def sliced_keys(state: TrainState) -> list[str]:
 
 
 def unsliced_state(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's state that cannot be sliced, and the places of the parameters in it.
-
-    Raises:
-        ConfigError: the optimizer keeps a tensor that its family does not declare.
-    """
-    engine, sliced, family = state.engine, sliced_state(state), family_of(state.config.optim)
+    """Yield this rank's state that cannot be sliced, and the places of the parameters in it."""
+    engine, sliced = state.engine, sliced_state(state)
     for index, flat in enumerate(engine.flats):
         raw = {
             key: value
             for key, value in (flat.state.items() if flat.owned else ())
             if key != "step" and key not in sliced and isinstance(value, Tensor)
         }
-        require(
-            not (raw and family.sliced),
-            f"--optim.name {family.name} keeps state[parameter][{min(raw, default='')!r}], which its OptimizerFamily "
-            "does not declare in state; add it there, so that checkpoints have it",
-        )
         yield from ((f"{RAW}{index}/{key}", value) for key, value in raw.items())
         if raw and flat.fragments:
             yield f"{FRAGMENTS}{index}", fragments_tensor(flat, list(engine.shapes))
 
 
 def manifest(state: TrainState) -> dict[str, Any]:
-    """Return the manifest fields of the optimizer state; called by all ranks."""
+    """Return the manifest fields of the optimizer state; called by all ranks.
+
+    Raises:
+        ConfigError: the optimizer keeps other state than its family declares: a checkpoint would lack it.
+    """
     world, engine = state.world, state.engine
+    _require_declared(state)
     return {
         "layout": layout_digest(world, engine.flats),
         "sliced_state": sorted({key for keys in world.gather(sliced_keys(state)) for key in keys}),
         "has_raw_state": any(world.gather(any(True for _ in unsliced_state(state)))),
         "optimizer_steps": max(world.gather(_steps(state))),
     }
+
+
+def _require_declared(state: TrainState) -> None:
+    family = family_of(state.config.optim)
+    declared = {*sliced_state(state), *(["step"] if family.counts else [])}
+    for kept in ({*flat.state} for flat in state.engine.flats):
+        require(
+            not family.sliced or kept in (set(), declared),
+            f"--optim.name {family.name} keeps the state {', '.join(sorted(kept))}, and its OptimizerFamily declares "
+            f"{', '.join(sorted(declared)) or 'none'}; name each in state, and say by counts how it keeps step",
+        )
 
 
 def _steps(state: TrainState) -> int:
