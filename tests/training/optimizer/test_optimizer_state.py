@@ -155,20 +155,16 @@ def test_a_checkpoint_that_does_not_tell_its_layout_is_refused(
 
 
 def test_state_that_an_optimizer_does_not_declare_is_refused(world: World, digits: Path, tmp_path: Path) -> None:
-    checkpoints, message = Checkpoints(tmp_path / "checkpoints", 2, world), "declares exp_avg, exp_avg_sq, step; name"
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2, world)
+    message = "--optim.name adamw keeps the state {}, and its OptimizerFamily declares exp_avg, exp_avg_sq, step; name"
     with ExitStack() as stack:
         state = build(tiny(digits, tmp_path / "run"), launch(0), world, stack).state
         kept = state.engine.flats[0].state
         kept["extra"] = 0.5
-        with pytest.raises(
-            ConfigError,
-            match=f"--optim.name adamw keeps the state exp_avg, exp_avg_sq, extra, step, and its OptimizerFamily {message}",
-        ):
+        with pytest.raises(ConfigError, match=message.format("exp_avg, exp_avg_sq, extra, step")):
             checkpoints.draft(state)
         del kept["extra"], kept["exp_avg"]
-        with pytest.raises(
-            ConfigError, match=f"--optim.name adamw keeps the state exp_avg_sq, step, and its OptimizerFamily {message}"
-        ):
+        with pytest.raises(ConfigError, match=message.format("exp_avg_sq, step")):
             checkpoints.draft(state)
 
 
