@@ -195,6 +195,7 @@ def test_a_training_at_80_columns(digits: Path, tmp_path: Path) -> None:
     assert any(re.fullmatch(r"[\d:]+ INFO started in [\d.]+ s: importing torch [\d.]+ s,.*", line) for line in screen)
 
 
+@pytest.mark.nightly
 def test_a_training_into_a_pipe(digits: Path, tmp_path: Path) -> None:
     config = tiny(digits, tmp_path / "run", steps=40)
     done = run([sys.executable, TRAIN, *flags(config)])

@@ -23,6 +23,7 @@ def _words(*words: str | Path) -> str:
     return " ".join(f"'{word}'" for word in words)
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(16)
 def test_a_run_without_output_ends_well(digits: Path, tmp_path: Path) -> None:
     config = tiny(digits, tmp_path / "run", steps=3)

@@ -69,6 +69,7 @@ def test_a_dit_has_the_parameters_of_the_paper(name: str) -> None:
     assert round(millions(preset(name))) == TABLE_4[letter][int(patch)]
 
 
+@pytest.mark.nightly
 def test_the_other_networks_have_their_sizes() -> None:
     assert millions(preset("sit-xl-2-256")) == millions(preset("dit-xl-2-256")) == pytest.approx(674.83, abs=0.005)
     for name, expected in OTHERS.items():

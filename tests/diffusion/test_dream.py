@@ -196,6 +196,7 @@ def test_dream_is_the_same_sharded_and_resumed(world: World, digits: Path, tmp_p
     assert losses(tmp_path / "parts") == losses(tmp_path / "3")
 
 
+@pytest.mark.nightly
 def test_zero3_keeps_its_plan_of_what_to_gather(
     world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,7 @@ def test_a_step_equals_that_of_diffusers(
     assert_same(step_of(ours(model, config, latents, {"context": text}), model), expected)
 
 
+@pytest.mark.nightly
 def test_the_steps_of_the_matrix_differ(pipelines: dict[Kind, Path]) -> None:
     """So that an option that both sides ignored would be seen."""
     unet, scheduler, _ = networks(pipelines["sd15"], "sd15")

@@ -131,7 +131,7 @@ def running(
         pytest.param("command", "anew", marks=pytest.mark.nightly),
         pytest.param("launcher", "anew", marks=pytest.mark.nightly),
         pytest.param("launcher killed", "forked", marks=pytest.mark.nightly),
-        ("Ctrl-C", "forked"),
+        pytest.param("Ctrl-C", "forked", marks=pytest.mark.nightly),
     ],
     indirect=["running"],
 )
@@ -158,6 +158,7 @@ def test_a_launcher_that_ends_leaves_nobody_and_loses_nothing(
     assert hexes(steps[:STEPS]) == hexes(whole[: len(steps)])
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(12)
 @pytest.mark.parametrize("running", ["forked"], indirect=True)
 def test_the_command_itself_exits_with_75(whole: list[float], digits: Path, tmp_path: Path, running: Tree) -> None:

@@ -186,6 +186,7 @@ def test_the_picture_shows_far_and_missing_values(tmp_path: Path) -> None:
     _assert_drawn(same, tmp_path / "same.png")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("suffix", "begin"), [(".PNG", b"\x89PNG"), (".jpg", b"\xff\xd8"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
 )

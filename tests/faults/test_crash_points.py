@@ -91,15 +91,13 @@ def whole(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def trials(digits: Path, tmp_path_factory: pytest.TempPathFactory, nightly: bool) -> list[Trial]:
-    """One per operation and rank; by day at the first and the last one of each kind."""
+def trials(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Trial]:
+    """One per operation and rank."""
     root = tmp_path_factory.mktemp("trials")
     values(forked_ranks(train_losses, config_of(digits, root / "start", DIES_IN - 1), launch()))
     shutil.copytree(root / "start", root / "unharmed")
     counts = values(forked_ranks(train_watched, config_of(digits, root / "unharmed", DIES_IN)))
-    of_ranks = [operations([journal_of(root / "unharmed", rank)]) for rank in range(RANKS)]
-    assert [len(of_rank) for of_rank in of_ranks] == counts
-    done = [operation for of_rank in of_ranks for operation in of_rank]
+    done = operations([journal_of(root / "unharmed", rank) for rank in range(RANKS)])
     kinds = Counter(record["op"] for record in done)
     assert kinds.keys() == {"mkdir", "create", "reserve", "write", "fsync", "rename", "unlink", "rmdir"}
     assert kinds["create"] == RANKS + 1, "a file of each rank and the manifest"
@@ -107,18 +105,9 @@ def trials(digits: Path, tmp_path_factory: pytest.TempPathFactory, nightly: bool
     model = root / "unharmed" / "checkpoints" / f"step-{DIES_IN:08d}"
     return [
         die(root / "start", model, root / f"rank{rank}-{operation}", rank, operation)
-        for rank, of_rank in enumerate(of_ranks)
-        for operation in (range(len(of_rank)) if nightly else _ends_of_kinds(of_rank))
+        for rank, count in enumerate(counts)
+        for operation in range(count)
     ]
-
-
-def _ends_of_kinds(done: list[Operation]) -> list[int]:
-    """Return the numbers of the first and the last operation of each kind."""
-    by_kind = {
-        kind: [number for number, each in enumerate(done) if each["op"] == kind]
-        for kind in {each["op"] for each in done}
-    }
-    return sorted({end for numbers in by_kind.values() for end in (numbers[0], numbers[-1])})
 
 
 def die(start: Path, model: Path, folder: Path, rank: int, operation: int) -> Trial:
@@ -132,30 +121,22 @@ def die(start: Path, model: Path, folder: Path, rank: int, operation: int) -> Tr
     return Trial(folder, rank, operation, done)
 
 
-def left_by(trial: Trial) -> tuple[str, ...]:
-    """The names below the checkpoints."""
-    root = trial.folder / "checkpoints"
-    return tuple(sorted(str(path.relative_to(root)) for path in root.rglob("*")))
-
-
+@pytest.mark.nightly
 @pytest.mark.fault(2)
 @pytest.mark.fault(3)
 def test_a_kill_at_every_file_operation_of_a_save(
     trials: list[Trial],
     whole: list[str],
     digits: Path,
-    nightly: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """All remains are checked; one of each set of files is resumed, nightly all."""
+    """All remains are checked, and resumed."""
     record_property("trials", len(trials))
     for trial in trials:
         assert intact(trial.folder)[0] in (DIES_IN - 1, DIES_IN), str(trial)
         assert len(intact(trial.folder)) >= 2, f"{trial}: pruned too early"
     assert {intact(trial.folder)[0] for trial in trials} == {DIES_IN - 1, DIES_IN}, "before and after the commit"
-    outcomes = {trial if nightly else left_by(trial): trial for trial in trials}
-    assert len(outcomes) >= 6
-    resumed = {trial: trial.folder.with_name(f"{trial.folder.name}-resumed") for trial in outcomes.values()}
+    resumed = {trial: trial.folder.with_name(f"{trial.folder.name}-resumed") for trial in trials}
     for trial, folder in resumed.items():
         shutil.copytree(trial.folder, folder)
     losses, _ = values(forked_ranks(resume_all, digits, list(resumed.values()), timeout_s=800))
@@ -165,13 +146,14 @@ def test_a_kill_at_every_file_operation_of_a_save(
         assert left == {path.name for path in committed(folder / "checkpoints")}, f"{trial}: nothing half-done is left"
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(4)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_power_cut_at_every_file_operation_of_a_save(
-    trials: list[Trial], whole: list[str], digits: Path, nightly: bool, tmp_path: Path, loss: str
+    trials: list[Trial], whole: list[str], digits: Path, tmp_path: Path, loss: str
 ) -> None:
-    """Everything that was not fsynced is lost. All remains are checked; one of each outcome is resumed, nightly all."""
-    outcomes: dict[object, Path] = {}
+    """Everything that was not fsynced is lost. All remains are checked, and resumed."""
+    folders = []
     for trial in trials:
         folder = tmp_path / trial.folder.name
         shutil.copytree(trial.folder, folder)
@@ -179,9 +161,6 @@ def test_a_power_cut_at_every_file_operation_of_a_save(
         steps = intact(folder)
         assert steps, f"{trial}: nothing is left"
         assert steps[0] in (DIES_IN - 1, DIES_IN), str(trial)
-        seen = [path.name for path in committed(folder / "checkpoints")]
-        outcomes[trial if nightly else (*steps, *seen)] = folder
-    assert len(outcomes) >= 2
-    folders = list(outcomes.values())
+        folders.append(folder)
     for folder, found in zip(folders, values(forked_ranks(resume_all, digits, folders, timeout_s=800))[0], strict=True):
         assert hexes(found) == whole, folder.name

@@ -112,6 +112,7 @@ def newest_steps(world: World, folders: list[Path]) -> list[int]:
     return [saved.manifest["progress"]["steps"] for saved in found if saved is not None]
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(6)
 def test_there_is_no_latest_file_to_go_stale(world: World, digits: Path, tmp_path: Path) -> None:
     """Nor does what others may leave there, an empty folder or one without a manifest, count as a checkpoint."""

@@ -384,6 +384,7 @@ def save_until_it_is_waited_for(world: World, config: RunConfig) -> list[str]:
     return said
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(11)
 def test_slow_storage_delays_and_does_not_end_a_run(digits: Path, tmp_path: Path) -> None:
     """The first save is still being written when the next one is due."""

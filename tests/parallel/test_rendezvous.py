@@ -110,6 +110,7 @@ def as_launched(code: str, folder: Path, *arguments: str) -> Finished:
     return run(command, PYTHONPATH=PATH, TMPDIR=str(folder))
 
 
+@pytest.mark.nightly
 def test_the_note_stays_until_a_late_rank_has_met_rank_0(tmp_path: Path) -> None:
     """Also without a process group, as with NCCL, which connects at the first collective."""
     done = as_launched(LATE, tmp_path)

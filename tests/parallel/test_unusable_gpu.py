@@ -127,6 +127,7 @@ def test_the_doctor_names_it_as_a_problem_and_goes_on(tmp_path: Path) -> None:
     assert "OK libraries" in done.output
 
 
+@pytest.mark.nightly
 def test_the_cpu_on_purpose(digits: Path, tmp_path: Path) -> None:
     """By the flag, or by hiding the GPUs; the run is on the CPU and continues there.
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
+
 from fastdiff import optional_packages
 from tests.support.installed import wheels
 from tests.support.processes import ROOT
@@ -109,6 +111,7 @@ def refusing_index() -> Iterator[tuple[str, list[str]]]:
         server.server_close()
 
 
+@pytest.mark.nightly
 def test_the_wheel_asks_an_index_for_nothing_under_our_name(tmp_path: Path) -> None:
     """With every extra of users; the libraries are installed, so pip asks only for what is missing."""
     wheel = wheels.build(tmp_path / "dist")

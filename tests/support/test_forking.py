@@ -81,6 +81,7 @@ def test_a_fork_removes_what_it_leaves_at_its_end(tmp_path: Path) -> None:
     assert done.output.splitlines()[-1] == "0 True False"
 
 
+@pytest.mark.nightly
 def test_a_signal_at_its_start_ends_a_fork_whose_parent_has_a_handler(tmp_path: Path) -> None:
     """As it ends a new interpreter."""
     (tmp_path / "parent.py").write_text(

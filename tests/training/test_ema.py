@@ -83,6 +83,7 @@ def _every_stage(world: World, folder: Path) -> list[bool]:
     return [_masters(world, folder, precision, stage) for precision in ("bf16", "fp32") for stage in range(4)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_masters_are_the_given_weights_and_not_their_roundings(tmp_path: Path, ranks: int) -> None:
     for found in run_ranks(_every_stage, tmp_path, ranks=ranks):

@@ -184,6 +184,7 @@ def test_sums_are_gradients_of_their_cases() -> None:
         assert set(case.sums) <= {f"d{name}" for name in differentiable(case.build("meta"))}
 
 
+@pytest.mark.nightly
 def test_a_case_that_cannot_be_checked_does_not_end_the_run(tmp_path: Path) -> None:
     def broken(inputs: Any, backend: str) -> torch.Tensor:
         raise RuntimeError("out of memory")
@@ -207,6 +208,7 @@ def test_torch_compile_is_timed_even_if_it_is_less_accurate(
     assert "compile" in {m.provider for m in found.measurements}
 
 
+@pytest.mark.nightly
 def test_the_smallest_run_of_the_command_times_attention_by_every_backend_that_can_run(tmp_path: Path) -> None:
     assert main(["op", "attention", "--smoke", "--device", "cpu", "--out", str(tmp_path)]) == 0
     found = record.read(tmp_path / "op.jsonl")

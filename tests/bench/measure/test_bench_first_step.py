@@ -23,6 +23,7 @@ time.sleep(3600)
 """
 
 
+@pytest.mark.nightly
 def test_every_process_counts_also_one_that_has_ended(tmp_path: Path) -> None:
     mark, pid = tmp_path / "mark", tmp_path / "pid"
     living = WORK.format(seconds=0.4) + "print(flush=True)\ntime.sleep(3600)"

@@ -136,6 +136,7 @@ except MemoryError:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(28)
 @pytest.mark.parametrize("name", ["pillow", "dali"])
 def test_a_decompression_bomb_costs_no_memory(name: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from fastdiff.models.kernel_choice import DTYPES
 CPU = torch.device("cpu")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["digits", "digits-t2i", "digits-adm"])
 def test_the_count_is_what_a_network_saves(name: str) -> None:
     config = preset(name)
@@ -36,6 +37,7 @@ def test_the_count_is_what_a_network_saves(name: str) -> None:
     assert saved_bytes(config, noisy, condition, CPU) == pytest.approx(measured, rel=0.01)
 
 
+@pytest.mark.nightly
 def test_a_gpu_keeps_what_its_kernels_keep() -> None:
     """DiT-XL/2 at 256 px, for which Inductor's code of the compiled blocks keeps 282 MB per image."""
     config = preset("dit-xl-2-256")

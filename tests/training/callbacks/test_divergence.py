@@ -366,6 +366,7 @@ def test_too_many_skips_in_a_row_end_the_run(world: World, tmp_path: Path) -> No
 # --- rewind ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_rewind_ends_the_profile_up_to_the_spike_and_begins_another(
     world: World, two_spikes: Path, alone: Mapping[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -477,6 +478,7 @@ class _FullDisk(Callback):
             assert [line["step"] for line in lines(state.folder)] == [FIRST, FIRST, SECOND, SECOND]
 
 
+@pytest.mark.nightly
 @pytest.mark.fault(7)
 def test_records_that_wait_for_room_outlast_a_rewind(
     world: World,
@@ -599,7 +601,7 @@ ON_HOST = {"device": "cpu"}
         pytest.param({"stage": 0}, "fp32", "adamw", 1, marks=pytest.mark.nightly),
         pytest.param({"stage": 0}, "bf16", "adamw8bit", 2, marks=pytest.mark.nightly),
         pytest.param({"stage": 1}, "bf16", "adamw8bit-bnb", 2, marks=pytest.mark.nightly),
-        ({"stage": 1}, "fp16", "adamw8bit-bnb", 1),
+        pytest.param({"stage": 1}, "fp16", "adamw8bit-bnb", 1, marks=pytest.mark.nightly),
         pytest.param({"stage": 2, "offload_optimizer": ON_HOST}, "bf16", "adamw8bit", 2, marks=pytest.mark.nightly),
         pytest.param(
             {"stage": 3, "stage3_param_persistence_threshold": 0}, "fp32", "adamw8bit-bnb", 2, marks=pytest.mark.nightly

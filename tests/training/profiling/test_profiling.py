@@ -109,6 +109,7 @@ def _losses_of_both(world: World, plain: RunConfig, profiled: RunConfig, stage: 
     return [train_losses(world, config, launch(stage)) for config in (plain, profiled)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.nightly), 2])
 def test_every_rank_writes_its_own(digits: Path, tmp_path: Path, stage: int) -> None:
     """With its reductions, also those of the flat engine."""
