@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
+from fastdiff.batch import Condition
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.cost.dry_inputs import dry_inputs
@@ -15,7 +17,7 @@ from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
 from fastdiff.models.cost.traced import Traced, trace
 from fastdiff.models.quantized import quantized_weights
 
-_TRACED = 2
+TRACED = 2
 """Samples of the pass that is traced: one has other strides."""
 
 
@@ -40,13 +42,19 @@ class Network:
         return sum(self.parameters)
 
 
-def read_network(config: RunConfig, device: torch.device, recompute: tuple[bool, ...] = (False, True)) -> Network:
+def read_network(
+    config: RunConfig,
+    device: torch.device,
+    recompute: tuple[bool, ...] = (False, True),
+    inputs: tuple[Tensor, Condition] | None = None,
+) -> Network:
     """Count the network of a run.
 
     Args:
-        config: of the run; its latents have the size of ``config.model``.
+        config: of the run.
         device: of the run, which decides between kernels and references.
         recompute: the passes to trace.
+        inputs: latents ``[2, C, H, W]`` and conditions of two samples; None: as ``config.model`` has them.
 
     Raises:
         ConfigError: the network asks for values, which nothing has here; or its LoRA cannot be built.
@@ -55,7 +63,7 @@ def read_network(config: RunConfig, device: torch.device, recompute: tuple[bool,
 
     network = dry_network(config)
     frozen_parameters = tuple(p.numel() for p in network.parameters() if not p.requires_grad)
-    noisy, condition = dry_inputs(config.model, network.inputs, _TRACED)
+    noisy, condition = inputs or dry_inputs(config.model, network.inputs, TRACED)
     precision = config.performance.precision
     try:
         passes = {

@@ -187,17 +187,32 @@ def _planned(config: RunConfig, launch: Launch, network: Network, basis: Basis, 
         optim=replace(config.optim, name=option.optimizer),
         performance=replace(config.performance, recompute=option.recompute),
     )
-    setup = setup_for(config, json_of(option.stage, launch), network, option.gpus.count)
+    raw = json_of(option.stage, launch)
+    setup = setup_for(config, raw, network, option.gpus.count)
+    held = memory_of(config, setup, network, bucket=Zero.of(raw).reduce_bucket)
+    return Planned(option=option, config=config, memory=held, time=None, basis=basis)
+
+
+def memory_of(config: RunConfig, setup: Setup, network: Network, *, bucket: int, on_cpu: bool = False) -> Memory:
+    """Predict the memory of a rank.
+
+    Args:
+        config: of the run, with its micro-batch.
+        setup: of the run.
+        network: of the run.
+        bucket: elements of gradients that ZeRO reduces at once.
+        on_cpu: whether the rank trains on a CPU.
+    """
     output, validation = config.output, config.validation
-    held = memory(
+    return memory(
         setup,
-        network.passes[option.recompute],
-        accumulates=config.batch.accumulation(option.gpus.count) > 1,
-        bucket=Zero.of(json_of(option.stage, launch)).reduce_bucket,
+        network.passes[config.performance.recompute],
+        accumulates=config.batch.accumulation(setup.ranks) > 1,
+        bucket=bucket,
+        on_cpu=on_cpu,
         validates=bool(validation.data) or validation.draws_prompts,
         draws=bool(output.sample_every) and not config.model.text_conditional,
     )
-    return Planned(option=option, config=config, memory=held, time=None, basis=basis)
 
 
 def setup_for(config: RunConfig, raw: deepspeed_config.DsConfig, network: Network, ranks: int) -> Setup:

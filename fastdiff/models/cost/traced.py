@@ -20,11 +20,12 @@ from torch.utils._pytree import tree_leaves
 
 from fastdiff.batch import Condition
 from fastdiff.config.run import RunConfig
-from fastdiff.models.cost.activations import cast_weights, op_backends
+from fastdiff.config.sections.performance import PerformanceConfig
+from fastdiff.models.build import Model
 from fastdiff.models.cost.dry_network import dry_network
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff_kernels import dispatch, launch
-from fastdiff_kernels.names import AttentionBackend
+from fastdiff_kernels.names import OPS, AttentionBackend, Backend
 
 _ATTENTION_BACKWARD = 2.5
 """Operations of a backward pass of attention relative to the forward pass: its kernels compute the scores again."""
@@ -75,9 +76,9 @@ def trace(config: RunConfig, noisy: Tensor, condition: Condition, device: torch.
     network = dry_network(config, recompute=performance.recompute, attention=attention)
     with ExitStack() as stack:
         stack.enter_context(launch.recording())
-        stack.enter_context(dispatch.forced(**op_backends(config.performance, device)))
+        stack.enter_context(dispatch.forced(**_op_backends(config.performance, device)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        weights = cast_weights(network, DTYPES[performance.precision])
+        weights = _cast_weights(network, DTYPES[performance.precision])
         _put(weights, network)
         inputs = (torch.empty(noisy.shape), torch.zeros(len(noisy)))
         counter: _Counter = stack.enter_context(_Counter(weights.values()))
@@ -87,6 +88,22 @@ def trace(config: RunConfig, noisy: Tensor, condition: Condition, device: torch.
         del prediction
         gradients = [weight.grad for weight in weights.values() if weight.grad is not None]
         return counter.result(len(noisy), saved, gradients)
+
+
+def _op_backends(performance: PerformanceConfig, device: torch.device) -> dict[str, Backend]:
+    """Return the backend of each op; a compiled reference saves about as much as the plain one."""
+    default: Backend = "triton" if device.type == "cuda" and launch.triton is not None else "reference"
+    chosen = dict.fromkeys(OPS, default) | performance.kernel_backends()
+    return {op: "reference" if backend == "compile" else backend for op, backend in chosen.items()}
+
+
+def _cast_weights(network: Model, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return parameters and buffers as they are in training; called in a ``FakeTensorMode``."""
+    found: dict[str, Tensor] = {}
+    for name, value in (*network.named_parameters(), *network.named_buffers()):
+        cast = dtype if value.is_floating_point() else value.dtype
+        found[name] = torch.empty(value.shape, dtype=cast, requires_grad=value.requires_grad)
+    return found
 
 
 def _put(weights: Mapping[str, Tensor], network: nn.Module) -> None:

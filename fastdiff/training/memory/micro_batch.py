@@ -21,21 +21,19 @@ from fastdiff.data.loading.training_set import Data
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import Model
-from fastdiff.models.cost.activations import saved_bytes
 from fastdiff.models.cost.dry_network import dry_network
-from fastdiff.models.cost.memory import RECOMPUTED, buffer_bytes, frozen_bytes, setup_of
+from fastdiff.models.cost.memory import setup_of
 from fastdiff.parallel.world import World
+from fastdiff.planning.memory import RESERVED
+from fastdiff.planning.network import TRACED, Network, read_network
+from fastdiff.planning.options import memory_of
 from fastdiff.training.engines import build as engines
 from fastdiff.training.zero.linear_layers import linear_layers_of
 
-_RESERVED = 3 * 2**30
-"""Bytes of a GPU for the contexts and buffers of CUDA, cuBLAS, cuDNN and NCCL."""
-_IN_FLIGHT = 1.25
-"""Peak of a forward and backward pass relative to what is saved for it: gradients and workspaces come on top."""
 _MOST_ON_CPU = 16
 """Samples on a CPU, which gains nothing by more."""
-_COUNTED = 2
-"""Samples of the batch whose activations are counted."""
+_BUCKET = 500_000_000
+"""DeepSpeed's default of ``reduce_bucket_size``, in elements."""
 
 
 def with_micro(config: RunConfig, ds_config: DsConfig, data: Data, saved: Checkpoint | None, world: World) -> RunConfig:
@@ -61,7 +59,7 @@ def with_micro(config: RunConfig, ds_config: DsConfig, data: Data, saved: Checkp
 def _room(world: World) -> int:
     """Return the bytes that a rank can use; not what is free, which differs from start to start."""
     if world.device.type == "cuda":
-        return int(torch.cuda.get_device_properties(world.device).total_memory) - _RESERVED
+        return int(torch.cuda.get_device_properties(world.device).total_memory) - RESERVED
     ranks = int(os.environ.get("LOCAL_SIZE", world.size))
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 // ranks
 
@@ -103,18 +101,19 @@ def largest(
         kept: the micro-batch of the run that is resumed, returned if it is predicted to fit.
     """
     share = config.batch.samples // ranks
-    network = dry_network(config)
-    with linear_layers_of(ds_config):
-        per_sample = _saved_bytes(config, network, info, device)
-    if config.performance.recompute:
-        per_sample *= RECOMPUTED
+    network = _network(config, ds_config, info, device)
     sizes = [size for size in range(share, 0, -1) if share % size == 0]
     if device.type == "cpu":
         sizes = [size for size in sizes if size <= _MOST_ON_CPU]
+    bucket = int(ds_config.get("zero_optimization", {}).get("reduce_bucket_size", _BUCKET))
 
     def need(size: int) -> float:
-        static = _static(config, network, ds_config, ranks, size, flat=flat)
-        return encoders + static + _IN_FLIGHT * size * per_sample
+        own = replace(config, batch=replace(config.batch, micro=size))
+        setup = setup_of(
+            own, ds_config, ranks, flat=flat, trained=network.trained, frozen_bytes=network.frozen_bytes,
+            buffer_bytes=network.buffer_bytes,
+        )  # fmt: skip
+        return encoders + memory_of(own, setup, network, bucket=bucket, on_cpu=device.type == "cpu").peak
 
     if kept is not None and need(kept) <= room:
         return kept
@@ -125,53 +124,30 @@ def largest(
             f"{_gib(room)} GiB here: it continues with {micro}, its losses are equal up to rounding"
         )
     log.info(
-        f"--batch.micro auto: {micro} of {share} samples per rank; {_gib(need(micro))} of {_gib(room)} GiB, "
-        f"{_gib(per_sample)} GiB saved per sample" + (f", encoders {_gib(encoders)} GiB" if encoders else "")
+        f"--batch.micro auto: {micro} of {share} samples per rank; {_gib(need(micro))} of {_gib(room)} GiB"
+        + (f", encoders {_gib(encoders)} GiB" if encoders else "")
     )
     return micro
 
 
-def _saved_bytes(config: RunConfig, network: Model, info: DatasetInfo, device: torch.device) -> float:
-    from torch._subclasses import fake_tensor  # its import takes a second
-
-    asks_for_values = (
-        fake_tensor.DataDependentOutputException,
-        fake_tensor.DynamicOutputShapeException,
-        fake_tensor.UnsupportedFakeTensorException,
-        fake_tensor.UnsupportedOperatorException,
-    )
+def _network(config: RunConfig, ds_config: DsConfig, info: DatasetInfo, device: torch.device) -> Network:
+    """Count the network of the run on the largest latents of its data."""
+    inputs = _inputs(config, dry_network(config), info)
     try:
-        return saved_bytes(config, *_inputs(config, network, info), device)
-    except asks_for_values as error:  # of a network of another package
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ConfigError(
-            f"--batch.micro auto: this network does not run without data ({reason}); give a number"
-        ) from error
-
-
-def _static(config: RunConfig, network: Model, ds_config: DsConfig, ranks: int, micro: int, *, flat: bool) -> float:
-    """Return the bytes of weights, gradients, optimizer and averages."""
-    performance = config.performance
-    setup = setup_of(
-        replace(config, batch=replace(config.batch, micro=micro)),
-        ds_config,
-        ranks,
-        flat=flat,
-        trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
-        frozen_bytes=frozen_bytes(network, performance.precision),
-        buffer_bytes=buffer_bytes(network, performance.precision),
-    )
-    return sum(setup.static().values())
+        with linear_layers_of(ds_config):
+            return read_network(config, device, (config.performance.recompute,), inputs)
+    except ConfigError as error:
+        raise ConfigError(f"--batch.micro auto: {error}; or give a number") from error
 
 
 def _inputs(config: RunConfig, network: Model, info: DatasetInfo) -> tuple[Tensor, Condition]:
     """Return inputs of the network for two samples of the largest latents of the data."""
     areas = [height * width for height, width in info.buckets] or [0]
-    batch = empty_batch(info, areas.index(max(areas)), _COUNTED, torch.device("cpu"))
+    batch = empty_batch(info, areas.index(max(areas)), TRACED, torch.device("cpu"))
     model = config.model
     condition = {**batch.condition, "position": batch.position}
     if model.low_res_size:
-        condition["low_res"] = torch.zeros(_COUNTED, model.channels, model.low_res_size, model.low_res_size)
+        condition["low_res"] = torch.zeros(TRACED, model.channels, model.low_res_size, model.low_res_size)
     noisy = batch.latents[:, : model.channels]  # of a posterior the means
     return noisy, {name: value for name, value in condition.items() if name in network.inputs}
 

@@ -43,7 +43,7 @@ def latents(config: RunConfig) -> DatasetInfo:
 
 @pytest.mark.parametrize(
     ("gib", "ranks", "expected"),
-    [(137, 1, 64), (76, 8, 64), (36, 1, 16), (20, 1, 4), (1, 1, 1)],  # of H200, H100, A100, RTX 3090; of none
+    [(137, 1, 128), (76, 8, 64), (36, 1, 16), (20, 1, 8), (1, 1, 1)],  # of H200, H100, A100, RTX 3090; of none
 )
 def test_the_memory_of_the_gpu_decides(gib: int, ranks: int, expected: int) -> None:
     config = preset("sd2-512")
@@ -64,11 +64,11 @@ def test_recomputation_leaves_room_for_more() -> None:
 
 @pytest.mark.parametrize(("stage", "expected"), [(1, 32), (3, 16)])
 def test_frozen_layers_save_less_than_trained_ones(stage: int, expected: int) -> None:
-    """As if all weights were trained, 32 samples would need 34 GiB; DeepSpeed's linear layers save as much."""
+    """DeepSpeed's linear layers save as much as if all weights were trained."""
     config = preset("sd15-lora")
     config = replace(config, batch=replace(config.batch, samples=64), samples=64)
     ds_config = deepspeed.resolve(deepspeed.read(f"zero{stage}"), config, 1)
-    assert micro_batch.largest(config, ds_config, latents(config), 1, torch.device("cuda"), 30 * GIB) == expected
+    assert micro_batch.largest(config, ds_config, latents(config), 1, torch.device("cuda"), 26 * GIB) == expected
 
 
 def test_a_network_that_asks_for_values_needs_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_the_encoders_of_online_data_need_their_room() -> None:
     found = micro_batch.largest(
         config, ds_config, latents(config), 1, torch.device("cuda"), 36 * GIB, encoders=16 * GIB
     )
-    assert found == 4, "as with 20 GiB"
+    assert found == 8, "as with 20 GiB"
 
 
 def on_two(world: World, digits: Path, folder: Path) -> None:
