@@ -6,7 +6,10 @@ import json
 import math
 import shutil
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -14,7 +17,9 @@ from safetensors.torch import load_file
 
 from fastdiff.config.command_line.config_file import with_optimizer
 from fastdiff.config.optimizers import registry
+from fastdiff.config.optimizers.family import OptimizerFamily, StateTensor
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.fragments import Fragment
 from fastdiff.parallel.world import World
@@ -34,27 +39,48 @@ from tests.support.scripts import COMMAND, TRAIN, Script, run_job, run_script
 from tests.support.waiting import wait_until
 
 SUPPORT = ROOT / "tests" / "support"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RAdamConfig(OptimConfig):
+    """An optimizer of torch that updates each element by itself."""
+
+    name: Literal["radam"] = "radam"
+    betas: tuple[float, float] = (0.9, 0.99)
+
+
+RADAM = OptimizerFamily(
+    name="radam",
+    config=RAdamConfig,
+    optimizer="torch.optim:RAdam",
+    state=(StateTensor(name="exp_avg"), StateTensor(name="exp_avg_sq")),
+    counts="tensor",
+)
 ENGINES = [("flat", 0), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)]
 
 
-def config_of(digits: Path, folder: Path, engine: str, steps: int) -> RunConfig:
+def config_of(digits: Path, folder: Path, engine: str, steps: int, name: str = "toy") -> RunConfig:
     if str(SUPPORT) not in sys.path:  # in a process of its own
         sys.path.insert(0, str(SUPPORT))
     from toy_optimizer.family import TOY
 
-    registry.register(TOY)
-    return with_optimizer(tiny(digits, folder, steps, performance__engine=engine), "toy", "this test")
+    for family in (TOY, RADAM):
+        registry.register(family)
+    return with_optimizer(tiny(digits, folder, steps, performance__engine=engine), name, "this test")
 
 
-def train_everywhere(world: World, digits: Path, folder: Path) -> dict[str, tuple[list[float], list[float]]]:
-    """Train six steps under every engine and stage, at once and in two parts; return both series of losses."""
+Losses = dict[str, tuple[list[float], list[float]]]
+
+
+def train_under(world: World, digits: Path, folder: Path, engines: Sequence[tuple[str, int]], optimizer: str) -> Losses:
+    """Train six steps under each engine and stage, at once and in two parts; return both series of losses."""
     found = {}
-    for engine, stage in ENGINES:
+    for engine, stage in engines:
         name = f"{engine}-{stage}"
-        whole = train_losses(world, config_of(digits, folder / name / "whole", engine, 6), launch(stage))
-        train_losses(world, config_of(digits, folder / name / "parts", engine, 3), launch(stage))
+        whole = train_losses(world, config_of(digits, folder / name / "whole", engine, 6, optimizer), launch(stage))
+        train_losses(world, config_of(digits, folder / name / "parts", engine, 3, optimizer), launch(stage))
         copy_run(world, folder / name / "parts", folder / name / "start")
-        parts = train_losses(world, config_of(digits, folder / name / "parts", engine, 6), launch(stage))
+        parts = train_losses(world, config_of(digits, folder / name / "parts", engine, 6, optimizer), launch(stage))
         found[name] = whole, parts
     return found
 
@@ -70,7 +96,7 @@ def go_on(world: World, digits: Path, start: Path, folder: Path) -> dict[str, li
 
 
 def test_every_engine_and_stage_trains_alike_and_resumes_bitwise(digits: Path, tmp_path: Path) -> None:
-    found = run_ranks(train_everywhere, digits, tmp_path, ranks=2)[0]
+    found = run_ranks(train_under, digits, tmp_path, ENGINES, "toy", ranks=2)[0]
     expected = found["flat-0"][0]
     assert expected[-1] < expected[0]
     for name, (whole, parts) in found.items():
@@ -83,6 +109,14 @@ def test_every_engine_and_stage_trains_alike_and_resumes_bitwise(digits: Path, t
     one = run_ranks(go_on, digits, tmp_path / "deepspeed-3" / "start", tmp_path / "one", ranks=1)[0]
     for name, after in one.items():
         assert after == pytest.approx(expected, rel=1e-5), f"two ranks of ZeRO-3 -> one rank, {name}"
+
+
+def test_a_record_is_enough_for_an_optimizer_of_torch(digits: Path, tmp_path: Path) -> None:
+    found = run_ranks(train_under, digits, tmp_path, (("flat", 0), ("deepspeed", 2)), "radam", ranks=2)[0]
+    for name, (whole, parts) in found.items():
+        assert hexes(parts) == hexes(whole), name
+        assert whole == pytest.approx(found["flat-0"][0], rel=1e-5), name
+        assert newest(tmp_path / name / "whole").optimizer_steps == 6
 
 
 def norms_of(run: Path) -> dict[str, float]:
