@@ -1,7 +1,7 @@
 """What an encode took from its source, what it left out, and what else a user should know of it, by reason.
 
-Counts of the same reason add up over the units and ranks of an encode, in the order of the units, so the result depends
-neither on the number of ranks nor on kills.
+Counts of the same reason add up over the partitions and ranks of an encode, in the order of the partitions, so the
+result depends neither on the number of ranks nor on kills.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Selection:
     """Everything else: files that were not read, empty captions, losses."""
 
     def and_then(self, others: Iterable[Selection]) -> Selection:
-        """Return the sums over this selection and those of later units."""
+        """Return the sums over this selection and those of later partitions."""
         every = [self, *others]
         return Selection(
             left_out=_sum(each for selection in every for each in selection.left_out),

@@ -1,9 +1,9 @@
 """Encode of images into latents and text embeddings, or into pixels, on any number of ranks (``fastdiff encode``).
 
-Rank r of W encodes the units r, r + W, ... of the source, then those of other ranks on which no living process works.
-Unit k becomes the shards with number k. The files depend neither on W nor on killed ranks. The ranks communicate only
-through ``plan.EncodeFolder``. Each of them ends with the complete data set: it waits for the units that others have
-begun, and takes those of a process that dies.
+Rank r of W encodes the partitions r, r + W, ... of the source, then those of other ranks on which no living process
+works. Partition k becomes the shards with number k. The files depend neither on W nor on killed ranks. The ranks
+communicate only through ``plan.EncodeFolder``. Each of them ends with the complete data set: it waits for the
+partitions that others have begun, and takes those of a process that dies.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, repr
 from fastdiff.data.encoding.builtin import versions
 from fastdiff.data.encoding.losses import losses
 from fastdiff.data.encoding.options import EncodeOptions, Rank
-from fastdiff.data.encoding.plan import BAD_IMAGES, LISTING_OPTIONS, BadRecord, EncodeFolder, UnitRecord
-from fastdiff.data.encoding.source_facts import WatchedSource, compare
+from fastdiff.data.encoding.partition import PartitionEncoder
+from fastdiff.data.encoding.plan import BAD_IMAGES, LISTING_OPTIONS, BadRecord, EncodeFolder, PartitionRecord
+from fastdiff.data.encoding.source_metadata import WatchedSource, compare
 from fastdiff.data.encoding.uncaptioned import lacks_captions, require_captions, told
-from fastdiff.data.encoding.unit import UnitEncoder
 from fastdiff.data.images.decode import BadImage, Decoder, ImageTransform, open_decoder
 from fastdiff.data.images.geometry import Size, aspect_buckets
 from fastdiff.data.images.items import BadItem, ImageSource
@@ -72,7 +72,7 @@ def encode_images(options: EncodeOptions, say: Callable[[str], None] = show) -> 
 
 
 class _ImageEncode:
-    """The encode of one rank's units."""
+    """The encode of one rank's partitions."""
 
     def __init__(self, options: EncodeOptions, rank: Rank, say: Callable[[str], None]) -> None:
         self._options, self._rank, self._say = options, rank, say
@@ -103,7 +103,7 @@ class _ImageEncode:
         self._folder = EncodeFolder(
             options.out,
             self._plan(),
-            self._source.units,
+            self._source.partitions,
             self._captions_per_image,
             self._say_that_we_wait,
             partial(compare, self._source),
@@ -115,7 +115,7 @@ class _ImageEncode:
         self._bad: list[BadRecord] = []  # of this rank, earlier attempts included
 
     def run(self) -> None:
-        """Encode all missing units, publish and report."""
+        """Encode all missing partitions, publish and report."""
         if self._folder.published:
             unseen = f"; whether {self._source.name} was edited since cannot be seen" if self._folder.unseen else ""
             self._say(f"{self._options.out} is already complete{unseen}")
@@ -124,8 +124,8 @@ class _ImageEncode:
             words = told(self._source, in_pixels=self._in_pixels, without_text=self._embeds_nothing)
             if words is not None:
                 self._say(words)
-        own = range(self._rank.number, self._source.units, self._rank.ranks)
-        kept = {unit: record for unit in own if (record := self._folder.record(unit)) is not None}
+        own = range(self._rank.number, self._source.partitions, self._rank.ranks)
+        kept = {partition: record for partition in own if (record := self._folder.record(partition)) is not None}
         for record in kept.values():
             for bad in record.bad:
                 self._refuse(bad, self._bad)
@@ -139,12 +139,13 @@ class _ImageEncode:
         self._folder.close()
 
     def _encode_all(self) -> None:
-        """Encode until all units are finished, by whichever process, and publish the data set."""
+        """Encode until all partitions are finished, by whichever process, and publish the data set."""
         while True:
-            units = filter(self._folder.claim, in_turn(self._rank.number, self._rank.ranks, self._source.units))
+            every = in_turn(self._rank.number, self._rank.ranks, self._source.partitions)
+            partitions = filter(self._folder.claim, every)
             try:
-                if (first := next(units, None)) is not None:
-                    self._encode(itertools.chain([first], units))
+                if (first := next(partitions, None)) is not None:
+                    self._encode(itertools.chain([first], partitions))
             finally:
                 self._folder.release_all()
             missing = self._folder.publish(self._info, lambda: self._null)
@@ -152,7 +153,7 @@ class _ImageEncode:
                 return
             others = self._folder.unfinished()
             if not self._encoded.isdisjoint(others):
-                raise self._preempted(f"{missing} of {self._source.units} shards are missing")
+                raise self._preempted(f"{missing} of {self._source.partitions} shards are missing")
             if others:  # otherwise another process has just finished the last one
                 self._say(f"rank {self._rank.number}: waiting for {len(others)} shards that other processes write")
                 self._folder.wait(others[0])
@@ -162,16 +163,16 @@ class _ImageEncode:
         try:
             yield
         except KeyboardInterrupt:
-            kept = self._source.units - len(self._folder.unfinished())
-            raise self._preempted(f"interrupted; {kept} of {self._source.units} shards are kept") from None
+            kept = self._source.partitions - len(self._folder.unfinished())
+            raise self._preempted(f"interrupted; {kept} of {self._source.partitions} shards are kept") from None
 
     def _preempted(self, what: str) -> Preempted:
         rank = self._rank
         told = f" (by {rank.told_by} this process is rank {rank.number} of {rank.ranks})" if rank.ranks > 1 else ""
         return Preempted(f"{what} in {self._options.out}; the same command goes on from there{told}")
 
-    def _encode(self, units: Iterable[int]) -> None:
-        """Encode units, each of which is claimed when it is drawn."""
+    def _encode(self, partitions: Iterable[int]) -> None:
+        """Encode partitions, each of which is claimed when it is drawn."""
         self._encoder.load(text=self._embeds_captions)
         expected = self._expected
         device, info = self._device, self._info()
@@ -180,20 +181,20 @@ class _ImageEncode:
         stream = decoded_images(
             self._watched,
             self._decoder,
-            units,
+            partitions,
             self._stopwatch,
             start=lambda: torch.cuda.set_device(device) if on_gpu else None,  # the device is set per thread
         )
         description = "encode" if self._rank.ranks == 1 else f"encode, rank {self._rank.number}"
         bar = Bar(description, expected.images, "images", done=expected.done, alone=self._rank.ranks == 1)
         with closing(stream), bar, self._stopwatch.measure("all"):
-            for unit, chunks in itertools.groupby(stream, key=lambda chunk: chunk.unit):
-                if unit % self._rank.ranks != self._rank.number:
-                    self._take_over(unit)
+            for partition, chunks in itertools.groupby(stream, key=lambda chunk: chunk.partition):
+                if partition % self._rank.ranks != self._rank.number:
+                    self._take_over(partition)
                     bar.total = expected.images
-                record = self._encode_unit(unit, info, chunks, bar)
-                self._folder.finish(unit, record, self._watched.facts(unit))
-                self._encoded.add(unit)
+                record = self._encode_one(partition, info, chunks, bar)
+                self._folder.finish(partition, record, self._watched.metadata(partition))
+                self._encoded.add(partition)
                 expected.add(record)
                 bar.total = expected.images
 
@@ -201,13 +202,13 @@ class _ImageEncode:
         """Say how large the data set becomes, and warn if there is less room; once, on one rank."""
         if self._rank.number or self._encoded:
             return
-        each, units = sample_bytes(info), self._source.units
+        each, partitions = sample_bytes(info), self._source.partitions
         about = "at most" if any(map(info.is_masked, info.columns)) else "about"  # captions of full length are counted
         images = None if isinstance(self._source, WebDatasetSource) else len(self._source)
         if images is None:
-            log.info(f"{self._options.out}: {units} shards, {about} {each / 2**10:.1f} KiB for each picture")
+            log.info(f"{self._options.out}: {partitions} shards, {about} {each / 2**10:.1f} KiB for each picture")
             return
-        missing = each * images * len(self._folder.unfinished()) // max(1, units)
+        missing = each * images * len(self._folder.unfinished()) // max(1, partitions)
         log.info(f"{self._options.out}: {images} pictures, {about} {each * images / 2**20:,.1f} MiB")
         free = shutil.disk_usage(self._options.out).free
         if missing > free:
@@ -216,9 +217,9 @@ class _ImageEncode:
                 "free there; free some space, or stop and choose another folder"
             )
 
-    def _take_over(self, unit: int) -> None:
-        """Note a unit of another rank; say so at the first one."""
-        self._expected.take(unit)
+    def _take_over(self, partition: int) -> None:
+        """Note a partition of another rank; say so at the first one."""
+        self._expected.take(partition)
         if not self._took_over:
             rank = self._rank
             self._say(
@@ -239,17 +240,17 @@ class _ImageEncode:
                 everywhere=False,
             ) from None
 
-    def _encode_unit(self, unit: int, info: DatasetInfo, chunks: Iterable[Chunk], bar: Bar) -> UnitRecord:
+    def _encode_one(self, partition: int, info: DatasetInfo, chunks: Iterable[Chunk], bar: Bar) -> PartitionRecord:
         bad: list[BadRecord] = []
         tally = Tally()
 
         def leave_out(name: str, reason: str) -> None:
             self._refuse(BadRecord(name, reason), bad)
 
-        shards = UnitEncoder(
+        shards = PartitionEncoder(
             self._options.out,
             info,
-            unit,
+            partition,
             encoder=self._encoder,
             threads=self._threads,
             batch=self._options.batch,
@@ -274,7 +275,7 @@ class _ImageEncode:
             shards.abandon()
         self._bad += bad
         noted = Selection(noted=tally.counted())
-        return UnitRecord(published, tuple(bad), self._source.found_in(unit).and_then([noted]))
+        return PartitionRecord(published, tuple(bad), self._source.found_in(partition).and_then([noted]))
 
     def _refuse(self, bad: BadRecord, found: list[BadRecord]) -> None:
         """Apply the policy for bad images: raise DataError, or add to ``found``."""
@@ -289,8 +290,8 @@ class _ImageEncode:
         """Return the largest number of captions to embed per image."""
         if self._options.captions == "first" or not self._embeds_captions:
             return 1
-        with Bar("counting captions", self._source.units, "shards") as bar:
-            return max(1, *map(self._source.most_captions, bar.over(range(self._source.units))))
+        with Bar("counting captions", self._source.partitions, "shards") as bar:
+            return max(1, *map(self._source.most_captions, bar.over(range(self._source.partitions))))
 
     def _say_that_we_wait(self) -> None:
         does = "counts the captions of" if self._options.captions == "all" else "looks at"
@@ -423,31 +424,31 @@ class _ImageEncode:
 class _Expectation:
     """The expected number of this rank's images, for the progress bar."""
 
-    def __init__(self, source: ImageSource, per_unit: int, own: range, kept: dict[int, UnitRecord]) -> None:
-        self._per_unit = per_unit
-        self._units = self._images = 0
+    def __init__(self, source: ImageSource, per_partition: int, own: range, kept: dict[int, PartitionRecord]) -> None:
+        self._per_partition = per_partition
+        self._partitions = self._images = 0
         self._finished = len(kept)
         self.done = sum(record.images for record in kept.values())
         # A tar source would have to read all headers.
         self._total = None if isinstance(source, WebDatasetSource) else len(source)
-        for unit in own:
-            self.take(unit)
+        for partition in own:
+            self.take(partition)
 
-    def take(self, unit: int) -> None:
-        """Count a unit that is to be encoded."""
-        self._units += 1
+    def take(self, partition: int) -> None:
+        """Count a partition that is to be encoded."""
+        self._partitions += 1
         if self._total is not None:
-            self._images += min(self._per_unit, self._total - unit * self._per_unit)
+            self._images += min(self._per_partition, self._total - partition * self._per_partition)
 
     @property
     def images(self) -> int | None:
         """The exact or estimated number; None: unknown."""
         if self._total is not None or not self._finished:
             return None if self._total is None else self._images
-        return round(self.done / self._finished * self._units)
+        return round(self.done / self._finished * self._partitions)
 
-    def add(self, record: UnitRecord) -> None:
-        """Count a finished unit."""
+    def add(self, record: PartitionRecord) -> None:
+        """Count a finished partition."""
         self._finished += 1
         self.done += record.images
 

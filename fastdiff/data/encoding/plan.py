@@ -1,12 +1,13 @@
 """Coordination of the ranks of an encode through files in ``OUT/.encoding``, their only communication.
 
-``plan.json`` holds all options that affect the bytes, and ``unit-000012.json`` records a finished unit. A unit without
-a record is encoded again from its start, so the same command resumes a killed encode. A process claims a unit by the
-lock of ``unit-000012.lock`` (``parallel/claims.py``). The rank that finds all records publishes the data set.
+``plan.json`` holds all options that affect the bytes, and ``unit-000012.json`` records a finished partition. A
+partition without a record is encoded again from its start, so the same command resumes a killed encode. A process
+claims a partition by the lock of ``unit-000012.lock`` (``parallel/claims.py``). The rank that finds all records
+publishes the data set.
 
-The plan stays beside the published data set as ``encode.json``, and each record with what its unit was encoded from
-(``source_facts.py``), as ``train-000012.source.json``. By them a later call of the same command finds what was edited
-in the source. It makes the data set an unfinished encode again, without the units that are stale.
+The plan stays beside the published data set as ``encode.json``, and each record with what its partition was encoded
+from (``source_metadata.py``), as ``train-000012.source.json``. By them a later call of the same command finds what was
+edited in the source. It makes the data set an unfinished encode again, without the partitions that are stale.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from fastdiff.conditions import CAPTIONED
-from fastdiff.data.encoding.source_facts import Changes, UnitFacts
+from fastdiff.data.encoding.source_metadata import Changes, PartitionMetadata
 from fastdiff.data.selection import Counted, Selection
 from fastdiff.data.shards.format import (
     ENCODE_PLAN,
@@ -69,17 +70,17 @@ class BadRecord:
 
 
 @dataclass(frozen=True)
-class UnitRecord:
-    """The record of a finished unit."""
+class PartitionRecord:
+    """The record of a finished partition."""
 
     shards: tuple[ShardInfo, ...]
     bad: tuple[BadRecord, ...]
     selection: Selection = field(default_factory=Selection)
-    """What was left out of the unit, or found in it, without the listing of the source."""
+    """What was left out of the partition, or found in it, without the listing of the source."""
 
     @property
     def images(self) -> int:
-        """Images of the unit, skipped ones included."""
+        """Images of the partition, skipped ones included."""
         return sum(shard.samples for shard in self.shards) + len(self.bad)
 
 
@@ -87,11 +88,11 @@ class UnitRecord:
 class _Stored:
     """The content of ``train-000012.source.json``."""
 
-    record: UnitRecord
-    facts: UnitFacts
+    record: PartitionRecord
+    facts: PartitionMetadata
 
 
-Compare = Callable[[Mapping[int, UnitFacts], bool], Changes]
+Compare = Callable[[Mapping[int, PartitionMetadata], bool], Changes]
 
 
 class EncodeFolder:
@@ -100,12 +101,12 @@ class EncodeFolder:
     Args:
         out: The folder; created if missing.
         plan: Options that affect the bytes, JSON values by name.
-        units: Number of units of the source.
+        partitions: Number of partitions of the source.
         count_captions: Returns the largest number of captions per image. Only the first process calls it; all others
             wait for the result.
         wait: Called by a process before it waits for the first one.
-        compare: Returns the changes of the source since these units were encoded; the second argument says whether they
-            are all. Only the first process calls it.
+        compare: Returns the changes of the source since these partitions were encoded; the second argument says whether
+            they are all. Only the first process calls it.
         say: Called with a line about the changes.
 
     Attributes:
@@ -123,13 +124,13 @@ class EncodeFolder:
         self,
         out: Path,
         plan: Mapping[str, Any],
-        units: int,
+        partitions: int,
         count_captions: Callable[[], int],
         wait: Callable[[], None] = lambda: None,
         compare: Compare = lambda known, whole: Changes(),
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.out, self._units, self._say = out, units, say
+        self.out, self._partitions, self._say = out, partitions, say
         self._work = out / _FOLDER
         self._plan_path = self._work / "plan.json"
         self._claims = Claims(self._work, "unit")
@@ -159,67 +160,67 @@ class EncodeFolder:
                     self._remove_work()
 
     def close(self) -> None:
-        """Release all units that are claimed and not finished, and let other processes be alone."""
+        """Release all partitions that are claimed and not finished, and let other processes be alone."""
         self._claims.release_all()
         if self._living is not None:
             self._living.close()
 
-    def record(self, unit: int) -> UnitRecord | None:
-        """Return the record of a unit if the unit is finished and all its files have their full length."""
+    def record(self, partition: int) -> PartitionRecord | None:
+        """Return the record of a partition if the partition is finished and all its files have their full length."""
         try:
-            record = TypeAdapter(UnitRecord).validate_json(self._record_path(unit).read_bytes())
+            record = TypeAdapter(PartitionRecord).validate_json(self._record_path(partition).read_bytes())
         except (FileNotFoundError, ValidationError):
             return None
         return record if all(map(self._is_there, record.shards)) else None
 
-    def claim(self, unit: int) -> bool:
-        """Claim a unit and remove the files of earlier attempts; False: it is finished, or another process has it."""
+    def claim(self, partition: int) -> bool:
+        """Claim a partition and remove files of earlier attempts; False: it is finished, or another process has it."""
         with self.storage():
-            if self._is_finished(unit) or not self._claims.take(unit):
+            if self._is_finished(partition) or not self._claims.take(partition):
                 return False
             self._require_the_same_source()
-            # Without a record of this unit no process can publish, so from here on the files belong to this one.
-            if self._is_finished(unit):
-                self._claims.release(unit)
+            # Without a record of this partition no process can publish, so from here on the files belong to this one.
+            if self._is_finished(partition):
+                self._claims.release(partition)
                 return False
-            for leftover in self.out.glob(f"train-{unit:06d}[.-]*"):
+            for leftover in self.out.glob(f"train-{partition:06d}[.-]*"):
                 if is_shard_file(leftover.name):
                     leftover.unlink(missing_ok=True)
             return True
 
-    def finish(self, unit: int, record: UnitRecord, facts: UnitFacts) -> None:
-        """Record that a claimed unit is finished, and release it; its shards must be on disk."""
+    def finish(self, partition: int, record: PartitionRecord, metadata: PartitionMetadata) -> None:
+        """Record that a claimed partition is finished, and release it; its shards must be on disk."""
         with self.storage():
-            self._store(unit, _Stored(record, facts))
-            publish(self._record_path(unit), canonical_json(dataclasses.asdict(record)))
-        self._claims.release(unit)
+            self._store(partition, _Stored(record, metadata))
+            publish(self._record_path(partition), canonical_json(dataclasses.asdict(record)))
+        self._claims.release(partition)
 
     def release_all(self) -> None:
-        """Release all units that are claimed and not finished."""
+        """Release all partitions that are claimed and not finished."""
         self._claims.release_all()
 
     def unfinished(self) -> list[int]:
-        """Return the units that are not finished, by any process."""
+        """Return the partitions that are not finished, by any process."""
         with self.storage():
-            return [unit for unit in range(self._units) if not self._is_finished(unit)]
+            return [partition for partition in range(self._partitions) if not self._is_finished(partition)]
 
-    def wait(self, unit: int) -> None:
-        """Wait until no other process holds a unit."""
+    def wait(self, partition: int) -> None:
+        """Wait until no other process holds a partition."""
         with self.storage():
-            self._claims.wait(unit)
+            self._claims.wait(partition)
 
-    def _is_finished(self, unit: int) -> bool:
-        return (self.out / INFO_FILE).exists() or self.record(unit) is not None
+    def _is_finished(self, partition: int) -> bool:
+        return (self.out / INFO_FILE).exists() or self.record(partition) is not None
 
     def publish(self, template: Callable[[], DatasetInfo], null: Callable[[], Mapping[str, npt.NDArray[Any]]]) -> int:
-        """Write dataset.json if all units are finished; only then the arguments are called.
+        """Write dataset.json if all partitions are finished; only then the arguments are called.
 
         Args:
             template: Returns the content of dataset.json without shards, samples and null.
             null: Returns the embedding of the empty prompt, by column.
 
         Returns:
-            Number of unfinished units; 0: the data set is complete.
+            Number of unfinished partitions; 0: the data set is complete.
 
         Raises:
             DataError: All images are unusable.
@@ -228,15 +229,16 @@ class EncodeFolder:
             with self.storage():
                 if self._is_published():
                     return 0
-                if missing := self._units - sum(1 for _ in self._work.glob("unit-*.json")):
+                if missing := self._partitions - sum(1 for _ in self._work.glob("unit-*.json")):
                     return missing
-                records = [record for unit in range(self._units) if (record := self.record(unit)) is not None]
-            if len(records) == self._units:
+                every = map(self.record, range(self._partitions))
+                records = [record for record in every if record is not None]
+            if len(records) == self._partitions:
                 described, embedding = template(), null()
                 with self.storage():
                     self._write(records, described, embedding)
                 self.has_written = True
-            return self._units - len(records)
+            return self._partitions - len(records)
 
     @contextlib.contextmanager
     def storage(self) -> Iterator[None]:
@@ -246,10 +248,12 @@ class EncodeFolder:
         except OSError as error:
             raise StorageError(
                 f"cannot write to {error.filename or self.out}: {error.strerror or error}; {remedy(error)}. The same "
-                "command resumes after the last finished unit"
+                "command resumes after the last finished partition"
             ) from error
 
-    def _write(self, records: list[UnitRecord], template: DatasetInfo, null: Mapping[str, npt.NDArray[Any]]) -> None:
+    def _write(
+        self, records: list[PartitionRecord], template: DatasetInfo, null: Mapping[str, npt.NDArray[Any]]
+    ) -> None:
         shards = tuple(shard for record in records for shard in record.shards)
         bad = [bad for record in records for bad in record.bad]
         if not shards:
@@ -370,11 +374,11 @@ class EncodeFolder:
             return
         with self.storage():
             stored = self._all_stored()
-        changes = compare({unit: each.facts for unit, each in stored.items()}, self.published)
+        changes = compare({partition: each.facts for partition, each in stored.items()}, self.published)
         self.unseen = changes.unseen
         with self.storage():
-            for unit, facts in changes.fresh.items():
-                self._store(unit, _Stored(stored[unit].record, facts))
+            for partition, metadata in changes.fresh.items():
+                self._store(partition, _Stored(stored[partition].record, metadata))
         if moved:  # only what was compared is still known to be of the source
             self._drop_others(changes.same, begun, stored, changes, count_captions)
         elif changes.stale:
@@ -388,24 +392,24 @@ class EncodeFolder:
         changes: Changes,
         count_captions: Callable[[], int],
     ) -> None:
-        """Make an unfinished encode of the source as it is now, from the units that are still the same."""
+        """Make an unfinished encode of the source as it is now, from the partitions that are still the same."""
         what = f"the source has changed since it was encoded ({changes.shown or 'its listing'})"
         if self.published:
             self._refuse_used(what)
         captions, before = count_captions(), self.captions
         with self.storage():
-            known, every = self._known_units(), range(self._units)
-            finished = set(every) if self.published else {unit for unit in known if self._is_finished(unit)}
+            known, every = self._known_partitions(), range(self._partitions)
+            finished = set(every) if self.published else set(filter(self._is_finished, known))
             if self.published:
                 self.published = False
                 self._withdraw(begun, stored)
-            kept = set() if captions != before else {unit for unit in same if unit in every}
-            for unit in known - kept:
-                self._drop(unit)
+            kept = set() if captions != before else {partition for partition in same if partition in every}
+            for partition in known - kept:
+                self._drop(partition)
             self.captions = captions
             publish(self._plan_path, self._content())
         if finished:
-            self._say(f"{what}: {len(finished - kept)} of {self._units} shards are encoded anew")
+            self._say(f"{what}: {len(finished - kept)} of {self._partitions} shards are encoded anew")
 
     def _refuse_used(self, what: str) -> None:
         if runs := runs_that_use(self.out):
@@ -417,39 +421,39 @@ class EncodeFolder:
 
     def _withdraw(self, begun: Mapping[str, Any], stored: Mapping[int, _Stored]) -> None:
         """Make a published data set the unfinished encode that it was before; a kill leaves the one or the other."""
-        for unit, each in stored.items():
-            publish(self._record_path(unit), canonical_json(dataclasses.asdict(each.record)))
+        for partition, each in stored.items():
+            publish(self._record_path(partition), canonical_json(dataclasses.asdict(each.record)))
         publish(self._plan_path, canonical_json({**begun, _CAPTIONS: self.captions}))
         (self.out / INFO_FILE).unlink()
         fsync(self.out)
 
-    def _drop(self, unit: int) -> None:
-        """Remove the record and all files of a unit."""
-        self._record_path(unit).unlink(missing_ok=True)
-        for path in self.out.glob(f"train-{unit:06d}[.-]*"):
+    def _drop(self, partition: int) -> None:
+        """Remove the record and all files of a partition."""
+        self._record_path(partition).unlink(missing_ok=True)
+        for path in self.out.glob(f"train-{partition:06d}[.-]*"):
             if is_shard_file(path.name):
                 path.unlink(missing_ok=True)
 
-    def _known_units(self) -> set[int]:
-        """Return the units that have files or a record."""
+    def _known_partitions(self) -> set[int]:
+        """Return the partitions that have files or a record."""
         names = [*os.listdir(self.out), *os.listdir(self._work)]
         found = (re.match(r"(?:train|unit)-([0-9]{6,})[.-]", name) for name in names)
         return {int(match[1]) for match in found if match}
 
-    def _store(self, unit: int, stored: _Stored) -> None:
-        publish(self._stored_path(unit), canonical_json(dataclasses.asdict(stored)))
+    def _store(self, partition: int, stored: _Stored) -> None:
+        publish(self._stored_path(partition), canonical_json(dataclasses.asdict(stored)))
 
     def _all_stored(self) -> dict[int, _Stored]:
-        """Return what lies beside the shards of all units, of an unfinished encode: of its finished units."""
+        """Return what lies beside the shards of all partitions, of an unfinished encode: of its finished partitions."""
         found = {}
-        for unit in sorted(self._known_units()):
+        for partition in sorted(self._known_partitions()):
             with contextlib.suppress(FileNotFoundError, ValidationError):
-                if self.published or self.record(unit) is not None:
-                    found[unit] = TypeAdapter(_Stored).validate_json(self._stored_path(unit).read_bytes())
+                if self.published or self.record(partition) is not None:
+                    found[partition] = TypeAdapter(_Stored).validate_json(self._stored_path(partition).read_bytes())
         return found
 
-    def _stored_path(self, unit: int) -> Path:
-        return self.out / f"train-{unit:06d}.source.json"
+    def _stored_path(self, partition: int) -> Path:
+        return self.out / f"train-{partition:06d}.source.json"
 
     def _require_the_same_source(self) -> None:
         """Raise ConfigError if another process has found that the source has changed, and encodes it anew."""
@@ -471,8 +475,8 @@ class EncodeFolder:
                     path.unlink(missing_ok=True)
             self._work.rmdir()
 
-    def _record_path(self, unit: int) -> Path:
-        return self._work / f"unit-{unit:06d}.json"
+    def _record_path(self, partition: int) -> Path:
+        return self._work / f"unit-{partition:06d}.json"
 
     def _is_there(self, shard: ShardInfo) -> bool:
         path = self.out / shard.name
@@ -507,8 +511,8 @@ def _differences(begun: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     return "; ".join(f"{name} was {begun.get(name)}, is {plan.get(name)}" for name in changed)
 
 
-def _selection(template: DatasetInfo, records: list[UnitRecord]) -> Selection:
-    """Return what the listing of the source and all units left out, skipped images included."""
+def _selection(template: DatasetInfo, records: list[PartitionRecord]) -> Selection:
+    """Return what the listing of the source and all partitions left out, skipped images included."""
     bad = [bad for record in records for bad in record.bad]
     first = tuple(PurePath(each.name).name for each in bad[:3])
     skipped = Counted(reason=f"unusable, listed in {BAD_IMAGES}", count=len(bad), first=first)

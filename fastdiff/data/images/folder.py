@@ -21,8 +21,8 @@ from fastdiff.data.images.items import (
     ImageItem,
     clean_captions,
     digest_of,
+    partition_count,
     stamp,
-    unit_count,
 )
 from fastdiff.data.images.kinds import READ, UNPACKED, is_archive
 from fastdiff.data.images.listing import Listing
@@ -85,7 +85,7 @@ class ImageFolder:
         self.name = f"images {f'of {escape(str(metadata))} ' if metadata else ''}in {escape(str(self.root))}"
         self.class_names: tuple[str, ...] = ()
         self.captioned = False
-        self._options, self._per_unit = options, options.samples_per_shard
+        self._options, self._per_partition = options, options.samples_per_shard
         self._names = Names(self.root)
         self._left_out, self._noted = Tally(), Tally()
         self._note_splits(folder)
@@ -100,20 +100,20 @@ class ImageFolder:
         self.selection = Selection(left_out=self._left_out.counted(), noted=self._noted.counted())
         facts = ([entry.path, entry.captions, entry.label] for entry in self._entries)
         kind = "" if self.captioned or self.classes else ", no captions"
-        self.digest = digest_of(f"folder, {self._per_unit} per unit, {self.classes} classes{kind}", facts)
+        self.digest = digest_of(f"folder, {self._per_partition} per unit, {self.classes} classes{kind}", facts)
 
     @property
-    def units(self) -> int:
-        """Number of units."""
-        return unit_count(len(self), self._per_unit)
+    def partitions(self) -> int:
+        """Number of partitions."""
+        return partition_count(len(self), self._per_partition)
 
     def __len__(self) -> int:
         """Return the number of listed images, missing ones included."""
         return len(self._entries)
 
-    def stamps(self, unit: int) -> dict[str, Any] | None:
+    def stamps(self, partition: int) -> dict[str, Any] | None:
         """See ``ImageSource``."""
-        entries = self._entries[unit * self._per_unit : (unit + 1) * self._per_unit]
+        entries = self._entries[partition * self._per_partition : (partition + 1) * self._per_partition]
         listed = digest_of("listed", ([entry.path, entry.captions, entry.text, entry.label] for entry in entries))
         files = {file for entry in entries for file in self._files(entry)}
         return {"": listed} | {file: stamp(self.root / file) for file in sorted(files)}
@@ -125,13 +125,13 @@ class ImageFolder:
         )
         return [entry.path, str(entry.text)] if reads_text else [entry.path]
 
-    def found_in(self, unit: int) -> Selection:
+    def found_in(self, partition: int) -> Selection:
         """See ``ImageSource``: the listing knows all."""
         return Selection()
 
-    def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
-        """Yield the images of a unit; StorageError if the storage fails."""
-        for index in range(unit * self._per_unit, min((unit + 1) * self._per_unit, len(self))):
+    def items(self, partition: int) -> Iterator[ImageItem | BadItem]:
+        """Yield the images of a partition; StorageError if the storage fails."""
+        for index in range(partition * self._per_partition, min((partition + 1) * self._per_partition, len(self))):
             yield self.item(index)
 
     def item(self, index: int) -> ImageItem | BadItem:
@@ -147,10 +147,10 @@ class ImageFolder:
             return BadItem(key, name, str(error))
         return ImageItem(key, name, image, captions, entry.label)
 
-    def most_captions(self, unit: int) -> int:
-        """Return the largest number of captions per image in a unit, without reading images."""
+    def most_captions(self, partition: int) -> int:
+        """Return the largest number of captions per image in a partition, without reading images."""
         most = 0
-        for entry in self._entries[unit * self._per_unit : (unit + 1) * self._per_unit]:
+        for entry in self._entries[partition * self._per_partition : (partition + 1) * self._per_partition]:
             with contextlib.suppress(BadCaptionError, _BadFileError):  # reported by ``item``
                 most = max(most, len(self._captions(entry)))
         return most

@@ -15,8 +15,8 @@ from fastdiff.data.images.items import (
     ImageItem,
     clean_captions,
     digest_of,
+    partition_count,
     stamp,
-    unit_count,
 )
 from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.selection import Selection, Tally
@@ -82,38 +82,38 @@ class HuggingFaceSource:
                 "datasets.Image, bytes or paths"
             ) from error
         self._in_arrow = self._rows.with_format("arrow")
-        self._per_unit = options.samples_per_shard
+        self._per_partition = options.samples_per_shard
         if total > len(found):
             noted.add(f"beyond --max-samples {options.max_samples}", count=total - len(found))
         self.selection = Selection(left_out=noted.counted())
-        kind = f"datasets, {split}, {image_column}, {self._per_unit} per unit{f', {caption}' if caption else ''}"
+        kind = f"datasets, {split}, {image_column}, {self._per_partition} per unit{f', {caption}' if caption else ''}"
         self.digest = digest_of(kind, self._facts(described))
 
     @property
-    def units(self) -> int:
-        """Number of units."""
-        return unit_count(len(self), self._per_unit)
+    def partitions(self) -> int:
+        """Number of partitions."""
+        return partition_count(len(self), self._per_partition)
 
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self._rows)
 
-    def stamps(self, unit: int) -> dict[str, Any] | None:
+    def stamps(self, partition: int) -> dict[str, Any] | None:
         """See ``ImageSource``: the fingerprint of ``datasets``, and the pictures that the rows name by path."""
-        rows = slice(unit * self._per_unit, (unit + 1) * self._per_unit)
+        rows = slice(partition * self._per_partition, (partition + 1) * self._per_partition)
         cells = self._in_arrow[rows][self._image]
         parts = dict(zip((part.name for part in cells.type), cells.flatten(), strict=True))
         paths = parts["path"].filter(parts["bytes"].is_null()).to_pylist()  # without reading the bytes
-        listed = {"": [self._rows._fingerprint, unit, self._per_unit]}
+        listed = {"": [self._rows._fingerprint, partition, self._per_partition]}
         return listed | {path: stamp(path) for path in sorted(filter(None, paths))}
 
-    def found_in(self, unit: int) -> Selection:
+    def found_in(self, partition: int) -> Selection:
         """See ``ImageSource``."""
         return Selection()
 
-    def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
-        """Yield the rows of a unit; StorageError if they cannot be read."""
-        for index in range(unit * self._per_unit, min((unit + 1) * self._per_unit, len(self))):
+    def items(self, partition: int) -> Iterator[ImageItem | BadItem]:
+        """Yield the rows of a partition; StorageError if they cannot be read."""
+        for index in range(partition * self._per_partition, min((partition + 1) * self._per_partition, len(self))):
             yield self.item(index)
 
     def item(self, index: int) -> ImageItem | BadItem:
@@ -136,11 +136,11 @@ class HuggingFaceSource:
         except (BadCaptionError, _NoImageError) as error:
             return BadItem(key, name, str(error))
 
-    def most_captions(self, unit: int) -> int:
-        """Return the largest number of captions per row in a unit, without reading images."""
+    def most_captions(self, partition: int) -> int:
+        """Return the largest number of captions per row in a partition, without reading images."""
         if not self._has_column:
             return int(self.captioned)
-        rows = slice(unit * self._per_unit, (unit + 1) * self._per_unit)
+        rows = slice(partition * self._per_partition, (partition + 1) * self._per_partition)
         try:
             cells = self._rows.select_columns([self._caption])[rows][self._caption]
         except OSError as error:

@@ -44,7 +44,7 @@ class BadItem:
 
 
 class ImageSource(Protocol):
-    """A source of images in a fixed order, divided into units for sequential reading."""
+    """A source of images in a fixed order, divided into partitions for sequential reading."""
 
     @property
     def name(self) -> str:
@@ -63,37 +63,37 @@ class ImageSource(Protocol):
         """Whether the images have captions."""
 
     @property
-    def units(self) -> int:
-        """Number of units."""
+    def partitions(self) -> int:
+        """Number of partitions."""
 
     @property
     def digest(self) -> str:
-        """Sha256 of the listing; it changes with the units."""
+        """Sha256 of the listing; it changes with the partitions."""
 
     @property
     def selection(self) -> Selection:
         """What the listing left out."""
 
-    def stamps(self, unit: int) -> dict[str, Any] | None:
-        """Return, as JSON values by name, what changes when a file of a unit is edited; None: the source cannot tell.
+    def stamps(self, partition: int) -> dict[str, Any] | None:
+        """Return, as JSON values by name, what changes when a file of a partition is edited; None: it cannot tell.
 
         The files themselves are not read. The names are those of the files; the name "" is for what is already listed.
         Called by several threads.
         """
 
-    def found_in(self, unit: int) -> Selection:
-        """Return what ``items`` of this unit, read to its end, left out beyond the listing."""
+    def found_in(self, partition: int) -> Selection:
+        """Return what ``items`` of this partition, read to its end, left out beyond the listing."""
 
-    def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
-        """Yield the images of a unit, always the same.
+    def items(self, partition: int) -> Iterator[ImageItem | BadItem]:
+        """Yield the images of a partition, always the same.
 
         Raises:
             DataError: A file of many images is damaged; images before the damage were yielded.
             StorageError: The storage cannot be read.
         """
 
-    def most_captions(self, unit: int) -> int:
-        """Return the largest number of captions per image in a unit, 0 without captions; read no images.
+    def most_captions(self, partition: int) -> int:
+        """Return the largest number of captions per image in a partition, 0 without captions; read no images.
 
         Raises:
             DataError: As ``items``.
@@ -104,7 +104,7 @@ class ImageSource(Protocol):
         """Return the number of images; ConfigError if that would require reading all of them."""
 
     def item(self, index: int) -> ImageItem | BadItem:
-        """Return an image by number, in the order of the units; ConfigError without random access."""
+        """Return an image by number, in the order of the partitions; ConfigError without random access."""
 
 
 class BadCaptionError(Exception):
@@ -151,6 +151,6 @@ def stamp(path: str | os.PathLike[str]) -> list[int] | None:
     return [status.st_size, status.st_mtime_ns]
 
 
-def unit_count(samples: int, per_unit: int) -> int:
-    """Return the number of units of ``per_unit`` samples, the last one possibly shorter."""
-    return -(-samples // per_unit)
+def partition_count(samples: int, per_partition: int) -> int:
+    """Return the number of partitions of ``per_partition`` samples, the last one possibly shorter."""
+    return -(-samples // per_partition)

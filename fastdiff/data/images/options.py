@@ -27,7 +27,7 @@ class SourceOptions:
     source: str
     """As the user named it, see ``sources.open_source``."""
     samples_per_shard: int = 1024
-    """Images per unit; a tar is always one unit."""
+    """Images per partition; a tar is always one partition."""
     image_column: str = "image"
     """Column of the images in a data set, or of their paths in a file of metadata."""
     caption_column: str = "text"

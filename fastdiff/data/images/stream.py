@@ -1,4 +1,4 @@
-"""Prefetching of images: one thread reads units ahead, another one decodes them."""
+"""Prefetching of images: one thread reads partitions ahead, another one decodes them."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ _DEPTH = 2
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive images of a unit; every unit has at least one chunk, which may be empty."""
+    """Consecutive images of a partition; every partition has at least one chunk, which may be empty."""
 
-    unit: int
+    partition: int
     images: list[tuple[ImageItem | BadItem, Decoded | BadImage]]
 
 
 class Items(Protocol):
-    """What gives the images of a unit."""
+    """What gives the images of a partition."""
 
-    def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
+    def items(self, partition: int) -> Iterator[ImageItem | BadItem]:
         """See ``ImageSource``."""
 
 
 def decoded_images(
-    source: Items, decoder: Decoder, units: Iterable[int], stopwatch: Stopwatch, start: Callable[[], None]
+    source: Items, decoder: Decoder, partitions: Iterable[int], stopwatch: Stopwatch, start: Callable[[], None]
 ) -> Generator[Chunk, None, None]:
-    """Read and decode ``units`` in order.
+    """Read and decode ``partitions`` in order.
 
     Args:
         source: Source of the images, used by one thread only.
         decoder: Decoder, used by one thread only.
-        units: Numbers of the units.
+        partitions: Numbers of the partitions.
         stopwatch: Records the stages ``read`` and ``decode``.
         start: Called first in the decoding thread, for example to select the GPU.
 
     Yields:
         The chunks in order; an error of the source is raised at its chunk.
     """
-    read = read_ahead(_read(source, units, stopwatch), _DEPTH)
+    read = read_ahead(_read(source, partitions, stopwatch), _DEPTH)
     return read_ahead(_decode(read, decoder, stopwatch), _DEPTH, start=start)
 
 
 def _read(
-    source: Items, units: Iterable[int], stopwatch: Stopwatch
+    source: Items, partitions: Iterable[int], stopwatch: Stopwatch
 ) -> Generator[tuple[int, list[ImageItem | BadItem]], None, None]:
-    for unit in units:
-        chunks = _chunks(source.items(unit))
+    for partition in partitions:
+        chunks = _chunks(source.items(partition))
         while True:
             with stopwatch.measure("read"):
                 chunk = next(chunks, None)
             if chunk is None:
                 break
-            yield unit, chunk
+            yield partition, chunk
 
 
 def _chunks(items: Iterator[ImageItem | BadItem]) -> Iterator[list[ImageItem | BadItem]]:
@@ -82,11 +82,11 @@ def _decode(
     chunks: Generator[tuple[int, list[ImageItem | BadItem]], None, None], decoder: Decoder, stopwatch: Stopwatch
 ) -> Generator[Chunk, None, None]:
     try:
-        for unit, items in chunks:
+        for partition, items in chunks:
             with stopwatch.measure("decode"):
                 decoded = iter(decoder.decode([item.image for item in items if isinstance(item, ImageItem)]))
             yield Chunk(
-                unit,
+                partition,
                 [(item, next(decoded) if isinstance(item, ImageItem) else BadImage(item.reason)) for item in items],
             )
     finally:

@@ -21,7 +21,7 @@ from fastdiff.data.images.items import (
     ImageItem,
     clean_captions,
     digest_of,
-    unit_count,
+    partition_count,
 )
 from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.selection import Selection, Tally
@@ -45,7 +45,7 @@ class UserSource:
     def __init__(self, options: SourceOptions) -> None:
         self.name = options.name
         self._plugin: Plugin = load(options.source, "fastdiff.sources", "source")
-        self._per_unit, max_samples = options.samples_per_shard, options.max_samples
+        self._per_partition, max_samples = options.samples_per_shard, options.max_samples
         with self._plugin.blamed(self.name):
             self._items: Any = self._plugin.found() if callable(self._plugin.found) else self._plugin.found
             self._count = len(self._items)
@@ -64,28 +64,28 @@ class UserSource:
             self._check(index)
         facts = [self._plugin.identity, self._count]
         self.selection = Selection(left_out=left_out.counted())
-        self.digest = digest_of(f"plug-in, {self._per_unit} per unit", facts)
+        self.digest = digest_of(f"plug-in, {self._per_partition} per unit", facts)
 
     @property
-    def units(self) -> int:
-        """Number of units."""
-        return unit_count(len(self), self._per_unit)
+    def partitions(self) -> int:
+        """Number of partitions."""
+        return partition_count(len(self), self._per_partition)
 
     def __len__(self) -> int:
         """Return the number of images."""
         return self._count
 
-    def stamps(self, unit: int) -> dict[str, Any] | None:
+    def stamps(self, partition: int) -> dict[str, Any] | None:
         """See ``ImageSource``: code cannot tell."""
         return None
 
-    def found_in(self, unit: int) -> Selection:
+    def found_in(self, partition: int) -> Selection:
         """See ``ImageSource``."""
         return Selection()
 
-    def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
-        """Yield the images of a unit."""
-        for index in range(unit * self._per_unit, min((unit + 1) * self._per_unit, len(self))):
+    def items(self, partition: int) -> Iterator[ImageItem | BadItem]:
+        """Yield the images of a partition."""
+        for index in range(partition * self._per_partition, min((partition + 1) * self._per_partition, len(self))):
             yield self.item(index)
 
     def item(self, index: int) -> ImageItem | BadItem:
@@ -108,9 +108,9 @@ class UserSource:
         except (BadCaptionError, OSError, ValueError) as error:
             return BadItem(key, name, str(error))
 
-    def most_captions(self, unit: int) -> int:
-        """Return the largest number of captions per image in a unit."""
-        items = self.items(unit) if self.captioned else ()
+    def most_captions(self, partition: int) -> int:
+        """Return the largest number of captions per image in a partition."""
+        items = self.items(partition) if self.captioned else ()
         return max((len(item.captions) for item in items if isinstance(item, ImageItem)), default=0)
 
     def _read_classes(self, first: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Images in local or remote WebDataset tars, as written by img2dataset; each tar is a unit."""
+"""Images in local or remote WebDataset tars, as written by img2dataset; each tar is a partition."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class WebDatasetSource:
     hence local tars.
 
     Args:
-        tars: Paths and addresses, in the order of the units.
+        tars: Paths and addresses, in the order of the partitions.
         options: What is read. ``caption_column`` ``text``: the ``.txt`` member, or the caption in the ``.json`` member;
             any other name: a field of the ``.json`` member.
         beside: What lies beside the tars and is not read; None: nothing.
@@ -89,21 +89,21 @@ class WebDatasetSource:
         self.digest = digest_of(f"{kind}, {caption}" if caption else kind, names)
 
     @property
-    def units(self) -> int:
+    def partitions(self) -> int:
         """Number of tars."""
         return len(self._tars)
 
-    def stamps(self, unit: int) -> dict[str, Any] | None:
+    def stamps(self, partition: int) -> dict[str, Any] | None:
         """See ``ImageSource``; those of remote tars cannot tell."""
-        tar = self._tars[unit]
-        most = None if self._offsets is None else len(self._offsets[unit])
+        tar = self._tars[partition]
+        most = None if self._offsets is None else len(self._offsets[partition])
         return None if is_remote(tar) else {"": [self._column, most], Path(tar).name: stamp(tar)}
 
-    def found_in(self, unit: int) -> Selection:
+    def found_in(self, partition: int) -> Selection:
         """See ``ImageSource``; where only headers were read, what they show."""
-        return self._found.get(unit, Selection())
+        return self._found.get(partition, Selection())
 
-    def items(self, unit: int) -> Iterator[ImageItem | BadItem]:
+    def items(self, partition: int) -> Iterator[ImageItem | BadItem]:
         """Yield the samples of a tar.
 
         Raises:
@@ -111,14 +111,14 @@ class WebDatasetSource:
             StorageError: The tar cannot be read.
         """
         leftovers = Leftovers()
-        for row, group in enumerate(self._first(unit, kinds=KINDS, leftovers=leftovers)):
-            yield self._item(unit, row, group, leftovers)
-        self._found[unit] = _selected(leftovers)
+        for row, group in enumerate(self._first(partition, kinds=KINDS, leftovers=leftovers)):
+            yield self._item(partition, row, group, leftovers)
+        self._found[partition] = _selected(leftovers)
 
-    def most_captions(self, unit: int) -> int:
+    def most_captions(self, partition: int) -> int:
         """Return the largest number of captions per sample in a tar; in a local tar only texts are read."""
         most = 0
-        for group in self._first(unit, kinds=TEXTS) if self.captioned else ():
+        for group in self._first(partition, kinds=TEXTS) if self.captioned else ():
             with contextlib.suppress(BadSampleError):  # reported by ``items``
                 most = max(most, len(self._captions(group, Leftovers())))
         return most
@@ -130,15 +130,15 @@ class WebDatasetSource:
     def item(self, index: int) -> ImageItem | BadItem:
         """Return a sample by number; the first call reads all headers (ConfigError for remote tars)."""
         offsets = self._scan()
-        unit = bisect.bisect_right(self._starts, index) - 1
+        partition = bisect.bisect_right(self._starts, index) - 1
         if not 0 <= index < self._starts[-1]:
             raise IndexError(f"image {index} of {self._starts[-1]}")
-        row = index - self._starts[unit]
-        group = next(_read(self._tars[unit], start=int(offsets[unit][row])))
-        return self._item(unit, row, group, Leftovers())
+        row = index - self._starts[partition]
+        group = next(_read(self._tars[partition], start=int(offsets[partition][row])))
+        return self._item(partition, row, group, Leftovers())
 
-    def _item(self, unit: int, row: int, group: Group, leftovers: Leftovers) -> ImageItem | BadItem:
-        key, name = f"{unit:06d}-{row:06d}", f"{_called(self._tars[unit])}!{escape(group.key)}"
+    def _item(self, partition: int, row: int, group: Group, leftovers: Leftovers) -> ImageItem | BadItem:
+        key, name = f"{partition:06d}-{row:06d}", f"{_called(self._tars[partition])}!{escape(group.key)}"
         use: Use = "captions" if self.captioned else "nothing" if self.classes is None else "classes"
         for why, member in unread_texts(group, self._column, use):
             leftovers.noted.add(why, member)
@@ -164,20 +164,20 @@ class WebDatasetSource:
             leftovers.noted.add("pictures with the caption of --caption", group.key)
             return clean_captions(self._caption)
 
-    def _first(self, unit: int, *, kinds: Container[str], leftovers: Leftovers | None = None) -> Iterator[Group]:
+    def _first(self, partition: int, *, kinds: Container[str], leftovers: Leftovers | None = None) -> Iterator[Group]:
         """Yield the samples of a tar, up to ``max_samples`` in total."""
-        most = None if self._offsets is None else len(self._offsets[unit])
-        return itertools.islice(_read(self._tars[unit], kinds=kinds, leftovers=leftovers), most)
+        most = None if self._offsets is None else len(self._offsets[partition])
+        return itertools.islice(_read(self._tars[partition], kinds=kinds, leftovers=leftovers), most)
 
     def _scan(self, purpose: str = "reading single images") -> list[npt.NDArray[np.int64]]:
         """Return the offsets of the samples of each required tar, read from the headers."""
         if self._offsets is None:
             self._require_local(purpose)
             found, missing = [], self._most
-            for unit, tar in enumerate(self._tars):
+            for partition, tar in enumerate(self._tars):
                 leftovers = Leftovers()
                 offsets = [group.offset for group in _read(tar, kinds=(), leftovers=leftovers)]
-                self._found[unit] = _selected(leftovers)
+                self._found[partition] = _selected(leftovers)
                 found.append(np.array(offsets[:missing], np.int64))
                 if missing is not None:
                     self._leave_out(len(offsets) - missing)
@@ -219,8 +219,8 @@ class WebDatasetSource:
     def _count_classes(self) -> int:
         self._require_local("finding the number of classes")
         largest = -1
-        for unit in range(self.units):
-            for group in self._first(unit, kinds={"cls"}):
+        for partition in range(self.partitions):
+            for group in self._first(partition, kinds={"cls"}):
                 with contextlib.suppress(BadSampleError):
                     largest = max(largest, label_of(group))
         return largest + 1

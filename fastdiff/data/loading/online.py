@@ -116,11 +116,11 @@ class OnlineImages:
     @property
     def selection(self) -> Selection:
         """What the listing, and headers of tars, show of the source that is not in use."""
-        units = (self.source.found_in(unit) for unit in range(self.source.units))
+        partitions = (self.source.found_in(partition) for partition in range(self.source.partitions))
         if not (undrawn := len(self.source) - len(self)):
-            return self.source.selection.and_then(units)
+            return self.source.selection.and_then(partitions)
         drawn = Counted(reason=f"beyond the --max-samples {len(self)} that --seed draws", count=undrawn)
-        return self.source.selection.and_then([*units, Selection(left_out=(drawn,))])
+        return self.source.selection.and_then([*partitions, Selection(left_out=(drawn,))])
 
     def item(self, number: int) -> ImageItem | BadItem:
         """Return an image in use by number; StorageError if the storage fails."""

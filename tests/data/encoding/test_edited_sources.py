@@ -279,7 +279,7 @@ def test_a_tar_between_others_at_an_address_is_neither_lost_nor_doubled(tmp_path
     assert files(tmp_path / "out") == files(tmp_path / "fresh")
 
 
-def test_a_unit_of_which_nothing_was_noted_is_told(tmp_path: Path, sd: Path) -> None:
+def test_a_partition_of_which_nothing_was_noted_is_told(tmp_path: Path, sd: Path) -> None:
     source, out = with_texts(tmp_path / "photos"), tmp_path / "out"
     encode(source, out, sd)
     (out / "train-000000.source.json").unlink()

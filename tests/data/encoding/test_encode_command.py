@@ -18,7 +18,7 @@ from fastdiff.cli.main import main
 from fastdiff.data.encoding import builtin
 from fastdiff.data.encoding.images import _Expectation, encode_images
 from fastdiff.data.encoding.options import EncodeOptions
-from fastdiff.data.encoding.plan import BadRecord, EncodeFolder, UnitRecord
+from fastdiff.data.encoding.plan import BadRecord, EncodeFolder, PartitionRecord
 from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.images.sources import open_source
 from fastdiff.data.selection import Selection
@@ -145,10 +145,10 @@ def test_a_rank_says_that_it_waits_for_the_count_of_captions(images: Path, pipel
 def test_the_number_of_images_is_not_guessed_where_it_is_known(images: Path) -> None:
     source = open_source(SourceOptions(source=str(images), samples_per_shard=2))
     expected = _Expectation(source, 2, range(1, 2), {})
-    assert expected.images == 1, "the last unit is not full"
+    assert expected.images == 1, "the last partition is not full"
     whole = _Expectation(source, 2, range(2), {})
     assert whole.images == 3
-    whole.add(UnitRecord((), (BadRecord("0", ""), BadRecord("1", ""))))
+    whole.add(PartitionRecord((), (BadRecord("0", ""), BadRecord("1", ""))))
     assert (whole.images, whole.done) == (3, 2)
 
 
@@ -164,7 +164,7 @@ def test_a_file_that_cannot_be_read_is_not_blamed_on_the_folder(tmp_path: Path) 
 
 
 def test_what_was_left_out_is_told_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In units of one image, by a rank and by the one that finishes, as by one process."""
+    """In partitions of one image, by a rank and by the one that finishes, as by one process."""
     for number, ending in enumerate(["png", "bmp", "jfif", "tif"]):
         path = tmp_path / "photos" / str(number) / f"a.{ending}"
         path.parent.mkdir(parents=True)

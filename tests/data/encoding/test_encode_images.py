@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from fastdiff.cli.main import main
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.data.encoding.options import EncodeOptions, Rank
-from fastdiff.data.encoding.plan import EncodeFolder, UnitRecord
-from fastdiff.data.encoding.source_facts import UnitFacts
+from fastdiff.data.encoding.plan import EncodeFolder, PartitionRecord
+from fastdiff.data.encoding.source_metadata import PartitionMetadata
 from fastdiff.data.shards.format import DatasetInfo, index_path
 from fastdiff.data.shards.index import ShardIndex
 from fastdiff.data.shards.reader import LatentReader
@@ -241,7 +241,7 @@ def test_bad_images_end_the_encode_or_are_listed(tmp_path: Path, sd: Path) -> No
     (source / "008.png").unlink()
     with pytest.raises(DataError, match=r"005\.png cannot be used.*--bad skip"):
         encode(source, tmp_path / "out", sd)
-    assert (tmp_path / "out" / "train-000000.tar").exists(), "the first unit is finished"
+    assert (tmp_path / "out" / "train-000000.tar").exists(), "the first partition is finished"
     assert not (tmp_path / "out" / "dataset.json").exists()
     said = encode(source, tmp_path / "out", sd, bad="skip")
     assert "4 more were already encoded" in said[0]
@@ -312,7 +312,7 @@ def test_the_shell_of_an_interactive_step_of_slurm_is_no_rank(monkeypatch: pytes
     assert Rank.from_environment() == Rank()
 
 
-def test_a_unit_that_another_process_holds_is_waited_for_and_taken_when_that_process_ends(
+def test_a_partition_that_another_process_holds_is_waited_for_and_taken_when_that_process_ends(
     tmp_path: Path, source: Path, sd: Path, plain: Path
 ) -> None:
     encode_part(source, tmp_path / "out", sd, 1)
@@ -335,7 +335,7 @@ def test_shards_that_do_not_stay_end_with_75(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(EncodeFolder, "record", lambda folder, unit: None)
+    monkeypatch.setattr(EncodeFolder, "record", lambda folder, partition: None)
     with pytest.raises(Preempted, match=r"2 of 2 shards are missing .*RANK=1, WORLD_SIZE=2.* rank 1 of 2"):
         encode(source, tmp_path / "out", sd)
 
@@ -466,14 +466,14 @@ def test_a_mark_of_someone_else_is_not_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(27)
-def test_a_unit_is_written_by_one_process(tmp_path: Path) -> None:
+def test_a_partition_is_written_by_one_process(tmp_path: Path) -> None:
     first, second = (EncodeFolder(tmp_path, {}, 2, lambda: 1) for _ in range(2))
     assert first.claim(0)
     assert not second.claim(0)
     assert second.claim(1)
     first.release_all()
     assert second.claim(0)
-    second.finish(0, UnitRecord((), ()), UnitFacts(None, ()))
+    second.finish(0, PartitionRecord((), ()), PartitionMetadata(None, ()))
     assert not first.claim(0)
     assert first.unfinished() == [1]
 

@@ -23,13 +23,13 @@ from tests.support.inputs.encoding import captioned, files
 
 IMAGES, PER_SHARD = 24, 2
 CALLS = 16
-"""Calls of one unit that make something durable or visible."""
+"""Calls of one partition that make something durable or visible."""
 TIMEOUT_S = 120
 
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """``fastdiff encode`` of 12 units, one of which loses an image, without OUT."""
+    """``fastdiff encode`` of 12 partitions, one of which loses an image, without OUT."""
     folder = tmp_path_factory.mktemp("encode")
     build(folder / "pipeline")
     sizes = [(32, 32), (32, 64), (64, 32)]
@@ -93,7 +93,7 @@ def killed_main(argv: list[str], number: int, rank: int = 0, ranks: int = 1) -> 
 def test_killed_again_and_again_it_writes_the_same_bytes(
     tmp_path: Path, command: list[str], ranks: Any, undisturbed: dict[str, bytes], count: int, nightly: bool
 ) -> None:
-    """At random calls, a different one on each rank: in the first unit of a start, and once in its second one."""
+    """At random calls, a different one on each rank: in the first partition of a start, and once in its second one."""
     for trial in range(6 if nightly else 1):
         out, calls = tmp_path / f"out{trial}", random.Random(count + 2 * trial)
         for low, high in ((1, CALLS), (CALLS + 2, 2 * CALLS), (1, CALLS)):
@@ -116,7 +116,7 @@ def test_killed_again_and_again_it_writes_the_same_bytes(
 def test_killed_at_every_durable_call_it_writes_the_same_bytes(
     tmp_path: Path, command: list[str], ranks: Any, undisturbed: dict[str, bytes]
 ) -> None:
-    """Each start dies one call later than the one before it: the calls of four units."""
+    """Each start dies one call later than the one before it: the calls of four partitions."""
     out, published = tmp_path / "out", False
     for number in range(1, 4 * CALLS + 1):
         if published:

@@ -41,7 +41,7 @@ def source(text: object, **options: object) -> ImageSource:
 
 def everything(found: ImageSource) -> list[ImageItem | BadItem]:
     """All items, read both ways where both are possible; keys are checked on the way."""
-    items = [item for unit in range(found.units) for item in found.items(unit)]
+    items = [item for partition in range(found.partitions) for item in found.items(partition)]
     assert len({item.key for item in items}) == len(items)
     return items
 
@@ -78,7 +78,7 @@ def test_metadata_jsonl(tmp_path: Path, below: str) -> None:
     others: dict[str, bytes | str] = {"test/x.jpg": picture(9)} if below else {}
     write(tmp_path, {**files, **others, f"{below}metadata.jsonl": "\ufeff" + lines})
     found = source(tmp_path)
-    assert (found.captioned, found.classes, found.units, len(found)) == (True, None, 1, 2)
+    assert (found.captioned, found.classes, found.partitions, len(found)) == (True, None, 1, 2)
     assert contents(found) == EXPECTED
 
 
@@ -89,7 +89,7 @@ def test_metadata_csv(tmp_path: Path) -> None:
     write(tmp_path, {**PICTURES, "metadata.csv": table.getvalue()})
     found = source(tmp_path, caption_column="words", samples_per_shard=1)
     assert [captions for _, captions, _ in contents(found)] == [('a "quoted", long caption',), ("two",)]
-    assert found.units == 2
+    assert found.partitions == 2
     with pytest.raises(ConfigError, match=r"metadata.csv has no caption column 'text'.*: file_name, other, words"):
         source(tmp_path)
 
@@ -198,7 +198,7 @@ def test_class_folders(tmp_path: Path) -> None:
     write(tmp_path, {f"{name}/{k}.jpg": picture(k) for name in ("zebra", "ape", "train") for k in range(2)})
     write(tmp_path, {"ape/deep/9.png": picture(9, "png"), ".git/x": b""})
     found = source(tmp_path)
-    assert (found.captioned, found.classes, found.units) == (False, 3, 4)
+    assert (found.captioned, found.classes, found.partitions) == (False, 3, 4)
     assert [label for _, _, label in contents(found)] == [0, 0, 0, 1, 1, 2, 2]
     assert [label for _, _, label in contents(source(tmp_path, max_samples=4))] == [0, 0, 0, 1]
     assert source(tmp_path, max_samples=4).classes == 3
@@ -223,12 +223,12 @@ def test_captions_are_counted_without_reading_images(tmp_path: Path, monkeypatch
     rows = [{"file_name": f"{k}.jpg", "text": text} for k, text in enumerate(["a", ["b", "c", "d"], ["e", 7], "f"])]
     write(tmp_path / "rows", {"metadata.jsonl": "\n".join(map(json.dumps, rows))})  # there are no images at all
     found = source(tmp_path / "rows")
-    assert [found.most_captions(unit) for unit in range(found.units)] == [3, 1]
+    assert [found.most_captions(partition) for partition in range(found.partitions)] == [3, 1]
     write(tmp_path / "texts", {"1.jpg": b"", "1.txt": "a\n\nb", "2.jpg": b"", "2.txt": b"\xff", "3.jpg": b""})
     found = source(tmp_path / "texts")
     for image in (tmp_path / "texts").glob("*.jpg"):
         image.unlink()
-    assert [found.most_captions(unit) for unit in range(found.units)] == [2, 0]
+    assert [found.most_captions(partition) for partition in range(found.partitions)] == [2, 0]
     write(tmp_path / "classes", {"one/1.jpg": picture(1)})
     assert source(tmp_path / "classes").most_captions(0) == 0
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -237,7 +237,7 @@ def test_captions_are_counted_without_reading_images(tmp_path: Path, monkeypatch
     (tmp_path / "parquet").mkdir()
     pyarrow.parquet.write_table(rows.data.table, tmp_path / "parquet" / "train.parquet")  # type: ignore[attr-defined]
     found = source(tmp_path / "parquet")
-    assert [found.most_captions(unit) for unit in range(found.units)] == [2, 0]
+    assert [found.most_captions(partition) for partition in range(found.partitions)] == [2, 0]
 
 
 def test_folders_that_are_no_source(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
     rows = dataset({"image": images, "text": ["zero", "o\x01ne", "two"]})
     rows.save_to_disk(tmp_path / "plain")  # type: ignore[attr-defined]
     found = source(tmp_path / "plain")
-    assert (found.captioned, found.classes, found.units) == (True, None, 2)
+    assert (found.captioned, found.classes, found.partitions) == (True, None, 2)
     assert contents(found) == [(picture(k), (("zero", "o ne", "two")[k],), None) for k in range(3)]
     assert len(contents(source(tmp_path / "plain", max_samples=2))) == 2
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "splits")
@@ -392,7 +392,7 @@ def test_rows_are_stamped_by_the_files_that_they_name(tmp_path: Path) -> None:
     table = pa.table({"image": pa.array(cells, kind), "text": ["a"] * 4})
     pq.write_table(table, tmp_path / "rows" / "rows.parquet")
     found = source(tmp_path / "rows")
-    stamps = [found.stamps(unit) or {} for unit in range(found.units)]
+    stamps = [found.stamps(partition) or {} for partition in range(found.partitions)]
     names = {name for each in stamps for name in each}
     assert names == {"", str(beside), "a\0b"}
     assert sorted(reason for reason in reasons(found).values()) == [

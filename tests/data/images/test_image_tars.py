@@ -57,12 +57,12 @@ def shards(tmp_path: Path) -> Path:
 def test_local_tars(shards: Path) -> None:
     for text in (shards, shards / "{00000..00002}.tar"):
         found = source(text)
-        assert (found.captioned, found.classes, found.units) == (True, None, 3)
+        assert (found.captioned, found.classes, found.partitions) == (True, None, 3)
         assert contents(found) == expected(3, 4)
         assert len(found) == 12
     assert contents(source(shards / "00001.tar")) == expected(2, 4)[4:]
     assert contents(source(shards, max_samples=6)) == expected(3, 4)[:6]
-    assert source(shards, max_samples=6).units == 2
+    assert source(shards, max_samples=6).partitions == 2
     assert contents(source(shards, caption_column="alt"))[0][1] == ("000000000", "other")
     with pytest.raises(DataError, match=r"00003.tar is missing, and 1 more of 5 tars"):
         source(shards / "{00000..00004}.tar")
@@ -81,7 +81,7 @@ def test_a_folder_of_tars_and_images_must_say_which(shards: Path) -> None:
             source(shards)
         assert contents(source(shards / "*.tar")) == expected(3, 4)
         path.unlink()
-    assert source(shards / "0000[12].tar").units == 2
+    assert source(shards / "0000[12].tar").partitions == 2
     with pytest.raises(DataError, match="there are no tars"):
         source(shards / "1*.tar")
     (shards / "[0].tar").write_bytes((shards / "00000.tar").read_bytes())
@@ -99,7 +99,7 @@ def test_captions_are_counted_without_reading_images(shards: Path, monkeypatch: 
     for options, most in (({}, 1), ({"caption_column": "alt"}, 2)):
         found = source(shards, max_samples=6, **options)
         monkeypatch.setattr(tarfile.TarFile, "extractfile", spy)
-        assert [found.most_captions(unit) for unit in range(2)] == [most, most]
+        assert [found.most_captions(partition) for partition in range(2)] == [most, most]
         assert set(read) == {"json", "txt"}
         assert len(read) == 2 * 6
         read.clear()

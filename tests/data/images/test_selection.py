@@ -38,9 +38,9 @@ def noted(found: ImageSource) -> dict[str, tuple[int, tuple[str, ...]]]:
 
 
 def whole(found: ImageSource) -> Selection:
-    """What the listing and the units left out."""
+    """What the listing and the partitions left out."""
     everything(found)
-    return found.selection.and_then(found.found_in(unit) for unit in range(found.units))
+    return found.selection.and_then(found.found_in(partition) for partition in range(found.partitions))
 
 
 def names(found: ImageSource) -> list[str]:
@@ -205,7 +205,7 @@ def test_what_lies_beside_tars_and_beyond_the_limit_is_counted(tmp_path: Path) -
               "other files beside the tars": (1, ("notes.md",)),
               "tars in subfolders, not read": (1, ("sub/3.tar",))}  # fmt: skip
     whole = source(tmp_path)
-    assert (whole.units, noted(whole)) == (3, beside)
+    assert (whole.partitions, noted(whole)) == (3, beside)
     some = source(tmp_path, max_samples=4)
     assert left_out(some) == {"beyond --max-samples 4": (2, ())}
     assert noted(some) == {"tars, not read because of --max-samples 4": (1, ("2.tar",))} | beside

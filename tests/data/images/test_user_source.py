@@ -66,7 +66,7 @@ def test_captions_and_paths(tmp_path: Path) -> None:
     content = SQUARES.replace('"label": i % 2', '"caption": ["a", "b"]')
     found = open_source(SourceOptions(source=source(tmp_path, content), samples_per_shard=4))
     assert found.captioned
-    assert (found.classes, found.units, found.most_captions(0)) == (None, 5, 2)
+    assert (found.classes, found.partitions, found.most_captions(0)) == (None, 5, 2)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from PIL import Image
 
 from fastdiff.data.encoding.images import encode_images
 from fastdiff.data.encoding.options import EncodeOptions
-from fastdiff.data.encoding.plan import EncodeFolder, UnitRecord
-from fastdiff.data.encoding.source_facts import UnitFacts
+from fastdiff.data.encoding.plan import EncodeFolder, PartitionRecord
+from fastdiff.data.encoding.source_metadata import PartitionMetadata
 from fastdiff.errors import Preempted
 
 
@@ -50,13 +50,15 @@ def encode(
     return said
 
 
-def encode_part(source: Path, out: Path, pretrained: Path, units: int, **options: Any) -> Preempted:
-    """Encode as `encode` until so many units are finished, and then press Ctrl-C."""
+def encode_part(source: Path, out: Path, pretrained: Path, partitions: int, **options: Any) -> Preempted:
+    """Encode as `encode` until so many partitions are finished, and then press Ctrl-C."""
     finish, finished = EncodeFolder.finish, itertools.count(1)
 
-    def then_interrupt(folder: EncodeFolder, unit: int, record: UnitRecord, facts: UnitFacts) -> None:
-        finish(folder, unit, record, facts)
-        if next(finished) == units:
+    def then_interrupt(
+        folder: EncodeFolder, partition: int, record: PartitionRecord, metadata: PartitionMetadata
+    ) -> None:
+        finish(folder, partition, record, metadata)
+        if next(finished) == partitions:
             raise KeyboardInterrupt
 
     with mock.patch.object(EncodeFolder, "finish", then_interrupt), pytest.raises(Preempted) as caught:

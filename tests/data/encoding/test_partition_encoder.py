@@ -1,4 +1,4 @@
-"""The encoder of a unit: rounding of its pixels, and the embeddings that it keeps."""
+"""The encoder of a partition: rounding of its pixels, and the embeddings that it keeps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from fastdiff.data.encoding import unit
+from fastdiff.data.encoding import partition
 from fastdiff.data.encoding.autoencoder import LatentEncoder
-from fastdiff.data.encoding.unit import UnitEncoder
+from fastdiff.data.encoding.partition import PartitionEncoder
 from fastdiff.data.images.decode import Decoded
 from fastdiff.data.images.items import ImageItem
 from fastdiff.data.images.stream import Stopwatch
@@ -49,8 +49,8 @@ def test_pixels_are_rounded_once(pretrained: Pretrained, dtype: torch.dtype) -> 
     assert seen[0].is_contiguous(memory_format=torch.channels_last)
 
 
-def encode(out: Path, encoder: LatentEncoder) -> tuple[list[int], UnitEncoder]:
-    """Encode a unit; how many embeddings were kept after each image."""
+def encode(out: Path, encoder: LatentEncoder) -> tuple[list[int], PartitionEncoder]:
+    """Encode a partition; how many embeddings were kept after each image."""
     null = encoder.null()
     info = DatasetInfo(
         columns={
@@ -64,16 +64,16 @@ def encode(out: Path, encoder: LatentEncoder) -> tuple[list[int], UnitEncoder]:
     out.mkdir()
     kept = []
     with ThreadPoolExecutor(1) as threads:
-        unit = UnitEncoder(
+        partition = PartitionEncoder(
             out, info, 0, encoder=encoder, threads=threads, batch=BATCH, stopwatch=Stopwatch(), bad=pytest.fail
         )
         for number, caption in enumerate(CAPTIONS):
             pixels = natural(32, 32, seed=number)
-            unit.add(ImageItem(f"{number}", f"{number}", b"", (caption,)), Decoded(pixels, (32, 32), (0, 0), 0))
-            kept.append(len(unit._embeddings))
-        shards = unit.finish()
+            partition.add(ImageItem(f"{number}", f"{number}", b"", (caption,)), Decoded(pixels, (32, 32), (0, 0), 0))
+            kept.append(len(partition._embeddings))
+        shards = partition.finish()
     replace(info, shards=shards, samples=len(CAPTIONS)).write(out)
-    return kept, unit
+    return kept, partition
 
 
 def count_embedded(encoder: LatentEncoder, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -96,7 +96,7 @@ def test_few_embeddings_are_kept_and_later_captions_embedded_again(
     encode(tmp_path / "all", encoder)
     assert asked == ["one", "two", "three", "four", "five"]
     asked.clear()
-    monkeypatch.setattr(unit, "_KEPT_EMBEDDINGS", 3)
+    monkeypatch.setattr(partition, "_KEPT_EMBEDDINGS", 3)
     kept, _ = encode(tmp_path / "few", encoder)
     assert max(kept) == 3
     assert asked == ["one", "two", "three", "four", "five", "two"], "the one that was used last is kept"
@@ -112,7 +112,7 @@ def test_few_embeddings_are_kept_and_later_captions_embedded_again(
 def test_a_batch_may_have_more_captions_than_are_kept(
     tmp_path: Path, pretrained: Pretrained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unit, "_KEPT_EMBEDDINGS", 1)
+    monkeypatch.setattr(partition, "_KEPT_EMBEDDINGS", 1)
     encoder = open_encoder(pretrained)
     kept, _ = encode(tmp_path / "out", encoder)
     assert max(kept) == BATCH
@@ -122,5 +122,5 @@ def test_a_batch_may_have_more_captions_than_are_kept(
 
 
 def test_kept_embeddings_hold_no_memory_of_their_batch(tmp_path: Path, pretrained: Pretrained) -> None:
-    _, unit = encode(tmp_path / "out", open_encoder(pretrained))
-    assert {value.base is None for arrays in unit._embeddings.values() for value in arrays.values()} == {True}
+    _, partition = encode(tmp_path / "out", open_encoder(pretrained))
+    assert {value.base is None for arrays in partition._embeddings.values() for value in arrays.values()} == {True}

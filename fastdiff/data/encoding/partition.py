@@ -1,4 +1,4 @@
-"""Encode of one unit: batches of images through the encoder into one shard per bucket."""
+"""Encode of one partition: batches of images through the encoder into one shard per bucket."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ class _Batch:
     """Stage, begin and end event (CUDA only)."""
 
 
-class UnitEncoder:
-    """The encoder of one unit: forms batches of one bucket each, and writes one shard per bucket.
+class PartitionEncoder:
+    """The encoder of one partition: forms batches of one bucket each, and writes one shard per bucket.
 
-    Batches follow the order of the images, so the shards depend only on the unit. While the device computes a batch,
-    the previous one is written.
+    Batches follow the order of the images, so the shards depend only on the partition. While the device computes a
+    batch, the previous one is written.
 
     Args:
         out: Folder of the shards.
         info: Content of dataset.json without shards.
-        unit: Number of the unit.
+        partition: Number of the partition.
         encoder: The encoder of images and captions.
         threads: Thread pool for the parts of a batch, used on a CPU.
         batch: Images per batch.
@@ -72,7 +72,7 @@ class UnitEncoder:
         self,
         out: Path,
         info: DatasetInfo,
-        unit: int,
+        partition: int,
         *,
         encoder: LatentEncoder | PixelEncoder,
         threads: Executor,
@@ -80,14 +80,14 @@ class UnitEncoder:
         stopwatch: Stopwatch,
         bad: Callable[[str, str], None],
     ) -> None:
-        self._out, self._info, self._unit = out, info, unit
+        self._out, self._info, self._partition = out, info, partition
         self._encoder, self._threads, self._batch = encoder, threads, batch
         self._stopwatch, self._bad = stopwatch, bad
         self._on_cuda = encoder.device.type == "cuda"
         self._pending: defaultdict[int, list[tuple[ImageItem, Decoded]]] = defaultdict(list)  # by bucket
         self._computing: _Batch | None = None
-        # An LRU cache by caption. Its content depends only on the unit, and so do the batches of captions and their
-        # bytes.
+        # An LRU cache by caption. Its content depends only on the partition, and so do the batches of captions and
+        # their bytes.
         self._embeddings: OrderedDict[str, Arrays] = OrderedDict()
         each = sum(info.columns[name].nbytes for name in of_source("caption", info.columns))
         self._kept_embeddings = min(_KEPT_EMBEDDINGS, _KEPT_BYTES // max(1, each))
@@ -220,5 +220,5 @@ class UnitEncoder:
         count = len(captions) if info.captions > 1 else None
         content = components(info, bucket, item.key, arrays, item.label, captions=count, meta=meta)
         if bucket not in self._tars:
-            self._tars[bucket] = ShardTar(self._out / info.shard_name(self._unit, bucket), bucket)
+            self._tars[bucket] = ShardTar(self._out / info.shard_name(self._partition, bucket), bucket)
         self._tars[bucket].add(item.key, content)
