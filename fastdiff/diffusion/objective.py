@@ -1,7 +1,7 @@
-"""Training objective: ``corrupt`` makes the model's input, ``loss`` compares its output with the target.
+"""Training objective: ``add_noise`` makes the model's input, ``loss`` compares its output with the target.
 
 No code here synchronises with the device or copies to it: the tables are placed there once, and every random number is
-drawn there from (seed, stream, position). The noise is drawn in ``corrupt`` and again in ``loss``, so it is never
+drawn there from (seed, stream, position). The noise is drawn in ``add_noise`` and again in ``loss``, so it is never
 stored. All arithmetic is fp32, for every dtype of the latents and of the prediction.
 """
 
@@ -105,7 +105,7 @@ class Objective:
         # The target of epsilon and score prediction does not contain the latents.
         self._reads_clean = config.predicted not in ("epsilon", "score")
 
-    def corrupt(
+    def add_noise(
         self, batch: Batch, model: Callable[..., Tensor] | None = None, *, native: Tensor | None = None
     ) -> Corruption:
         """Draw a noise level and noise for each sample and add the noise.
@@ -155,7 +155,7 @@ class Objective:
             prediction: ``[B, C, H, W]`` of fp32, bf16 or fp16, or ``[B, 2C, H, W]`` of a model that also predicts a
                 variance; for a fixed variance the second half is not trained.
             batch: the clean latents.
-            corruption: what ``corrupt`` returned for ``batch``.
+            corruption: what ``add_noise`` returned for ``batch``.
             recorded: whether a loss-aware timestep sampler records it.
 
         Returns:
@@ -183,7 +183,7 @@ class Objective:
         Args:
             prediction: as in ``loss``.
             batch: the clean latents.
-            corruption: what ``corrupt`` returned for ``batch``.
+            corruption: what ``add_noise`` returned for ``batch``.
             weights: ``[R]`` fp32, one per row of the levels' table.
 
         Returns:
@@ -305,7 +305,7 @@ class Objective:
         return noise
 
     def _clean(self, batch: Batch) -> Tensor:
-        """Return x0 in fp32, ``[B, C, H, W]``: the latents, or the same sample of their posterior as in ``corrupt``."""
+        """Return x0 in fp32, ``[B, C, H, W]``: the latents, or their posterior's sample as in ``add_noise``."""
         latents = dequantised(batch.latents, torch.float32)
         if not self.posterior:
             return latents

@@ -33,7 +33,7 @@ class StepFlags:
     loss_count: float = 0.0
     """Number of finite losses."""
     skipped: bool = False
-    """The update changes nothing, as ``Engine.skips`` says."""
+    """The update changes nothing, as ``Engine.check_grads`` says."""
 
 
 class Consensus:

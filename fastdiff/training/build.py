@@ -53,13 +53,13 @@ from fastdiff.training.callbacks.summary import announce
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
 from fastdiff.training.ema import Ema
 from fastdiff.training.engines import build as engines
+from fastdiff.training.forward_backward.build import build_forward_backward, require_capture, require_one_shape
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.ledger import start_ledger
 from fastdiff.training.memory import smaller_batch
 from fastdiff.training.memory.micro_batch import with_micro
 from fastdiff.training.metrics import Meters
 from fastdiff.training.network import build_engine
-from fastdiff.training.passes.build import build_passes, require_capture, require_one_shape
 from fastdiff.training.plugins.network import check_network
 from fastdiff.training.plugins.objective import open_loss
 from fastdiff.training.rehearsal import rehearse
@@ -266,7 +266,7 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
         progress=Progress(),
         heartbeat=parts.heartbeat,
         guard=guard,
-        passes=build_passes(config, engine, objective, meters, guard),
+        forward_backward=build_forward_backward(config, engine, objective, meters, guard),
         files=parts.files,
         ledger=parts.ledger,
     )

@@ -57,14 +57,14 @@ class StepGuard:
             False if the step moved nothing: a gradient was not finite, or the step is discarded.
 
         Raises:
-            DivergedError: see ``Engine.update``.
+            DivergedError: see ``Engine.optimizer_step``.
         """
         self._heartbeat.enter("step")
-        skips = engine.skips()
+        skips = engine.check_grads()
         self.consensus.start(self._losses, failed_save=self.failed_save, save_due=self.save_due, skips=skips)
         self._losses.clear()
-        engine.update()
+        engine.optimizer_step()
         self.flags = self.consensus.wait()
-        applied = engine.settle(skipped=self.flags.skipped)
+        applied = engine.finish_step(skipped=self.flags.skipped)
         self._heartbeat.enter("callbacks")
         return applied

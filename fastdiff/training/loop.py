@@ -31,7 +31,7 @@ def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks
         for _ in range(config.batch.accumulation(state.world.size)):
             with meters.phase("data"):
                 batch = next(batches)
-            state.passes(batch)
+            state.forward_backward(batch)
         state.applied = guard.take_step(state.engine)
         state.objective.timesteps.end_step(state.world)
         state.progress = state.progress.after(config.batch.samples, applied=state.applied, discarded=guard.discarded)

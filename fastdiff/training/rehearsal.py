@@ -57,7 +57,7 @@ def _rehearse_sizes(state: TrainState) -> None:
         before = torch.cuda.memory_allocated(device) if device.type == "cuda" else peak_bytes(device)
 
         def loss() -> Tensor:
-            return state.passes.forward(batch, recorded=False)[0].mean()  # noqa: B023  # called before the next size
+            return state.forward_backward.forward(batch, recorded=False)[0].mean()  # noqa: B023  # called before the next size
 
         with explaining_memory(state, _PHASE):
             try:

@@ -18,9 +18,9 @@ from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
 from fastdiff.training.ema import Ema
 from fastdiff.training.engines.base import Engine
+from fastdiff.training.forward_backward.micro_batch import ForwardBackward
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
-from fastdiff.training.passes.eager import Passes
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class TrainState:
     heartbeat: Heartbeat
     guard: StepGuard
     ledger: Ledger
-    passes: Passes
+    forward_backward: ForwardBackward
     files: WholeFiles
     """Whole files of the run folder, written by rank 0."""
     applied: bool = True

@@ -22,7 +22,7 @@ def _batch(condition: Condition, size: int) -> Batch:
 
 def _dropped(batch: Batch, null: Condition, share: float = 0.5, seed: int = 0) -> Condition:
     config = DdpmConfig(condition_dropout=share)
-    return Objective(config, seed=seed, null=null, device="cpu").corrupt(batch).condition
+    return Objective(config, seed=seed, null=null, device="cpu").add_noise(batch).condition
 
 
 def _text(size: int, dtype: torch.dtype = torch.bfloat16) -> Condition:
@@ -43,7 +43,7 @@ def test_the_share_of_dropped_labels_and_its_independence_of_the_split() -> None
     size = 20_000
     batch = _batch({"label": torch.arange(size) % CLASSES}, size)
     objective = Objective(DdpmConfig(condition_dropout=0.1), seed=0, null=LABEL, device="cpu")
-    corruption = objective.corrupt(batch)
+    corruption = objective.add_noise(batch)
     label = corruption.condition["label"]
     dropped = label == CLASSES
     spread = 4 * (0.1 * 0.9 / size) ** 0.5
@@ -56,7 +56,7 @@ def test_the_share_of_dropped_labels_and_its_independence_of_the_split() -> None
         Batch(batch.latents[rows], batch.position[rows], {"label": batch.condition["label"][rows]})
         for rows in (slice(0, 7), slice(7, None))
     ]
-    assert torch.equal(torch.cat([objective.corrupt(part).condition["label"] for part in parts]), label)
+    assert torch.equal(torch.cat([objective.add_noise(part).condition["label"] for part in parts]), label)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -103,4 +103,4 @@ def test_columns_that_the_model_does_not_take_are_left_out(dropout: float) -> No
     objective = Objective(config, seed=0, null=LABEL, device="cpu", inputs=("label",))
     condition = {"label": torch.arange(4), "context": torch.zeros(4, 2, 3)}
     batch = Batch(latents=torch.zeros(4, 1, 2, 2), position=torch.arange(4), condition=condition)
-    assert objective.corrupt(batch).condition.keys() == {"label"}
+    assert objective.add_noise(batch).condition.keys() == {"label"}

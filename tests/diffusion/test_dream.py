@@ -68,8 +68,8 @@ def _noise(config: ObjectiveConfig) -> Tensor:
 def test_input_and_target_are_those_of_the_paper(detail: float, offset: float, posterior: bool) -> None:
     objective = _objective(posterior, dream_detail_preservation=detail, noise_offset=offset, condition_dropout=0.5)
     batch, model = _batch(posterior), Halving()
-    before = objective.corrupt(batch)
-    after = objective.corrupt(batch, model)
+    before = objective.add_noise(batch)
+    after = objective.add_noise(batch, model)
 
     sigma = (1 - torch.cumprod(1 - betas(objective.config), 0))[before.time].sqrt().view(-1, 1, 1, 1)
     noise, first = _noise(objective.config), before.noisy.double()
@@ -91,8 +91,8 @@ def test_input_and_target_are_those_of_the_paper(detail: float, offset: float, p
 
 def test_the_estimate_costs_one_call_with_what_the_step_has() -> None:
     objective, batch, model = _objective(condition_dropout=0.5), _batch(), Halving()
-    before = objective.corrupt(batch)
-    after = objective.corrupt(batch, model)
+    before = objective.add_noise(batch)
+    after = objective.add_noise(batch, model)
     ((noisy, time, label),) = model.calls
     assert torch.equal(noisy, before.noisy)
     assert torch.equal(time, before.time)
@@ -103,8 +103,8 @@ def test_the_estimate_costs_one_call_with_what_the_step_has() -> None:
 
 def test_without_dream_there_is_no_call_and_nothing_changes() -> None:
     objective, batch, model = _objective(dream=False), _batch(), Halving()
-    before = objective.corrupt(batch)
-    after = objective.corrupt(batch, model)
+    before = objective.add_noise(batch)
+    after = objective.add_noise(batch, model)
     assert torch.equal(after.noisy, before.noisy)
     assert after.correction is None
     assert not model.calls
@@ -112,7 +112,7 @@ def test_without_dream_there_is_no_call_and_nothing_changes() -> None:
 
 def test_no_gradient_flows_through_the_estimate() -> None:
     objective, batch, model = _objective(), _batch(), Halving()
-    after = objective.corrupt(batch, model)
+    after = objective.add_noise(batch, model)
     assert after.correction is not None
     assert not after.correction.requires_grad
     assert not after.noisy.requires_grad
@@ -126,8 +126,8 @@ def test_no_gradient_flows_through_the_estimate() -> None:
 def test_an_input_of_another_dtype_keeps_it_and_loses_no_more() -> None:
     """The estimate is of the rounded input; the correction stays fp32."""
     objective, batch, model = _objective(dtype=torch.bfloat16), _batch(), Halving()
-    before = objective.corrupt(batch)
-    after = objective.corrupt(batch, model)
+    before = objective.add_noise(batch)
+    after = objective.add_noise(batch, model)
     assert after.correction is not None
     assert before.noisy.dtype == after.noisy.dtype == torch.bfloat16
     assert after.correction.dtype == torch.float32
@@ -138,7 +138,7 @@ def test_an_input_of_another_dtype_keeps_it_and_loses_no_more() -> None:
 def test_a_perfect_model_is_corrected_by_nothing() -> None:
     objective, batch = _objective(noise_offset=0.1), _batch()
     perfect = _noise(objective.config).float()
-    after = objective.corrupt(batch, lambda noisy, time, label: perfect)
+    after = objective.add_noise(batch, lambda noisy, time, label: perfect)
     assert after.correction is not None
     assert after.correction.abs().max() < 8 * EPS
     assert objective.loss(perfect, batch, after).max() < (64 * EPS) ** 2

@@ -52,7 +52,7 @@ def gamma_weight(weighting: str, gamma: float, sigma: np.ndarray, data: float) -
 def test_the_loss_is_that_of_the_denoiser(weighting: Any, gamma: float | None, data: float) -> None:
     ours = objective(weighting=weighting, min_snr_gamma=gamma, sigma_data=data)
     batch, guess = batch_of(len(SIGMAS), data), guess_of(len(SIGMAS))
-    corruption = ours.corrupt(batch, native=SIGMAS)
+    corruption = ours.add_noise(batch, native=SIGMAS)
     found = ours.loss(guess, batch, corruption).double().numpy()
 
     clean, sigma = batch.latents.double().numpy(), SIGMAS.double().numpy()[:, None, None, None]
@@ -84,7 +84,7 @@ def test_the_preconditioning_is_that_of_diffusers() -> None:
 
     scheduler = EDMEulerScheduler(sigma_data=0.5)
     ours, batch, guess = objective(), batch_of(len(SIGMAS), 0.5), guess_of(len(SIGMAS))
-    corruption = ours.corrupt(batch, native=SIGMAS)
+    corruption = ours.add_noise(batch, native=SIGMAS)
     found = ours.loss(guess, batch, corruption)
     noise = normal(SEED, Stream.NOISE, batch.position, SHAPE)
     for n, sigma in enumerate(SIGMAS):
@@ -157,7 +157,7 @@ def test_nothing_that_is_drawn_is_infinite(weighting: Any, mean: float | None, s
 
 def test_a_perfect_network_has_no_loss_at_any_sigma() -> None:
     ours, batch = objective(sigma_data=1.3), batch_of(len(SIGMAS), 1.3)
-    corruption = ours.corrupt(batch, native=SIGMAS)
+    corruption = ours.add_noise(batch, native=SIGMAS)
     sigma = SIGMAS.double().view(-1, 1, 1, 1)
     clean, noise = batch.latents.double(), normal(SEED, Stream.NOISE, batch.position, SHAPE).double()
     total = sigma**2 + 1.3**2

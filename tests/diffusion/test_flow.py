@@ -123,7 +123,7 @@ def test_input_and_loss_are_those_of_the_equations(path: Any, prediction: Any, w
     assert isinstance(ours.process, Flow)
     t = times(ours.process)
     batch = batch_of(len(t))
-    corruption = ours.corrupt(batch, native=t)
+    corruption = ours.add_noise(batch, native=t)
     guess = torch.randn(len(t), *SHAPE, generator=torch.Generator().manual_seed(1))
     found = ours.loss(guess, batch, corruption).double().numpy()
 
@@ -213,7 +213,7 @@ def test_the_linear_path_is_that_of_diffusers() -> None:
     guess = torch.randn(len(chosen), *SHAPE, generator=torch.Generator().manual_seed(2))
     for weighting in ("none", "sigma_sqrt", "cosmap"):
         ours = objective(weighting=weighting)
-        corruption = ours.corrupt(batch, native=t[chosen])
+        corruption = ours.add_noise(batch, native=t[chosen])
         torch.testing.assert_close(corruption.noisy, noisy, rtol=1e-6, atol=1e-6)
         weight = compute_loss_weighting_for_sd3(weighting, scheduler.sigmas[chosen])
         expected = weight * (guess - (noise - batch.latents)).square().mean(dim=(1, 2, 3))
@@ -223,7 +223,7 @@ def test_the_linear_path_is_that_of_diffusers() -> None:
     of_x0 = (noisy - sigmas[:, None, None, None] * guess - batch.latents).square().mean(dim=(1, 2, 3))
     expected = compute_loss_weighting_for_sd3("sigma_sqrt", sigmas) * of_x0
     ours = objective(weighting="none")
-    found = ours.loss(guess, batch, ours.corrupt(batch, native=t[chosen]))
+    found = ours.loss(guess, batch, ours.add_noise(batch, native=t[chosen]))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
 
 
@@ -233,7 +233,7 @@ def test_the_cosine_term_is_that_of_lightningdit(path: FlowPath, weight: float) 
     ours, batch = objective(path=path, cosine_weight=weight, multires_noise_iterations=2), batch_of(5)
     t = torch.tensor([0.05, 0.3, 0.5, 0.8, 0.97])
     guess = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(4))
-    found = ours.loss(guess, batch, ours.corrupt(batch, native=t)).double().numpy()
+    found = ours.loss(guess, batch, ours.add_noise(batch, native=t)).double().numpy()
     _, alpha_slope, _, sigma_slope = plan(path, t.double().numpy()[:, None, None, None])
     noise = ours._noise(batch, torch.Size(SHAPE)).double().numpy()
     velocity = -(alpha_slope * batch.latents.double().numpy() + sigma_slope * noise)
@@ -248,7 +248,7 @@ def test_a_network_that_predicts_nothing_yet_gets_a_small_gradient() -> None:
     """A fresh DiT outputs exactly 0, where the angle has no gradient of its own."""
     ours, batch = objective(cosine_weight=1.0), batch_of(2)
     guess = torch.zeros(2, *SHAPE, requires_grad=True)
-    values = ours.loss(guess, batch, ours.corrupt(batch))
+    values = ours.loss(guess, batch, ours.add_noise(batch))
     (gradient,) = torch.autograd.grad(values.sum(), guess)
     assert 0 < gradient.abs().max() < 100
 
@@ -264,10 +264,10 @@ def test_a_bf16_network_gets_the_exact_time(world: World, digits: Path, tmp_path
     """bf16 knows 128 times between 500 and 1000; DeepSpeed casts the weights, and must not cast this."""
     given: list[Tensor] = []
     told: list[tuple[Tensor, Tensor]] = []
-    forward, embed, corrupt = DiT.forward, TimestepEmbedder.forward, Objective.corrupt
+    forward, embed, add_noise = DiT.forward, TimestepEmbedder.forward, Objective.add_noise
 
-    def spied_corrupt(self: Objective, *arguments: Any) -> Any:
-        corruption = corrupt(self, *arguments)
+    def spied_add_noise(self: Objective, *arguments: Any) -> Any:
+        corruption = add_noise(self, *arguments)
         given.append(corruption.time.clone())
         return corruption
 
@@ -283,7 +283,7 @@ def test_a_bf16_network_gets_the_exact_time(world: World, digits: Path, tmp_path
     objective = FlowConfig()
     config = tiny(digits, tmp_path / "run", steps=2, objective=objective, performance__precision="bf16")
     with (
-        mock.patch.object(Objective, "corrupt", spied_corrupt),
+        mock.patch.object(Objective, "add_noise", spied_add_noise),
         mock.patch.object(DiT, "forward", spied_forward),
         mock.patch.object(TimestepEmbedder, "forward", spied_embed),
     ):

@@ -115,7 +115,7 @@ def test_the_loss_is_that_of_the_papers(kind, prediction, zero_terminal):
     time = torch.tensor([0, 1, 60, 250, 500, 750, 998, 999])
     batch = Batch(torch.randn(8, 4, 5, 5, generator=torch.Generator().manual_seed(0)), torch.arange(8), {})
     guess = torch.randn(8, 4, 5, 5, generator=torch.Generator().manual_seed(1))
-    corruption = objective.corrupt(batch, native=time)
+    corruption = objective.add_noise(batch, native=time)
     found = objective.loss(guess, batch, corruption).double().numpy()
 
     whole = linear_schedule(zero_terminal)

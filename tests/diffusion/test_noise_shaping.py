@@ -62,7 +62,7 @@ def test_the_scale_is_computed_once() -> None:
     unit_scale.cache_clear()
     objective, batch = _objective(), _batch(4)
     for _ in range(3):
-        objective.loss(torch.zeros(4, 2, 8, 8), batch, objective.corrupt(batch))
+        objective.loss(torch.zeros(4, 2, 8, 8), batch, objective.add_noise(batch))
     assert unit_scale.cache_info().misses == 1
 
 
@@ -135,7 +135,7 @@ def test_input_and_target_have_the_same_noise(options: dict[str, Any], posterior
     plain = {**options, "multires_noise_iterations": 0}
     objective = _objective(posterior=posterior, noise_offset=0.2, input_perturbation=0.3, **options)
     shape, batch = (2, 6, 10), _batch(6, posterior, shape=(2, 6, 10))
-    corruption = objective.corrupt(batch)
+    corruption = objective.add_noise(batch)
     alpha, sigma, a, b = corruption.levels.table[corruption.levels.row, :, None, None, None].double().unbind(1)
     noise, clean = _noise(objective, batch, shape), objective._clean(batch).double()
     extra = 0.3 * normal(SEED, Stream.PERTURBATION, batch.position, shape).double()
@@ -146,18 +146,18 @@ def test_input_and_target_have_the_same_noise(options: dict[str, Any], posterior
     guess = torch.randn(perfect.shape, generator=torch.Generator().manual_seed(2))
     expected = (guess - perfect).square().mean(dim=(1, 2, 3)) * corruption.levels.weights[corruption.levels.row]
     torch.testing.assert_close(objective.loss(guess, batch, corruption).double(), expected, rtol=1e-5, atol=0)
-    levels = _objective(**plain).corrupt(_batch(6, shape=shape)).levels
+    levels = _objective(**plain).add_noise(_batch(6, shape=shape)).levels
     assert torch.equal(levels.time, corruption.time), "the levels are those of the same run without it"
 
 
 def test_dream_corrects_towards_all_of_the_noise() -> None:
     objective, batch = _objective(dream=True, noise_offset=0.1), _batch(6)
-    before = objective.corrupt(batch)
+    before = objective.add_noise(batch)
     perfect = _noise(objective, batch, (2, 8, 8)).float()
-    after = objective.corrupt(batch, lambda noisy, time: perfect)
+    after = objective.add_noise(batch, lambda noisy, time: perfect)
     torch.testing.assert_close(after.noisy, before.noisy, rtol=0, atol=1e-5)
     assert objective.loss(perfect, batch, after).max() < 1e-10
-    wrong = objective.corrupt(batch, lambda noisy, time: perfect - 1)
+    wrong = objective.add_noise(batch, lambda noisy, time: perfect - 1)
     sigma = before.levels.table[before.time, 1].view(-1, 1, 1, 1)
     torch.testing.assert_close(wrong.noisy, before.noisy + sigma**2, rtol=0, atol=1e-5)
     assert objective.loss(perfect + sigma, batch, wrong).max() < 1e-10
@@ -166,11 +166,11 @@ def test_dream_corrects_towards_all_of_the_noise() -> None:
 @pytest.mark.parametrize("options", [{}, {"process": "flow"}, {"process": "edm"}])
 def test_the_noise_depends_on_seed_and_position_alone(options: dict[str, Any]) -> None:
     objective, whole = _objective(**options), _batch(9)
-    expected = objective.corrupt(whole)
+    expected = objective.add_noise(whole)
     parts = [
-        objective.corrupt(Batch(whole.latents[rows], whole.position[rows], {}))
+        objective.add_noise(Batch(whole.latents[rows], whole.position[rows], {}))
         for rows in (slice(0, 4), slice(4, 5), slice(5, 9))
     ]
     assert torch.equal(torch.cat([part.noisy for part in parts]), expected.noisy)
-    rounded = _objective(dtype=torch.bfloat16, **options).corrupt(whole).noisy
+    rounded = _objective(dtype=torch.bfloat16, **options).add_noise(whole).noisy
     assert torch.equal(rounded, expected.noisy.bfloat16()), "rounded once"

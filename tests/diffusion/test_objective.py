@@ -87,7 +87,7 @@ def test_sigma_at_time_zero_is_positive_for_bf16_latents():
     for schedule, sigma in (("linear", 1e-2), ("scaled_linear", 0.00085**0.5), ("cosine", 6.425e-3)):
         objective = _objective(schedule=schedule)
         batch = _batch(dtype=torch.bfloat16, position=first)
-        corruption = objective.corrupt(batch)
+        corruption = objective.add_noise(batch)
         assert corruption.noisy.dtype == torch.float32
         added = corruption.noisy - (1 - sigma**2) ** 0.5 * batch.latents.float()
         noise = _noise(objective, batch)
@@ -101,7 +101,7 @@ def test_sigma_at_time_zero_is_positive_for_bf16_latents():
 def test_noisy_latents_are_within_rounding_of_fp64(dtype, zero_terminal, posterior):
     objective = _objective(zero_terminal_snr=zero_terminal, schedule="scaled_linear", posterior=posterior)
     batch = _batch(256, dtype, posterior=posterior)
-    corruption = objective.corrupt(batch)
+    corruption = objective.add_noise(batch)
     alpha, sigma = _exact(objective.config, corruption.time)
     exact, of_sample = _clean(objective, batch)
     clean, added = alpha * exact, sigma * _noise(objective, batch)
@@ -113,22 +113,22 @@ def test_noisy_latents_are_within_rounding_of_fp64(dtype, zero_terminal, posteri
 
 def test_the_time_comes_from_its_stream():
     batch = _batch()
-    assert torch.equal(_objective(seed=77).corrupt(batch).time, uniform_timesteps(77, batch.position, 1000))
+    assert torch.equal(_objective(seed=77).add_noise(batch).time, uniform_timesteps(77, batch.position, 1000))
 
 
 def test_noisy_latents_of_another_dtype_are_the_same_ones_rounded():
     batch, config = _batch(), DdpmConfig(noise_offset=0.1)
     objective = Objective(config, seed=0, null=NULL, device="cpu", dtype=torch.bfloat16)
-    noisy = objective.corrupt(batch).noisy
+    noisy = objective.add_noise(batch).noisy
     assert noisy.dtype == torch.bfloat16
-    assert torch.equal(noisy, _objective(noise_offset=0.1).corrupt(batch).noisy.bfloat16())
+    assert torch.equal(noisy, _objective(noise_offset=0.1).add_noise(batch).noisy.bfloat16())
 
 
 def test_a_corruption_does_not_depend_on_the_split_of_the_batch():
     objective = _objective(noise_offset=0.1, input_perturbation=0.1, condition_dropout=0.5)
     whole = _batch()
-    expected = objective.corrupt(whole)
-    parts = [objective.corrupt(_rows(whole, rows)) for rows in (slice(0, 5), slice(5, 6), slice(6, 16))]
+    expected = objective.add_noise(whole)
+    parts = [objective.add_noise(_rows(whole, rows)) for rows in (slice(0, 5), slice(5, 6), slice(6, 16))]
     for name in ("noisy", "time"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(expected, name))
     assert torch.equal(torch.cat([part.condition["label"] for part in parts]), expected.condition["label"])
@@ -136,7 +136,7 @@ def test_a_corruption_does_not_depend_on_the_split_of_the_batch():
 
 def test_noise_offset_is_one_constant_per_sample_and_channel():
     batch = _batch(500)
-    plain, shifted = _objective().corrupt(batch), _objective(noise_offset=0.1).corrupt(batch)
+    plain, shifted = _objective().add_noise(batch), _objective(noise_offset=0.1).add_noise(batch)
     constant = 0.1 * normal(0, Stream.OFFSET, batch.position, (4, 1, 1)).double()
     sigma = _exact(DdpmConfig(), plain.time)[1]
     difference = (shifted.noisy - plain.noisy).double()
@@ -145,7 +145,7 @@ def test_noise_offset_is_one_constant_per_sample_and_channel():
 
 def test_input_perturbation_is_added_to_the_noise():
     batch = _batch(64)
-    plain, perturbed = _objective().corrupt(batch), _objective(input_perturbation=0.2).corrupt(batch)
+    plain, perturbed = _objective().add_noise(batch), _objective(input_perturbation=0.2).add_noise(batch)
     extra = normal(0, Stream.PERTURBATION, batch.position, (4, 8, 8)).double()
     sigma = _exact(DdpmConfig(), plain.time)[1]
     difference = (perturbed.noisy - plain.noisy).double()
@@ -162,7 +162,7 @@ def test_a_perfect_prediction_has_no_loss(prediction, zero_terminal, posterior):
         posterior=posterior,
     )  # fmt: skip
     batch = _batch(64, posterior=posterior)
-    corruption = objective.corrupt(batch)
+    corruption = objective.add_noise(batch)
     perfect = _exact_target(objective, batch, corruption).float()
     losses = objective.loss(perfect, batch, corruption)
     assert losses.shape == (64,)
@@ -178,7 +178,7 @@ def test_a_perfect_prediction_has_no_loss(prediction, zero_terminal, posterior):
 def test_the_loss_and_its_gradient_agree_with_fp64(prediction, gamma, zero_terminal, posterior):
     options = {"prediction": prediction, "min_snr_gamma": gamma, "zero_terminal_snr": zero_terminal}
     objective, batch = _objective(posterior=posterior, **options), _batch(32, posterior=posterior)
-    corruption = objective.corrupt(batch, native=torch.linspace(0, 999, 32).long())
+    corruption = objective.add_noise(batch, native=torch.linspace(0, 999, 32).long())
     guess = torch.randn(corruption.noisy.shape, generator=torch.Generator().manual_seed(3)).requires_grad_()
     losses = objective.loss(guess, batch, corruption)
     (gradient,) = torch.autograd.grad(losses.sum(), guess)
@@ -211,7 +211,7 @@ def test_a_training_step_with_kernels_equals_that_of_the_references(options):
     losses, gradients = {}, {}
     for backend in ("triton", "reference"):
         with dispatch.forced(noising=backend, loss=backend, philox=backend):
-            corruption = objective.corrupt(batch)
+            corruption = objective.add_noise(batch)
             prediction = model(corruption.noisy, corruption.time, **corruption.condition)
             losses[backend] = objective.loss(prediction, batch, corruption)
         gradients[backend] = torch.autograd.grad(losses[backend].mean(), model.parameters())
@@ -222,7 +222,7 @@ def test_a_training_step_with_kernels_equals_that_of_the_references(options):
 
 def test_the_variance_half_of_a_prediction_is_not_trained():
     objective, batch = _objective(), _batch()
-    corruption = objective.corrupt(batch)
+    corruption = objective.add_noise(batch)
     double = torch.randn(16, 8, 8, 8, generator=torch.Generator().manual_seed(4)).requires_grad_()
     losses = objective.loss(double, batch, corruption)
     assert torch.equal(losses, objective.loss(double[:, :4], batch, corruption))
@@ -233,7 +233,7 @@ def test_the_variance_half_of_a_prediction_is_not_trained():
 
 def test_a_bf16_prediction_is_compared_in_fp32():
     objective, batch = _objective(), _batch(dtype=torch.bfloat16)
-    corruption = objective.corrupt(batch)
+    corruption = objective.add_noise(batch)
     guess = torch.randn(16, 4, 8, 8, generator=torch.Generator().manual_seed(5)).bfloat16()
     losses = objective.loss(guess, batch, corruption)
     assert losses.dtype == torch.float32
@@ -243,7 +243,7 @@ def test_a_bf16_prediction_is_compared_in_fp32():
 @pytest.mark.parametrize("posterior", [False, True])
 def test_a_prediction_of_another_shape_is_refused(posterior):
     objective, batch = _objective(posterior=posterior), _batch(posterior=posterior)
-    corruption = objective.corrupt(batch)
+    corruption = objective.add_noise(batch)
     for shape in ((16, 4, 4, 8), (16, 3, 8, 8), (1, 4, 8, 8)):
         with pytest.raises(ValueError, match=r"has shape .* expected \(16, 4, 8, 8\) or twice the channels"):
             objective.loss(torch.zeros(shape), batch, corruption)
@@ -257,7 +257,7 @@ def test_a_seed_out_of_range_is_refused():
 
 def _step(objective, batch, guess):
     """The part of a step besides model and optimizer."""
-    corruption = objective.corrupt(batch, lambda noisy, time, label: guess)
+    corruption = objective.add_noise(batch, lambda noisy, time, label: guess)
     return objective.loss(guess, batch, corruption), corruption.levels
 
 

@@ -78,7 +78,7 @@ def test_input_time_and_loss_of_training_are_those_of_its_transport(path: FlowPa
     ours = Objective(config, seed=3, null={}, device="cpu")
     data = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(2))
     batch = Batch(data, torch.arange(5), {"label": LABELS[torch.arange(5) % 4]})
-    corruption = ours.corrupt(batch, native=torch.tensor([0.95, 0.7, 0.5, 0.2, 0.03]))
+    corruption = ours.add_noise(batch, native=torch.tensor([0.95, 0.7, 0.5, 0.2, 0.03]))
 
     t = torch.tensor([0.05, 0.3, 0.5, 0.8, 0.97], dtype=torch.float64)
     torch.testing.assert_close(corruption.time.double(), t, rtol=0, atol=1e-7)

@@ -65,7 +65,7 @@ def test_the_kernel_draws_what_the_sampler_draws() -> None:
     assert weights is None
     assert torch.equal(native, uniform_timesteps(SEED, position, 1000))
     position = position[:64]
-    inside, outside = plain.corrupt(batch(position)), plain.corrupt(batch(position), native=native[:64])
+    inside, outside = plain.add_noise(batch(position)), plain.add_noise(batch(position), native=native[:64])
     assert torch.equal(inside.time, native[:64])
     assert torch.equal(inside.noisy, outside.noisy)
 
@@ -273,6 +273,6 @@ def test_dream_keeps_the_levels_that_were_drawn(density: str) -> None:
     position = torch.arange(16)
     native, _ = dreaming.timesteps.draw(position)
     data = batch(position)
-    corruption = dreaming.corrupt(data, lambda noisy, time: torch.zeros_like(noisy))
+    corruption = dreaming.add_noise(data, lambda noisy, time: torch.zeros_like(noisy))
     assert torch.equal(corruption.time, native)
     assert corruption.correction is not None

@@ -66,7 +66,7 @@ class Case:
         self.prediction = torch.cat([output, given] if self.config.learns_variance else [output], dim=1).float()
 
     def loss(self, prediction: Tensor) -> Tensor:
-        return self.objective.loss(prediction, self.batch, self.objective.corrupt(self.batch, native=self.time))
+        return self.objective.loss(prediction, self.batch, self.objective.add_noise(self.batch, native=self.time))
 
     def expected(self, prediction: np.ndarray, frozen: np.ndarray | None = None) -> np.ndarray:
         """The loss in float64; ``frozen`` is the mean inside of the bound, where the squared error is added to it."""

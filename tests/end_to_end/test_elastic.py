@@ -111,14 +111,14 @@ def watch(world: World, config: RunConfig, stage: int, stop_at: int | None = Non
         run = build(config, launch(stage), world, stack, stop)
         state, batches, callbacks = run.state, run.batches, run.callbacks
         stop.arm(state.heartbeat)
-        corrupt = state.objective.corrupt
+        add_noise = state.objective.add_noise
 
-        def corrupt_and_note(batch: Batch, model: Any) -> Corruption:
-            corruption = corrupt(batch, model)
+        def add_noise_and_note(batch: Batch, model: Any) -> Corruption:
+            corruption = add_noise(batch, model)
             seen.times.update(zip(batch.position.tolist(), corruption.time.tolist(), strict=True))
             return corruption
 
-        state.objective.corrupt = corrupt_and_note  # type: ignore[assignment]
+        state.objective.add_noise = add_noise_and_note  # type: ignore[assignment]
         is_asked = stop_at if world.rank == world.size - 1 else None
         try:
             take_steps(state, _noted(batches, state, seen, is_asked, ask), Watched(callbacks, seen))

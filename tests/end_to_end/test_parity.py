@@ -92,7 +92,7 @@ def ours(model: Any, config: ObjectiveConfig, latents: Tensor, condition: Condit
     """The loss of the training loop."""
     objective = Objective(config, seed=SEED, null={}, device="cpu", posterior=posterior)
     batch = Batch(latents, POSITION, condition)
-    corruption = objective.corrupt(batch, model)
+    corruption = objective.add_noise(batch, model)
     prediction = model(corruption.noisy, corruption.time, **corruption.condition)
     return objective.loss(prediction, batch, corruption).mean()
 

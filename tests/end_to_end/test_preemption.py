@@ -46,7 +46,7 @@ def _main(world: World, argv: list[str]) -> int:
 
 def _main_signalled(world: World, argv: list[str], rank: int, number: signal.Signals, step: int) -> int:
     """Run the command; one rank gets a signal in the step after this one, which ends once a thread has taken it."""
-    corrupt, begun = Objective.corrupt, itertools.count()
+    add_noise, begun = Objective.add_noise, itertools.count()
     make, made = StopRequest.make, threading.Event()
 
     def noted(request: StopRequest, reason: str) -> None:
@@ -57,10 +57,10 @@ def _main_signalled(world: World, argv: list[str], rank: int, number: signal.Sig
         if next(begun) == step:
             os.kill(os.getpid(), number)
             made.wait()
-        return corrupt(*arguments, **options)
+        return add_noise(*arguments, **options)
 
     if world.rank == rank:
-        Objective.corrupt = corrupt_signalled  # type: ignore[method-assign]
+        Objective.add_noise = corrupt_signalled  # type: ignore[method-assign]
         StopRequest.make = noted  # type: ignore[method-assign]
     return _main(world, argv)
 

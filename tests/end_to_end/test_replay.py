@@ -58,10 +58,10 @@ class Micro:
 def dump(monkeypatch: pytest.MonkeyPatch) -> list[Micro]:
     """Every micro-batch of the runs of a test."""
     found: list[Micro] = []
-    corrupt = Objective.corrupt
+    add_noise = Objective.add_noise
 
     def dumped(self: Objective, batch: Batch, *args: Any, **options: Any) -> Any:
-        made = corrupt(self, batch, *args, **options)
+        made = add_noise(self, batch, *args, **options)
         shape, clean = made.noisy.shape[1:], dequantised(batch.latents, torch.float64)
         if self.posterior:
             mean, std = clean.chunk(2, dim=1)
@@ -73,7 +73,7 @@ def dump(monkeypatch: pytest.MonkeyPatch) -> list[Micro]:
         found.append(Micro(clean, noise, made.levels.row.clone(), condition))
         return made
 
-    monkeypatch.setattr(Objective, "corrupt", dumped)
+    monkeypatch.setattr(Objective, "add_noise", dumped)
     return found
 
 

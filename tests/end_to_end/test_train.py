@@ -60,7 +60,7 @@ def _first_noise(world: World, digits: Path) -> tuple[list[int], list[float], li
             global_batch=16,
         ) as batches:
             batch = next(batches)
-    corruption = objective.corrupt(batch)
+    corruption = objective.add_noise(batch)
     return batch.position.tolist(), corruption.noisy[:, 0, 0, 0].tolist(), corruption.time.tolist()
 
 

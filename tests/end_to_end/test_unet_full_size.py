@@ -41,7 +41,7 @@ def _one_step(world: World) -> dict[str, float]:
     before = [flat.master[::997].clone() for flat in engine.flats]
     started = time.monotonic()
     batch = Batch(torch.randn(1, 4, _SIDE, _SIDE), torch.tensor([0]), {"context": torch.randn(1, 77, 768)})
-    corruption = objective.corrupt(batch)
+    corruption = objective.add_noise(batch)
     prediction = engine(corruption.noisy, corruption.time, **corruption.condition)
     loss = objective.loss(prediction, batch, corruption).mean()
     engine.backward(loss)

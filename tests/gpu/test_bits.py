@@ -65,7 +65,7 @@ def test_noisy_latents_levels_and_drops_are_those_of_the_reference(
         objective = Objective(
             config, seed=11, null={"label": torch.tensor(10)}, device=where, posterior=posterior, dtype=dtype
         )
-        found = objective.corrupt(Batch(latents.to(where), POSITIONS.to(where), {"label": label.to(where)}))
+        found = objective.add_noise(Batch(latents.to(where), POSITIONS.to(where), {"label": label.to(where)}))
         return {"noisy": found.noisy, "time": found.time, **found.condition}
 
     with references():

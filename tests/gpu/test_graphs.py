@@ -14,9 +14,9 @@ import torch
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
+from fastdiff.training.forward_backward import graph
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.loop import train
-from fastdiff.training.passes import graph
 from tests.gpu.cases import Case, Inputs, deterministic, each, launch_of
 from tests.support.runs import assert_same_checkpoint, hexes, losses, newest, train_losses
 

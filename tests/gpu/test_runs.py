@@ -149,11 +149,11 @@ def test_neither_objective_nor_meters_wait_in_a_run(
     """From the second call on; the first one compiles the kernels, and is on a GPU the rehearsal before the steps."""
     calls: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((Objective, "corrupt"), (Objective, "loss"), (Meters, "add")):
+        for owner, name in ((Objective, "add_noise"), (Objective, "loss"), (Meters, "add")):
             patch.setattr(owner, name, _watched(getattr(owner, name), calls, on))
         train(inputs.run(case, tmp_path / "run"), launch_of(case.stage), world)
-    rehearsed = ["corrupt", "loss"] if on.type == "cuda" else []
-    assert calls == [*rehearsed, *["corrupt", "loss", "add"] * 4]
+    rehearsed = ["add_noise", "loss"] if on.type == "cuda" else []
+    assert calls == [*rehearsed, *["add_noise", "loss", "add"] * 4]
 
 
 @pytest.mark.parametrize(

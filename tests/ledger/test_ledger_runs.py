@@ -84,14 +84,14 @@ def test_the_ledger_knows_what_a_kill_cost(digits: Path, tmp_path: Path, capsys:
 
 def _train_slowly(world: World, config: RunConfig) -> None:
     """Train, in forward passes that take 30 % more on the last rank, which is on another node, by the clock of each."""
-    corrupt, is_slow, now = Objective.corrupt, world.rank == world.size - 1, 0.0
+    add_noise, is_slow, now = Objective.add_noise, world.rank == world.size - 1, 0.0
 
     def slowed(*args: object, **options: object) -> object:
         nonlocal now
         now += SLOW_S if is_slow else FAST_S
-        return corrupt(*args, **options)  # type: ignore[arg-type]
+        return add_noise(*args, **options)  # type: ignore[arg-type]
 
-    Objective.corrupt = slowed  # type: ignore[assignment,method-assign]
+    Objective.add_noise = slowed  # type: ignore[assignment,method-assign]
     metrics.ComputeTime = lambda device: ComputeTime(device, lambda: now)  # type: ignore[assignment,misc]
     if is_slow:
         import socket

@@ -167,7 +167,7 @@ def test_what_sd3_becomes_is_what_its_script_computes(theirs: str, ours: str) ->
     noise = normal(1, Stream.NOISE, batch.position, (4, 6, 6))
     weight = compute_loss_weighting_for_sd3(scheme, sigmas)
     expected = weight * sd3_error(guess, latents, noise, sigmas[:, None, None, None], numbers["precondition_outputs"])
-    found = objective.loss(guess, batch, objective.corrupt(batch, native=sigmas))
+    found = objective.loss(guess, batch, objective.add_noise(batch, native=sigmas))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 

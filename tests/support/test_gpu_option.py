@@ -64,7 +64,7 @@ class Item:
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_kernels_and_what_is_marked_are_chosen(wanted: bool) -> None:
-    step = ROOT / "tests/training/passes/test_step.py"
+    step = ROOT / "tests/training/forward_backward/test_step.py"
     marked, kernel, other = Item(step, marked=True), Item(ROOT / "tests/ops/adamw/test_adamw.py"), Item(step)
     left: list[Item] = []
     hook = SimpleNamespace(pytest_deselected=lambda items: left.extend(items))

@@ -60,8 +60,8 @@ ENGINES: dict[str, Engine] = {
 }
 """Bytes counted at the dispatcher, inputs and outputs of every operation, on one rank with bf16 gradients, clipping and
 one average: first the backward pass's copies of gradients, then the optimizer step, then the average if it is not part
-of the step. ``tests/training/passes/test_step_costs.py`` has limits for operations, reads and bytes of the steps; of
-the flat ones it counts 2 bytes more than the kernel moves.
+of the step. ``test_step_costs.py`` has limits for operations, reads and bytes of the steps; of the flat ones it counts
+2 bytes more than the kernel moves.
 
 DeepSpeed's own step is that of ZeRO-1 of release 0.19.8, which fastdiff shortens to ``zero1``. The flat engine is that
 of ``ddp.json``.

@@ -21,8 +21,8 @@ from fastdiff.diffusion.levels import Corruption
 from fastdiff.parallel.world import start_world
 from fastdiff.training.build import build
 from fastdiff.training.callbacks.base import Callback, Callbacks
+from fastdiff.training.forward_backward.micro_batch import ForwardBackward
 from fastdiff.training.loop import take_steps
-from fastdiff.training.passes.eager import Passes
 from fastdiff.training.state import TrainState
 from fastdiff_bench.measure import launches
 from fastdiff_bench.measure.session import Enough, StepTimer
@@ -74,7 +74,7 @@ def run(
             state.objective = cast(Any, _TimedObjective(timer, state.objective))
             state.ema = cast(Any, _TimedEma(timer, state.ema))
         if phases or traced is not None:  # a graph shows no parts
-            state.passes = Passes(state.engine, state.objective, state.meters, state.guard)
+            state.forward_backward = ForwardBackward(state.engine, state.objective, state.meters, state.guard)
         try:
             take_steps(state, stream, Observed(callbacks, AfterStep(timer)))
         except Enough:
@@ -152,19 +152,19 @@ class _TimedEngine(_Timed):
         with self._timer.phase("backward"):
             self._part.backward(loss, discard=discard)
 
-    def skips(self) -> Tensor | None:
+    def check_grads(self) -> Tensor | None:
         with self._timer.phase("optimizer"):
-            return cast("Tensor | None", self._part.skips())
+            return cast("Tensor | None", self._part.check_grads())
 
-    def update(self) -> None:
+    def optimizer_step(self) -> None:
         with self._timer.phase("optimizer"):
-            self._part.update()
+            self._part.optimizer_step()
 
 
 class _TimedObjective(_Timed):
-    def corrupt(self, batch: Batch, model: Any) -> Corruption:
+    def add_noise(self, batch: Batch, model: Any) -> Corruption:
         with self._timer.phase("objective"):
-            return cast(Corruption, self._part.corrupt(batch, model))
+            return cast(Corruption, self._part.add_noise(batch, model))
 
     def loss(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
         with self._timer.phase("objective"):

@@ -19,7 +19,7 @@ every rank, and divided among the ranks.
 
 Stage 0 is the flat engine, which ``ddp.json`` chooses: bf16 gradients into fp32 sums 6, norm 4, update 30 (gradient 4,
 weights 8, moments 16, bf16 copy 2); the average 8. Stages 1 to 3 are fastdiff's shortened step of DeepSpeed 0.19.8,
-counted on one rank: 58, of which 8 are clipping (``tests/training/passes/test_step_costs.py`` holds that), and 12 for
+counted on one rank: 58, of which 8 are clipping (``test_step_costs.py`` holds that), and 12 for
 the average; their hooks were counted at stage 3 before gradients were left in place, so that 23 is an upper bound."""
 LEAST_COPIES = 38.0
 """Bytes per parameter of an update that reads and writes everything once; part of a step of unknown origin."""

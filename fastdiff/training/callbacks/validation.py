@@ -145,7 +145,7 @@ class ValidationLoss(Callback):
         with memory_beside_training(state):
             for rows in batches:
                 batch = read_batch(self._reader, self._index, rows, self._scales)
-                corruption = self._objective.corrupt(batch, native=self._levels[batch.position])
+                corruption = self._objective.add_noise(batch, native=self._levels[batch.position])
                 prediction = model(corruption.noisy, corruption.time, **corruption.condition)
                 levels = corruption.levels
                 plain = torch.ones_like(levels.weights)

@@ -17,8 +17,8 @@ from fastdiff.training.ema import Ema
 class Engine(ABC):
     """A model with its optimizer.
 
-    A step has three parts: ``skips``, ``update`` and ``settle``. Between the first two the ranks begin to exchange
-    their flags (``guard``), which the host reads after ``update``. ``step`` is all three.
+    A step has three parts: ``check_grads``, ``optimizer_step`` and ``finish_step``. Between the first two the ranks
+    begin to exchange their flags (``guard``), which the host reads after the second. ``step`` is all three.
     """
 
     kind: Literal["deepspeed", "flat"]
@@ -80,19 +80,19 @@ class Engine(ABC):
         """Take over the averages, if this engine moves them in its own pass over the weights."""
 
     @abstractmethod
-    def skips(self) -> Tensor | None:
-        """End the gradient of the step; return whether it is not finite, if ``update`` does not wait for the answer.
+    def check_grads(self) -> Tensor | None:
+        """End the gradient of the step; return whether it is not finite, if nobody has to wait for the answer.
 
         Returns:
-            Scalar on the device, not zero if ``update`` is going to change nothing; equal on all ranks. None: the host
-            learns it in ``update``.
+            Scalar on the device, not zero if ``optimizer_step`` is going to change nothing; equal on all ranks. None:
+            the host learns it there.
         """
 
     def discard(self) -> None:  # noqa: B027
-        """Void the gradient, if ``skips`` has not done so on all ranks: ``update`` is going to change nothing."""
+        """Void the gradient: ``optimizer_step`` is going to change nothing."""
 
     @abstractmethod
-    def update(self) -> None:
+    def optimizer_step(self) -> None:
         """Take the optimizer step; change nothing if a gradient is not finite on any rank.
 
         Raises:
@@ -100,18 +100,18 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def settle(self, *, skipped: bool) -> bool:
-        """Learn what ``skips`` returned, and set the learning rate of the next step.
+    def finish_step(self, *, skipped: bool) -> bool:
+        """Learn what ``check_grads`` returned, and set the learning rate of the next step.
 
         Returns:
             False if the step changed nothing.
         """
 
     def step(self) -> bool:
-        """Take the optimizer step and wait for it; return False if it changed nothing, see ``update``."""
-        flag = self.skips()
-        self.update()
-        return self.settle(skipped=flag is not None and bool(flag))
+        """Take the optimizer step and wait for it; return False if it changed nothing, see ``optimizer_step``."""
+        flag = self.check_grads()
+        self.optimizer_step()
+        return self.finish_step(skipped=flag is not None and bool(flag))
 
     @abstractmethod
     def grad_norm(self) -> Tensor | float | None:

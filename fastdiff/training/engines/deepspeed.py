@@ -165,10 +165,10 @@ class DeepSpeedEngine(Engine):
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()  # only counts the micro-batch
 
-    def skips(self) -> None:
-        """DeepSpeed reads the norm of the gradient in ``update``."""
+    def check_grads(self) -> None:
+        """DeepSpeed reads the norm of the gradient in ``optimizer_step``."""
 
-    def update(self) -> None:
+    def optimizer_step(self) -> None:
         """Take the optimizer step; change nothing if a gradient is not finite on any rank.
 
         Raises:
@@ -187,7 +187,7 @@ class DeepSpeedEngine(Engine):
             ) from error
         self._set_loss_scale(scale)
 
-    def settle(self, *, skipped: bool) -> bool:
+    def finish_step(self, *, skipped: bool) -> bool:
         """Set the learning rate of the next step; return False if the step changed nothing."""
         applied = bool(self._engine.was_step_applied()) and not getattr(self._engine.optimizer, "overflow", False)
         if applied:

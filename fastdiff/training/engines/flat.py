@@ -145,18 +145,18 @@ class FlatEngine(Engine):
         self._update.averages, averages.in_the_update = averages, True
 
     @torch.no_grad()
-    def skips(self) -> Tensor:
+    def check_grads(self) -> Tensor:
         """Take the norm of the gradient; return whether it is not finite."""
         return self._update.examine(self._gradients.buffer)
 
-    def update(self) -> None:
+    def optimizer_step(self) -> None:
         """Take the optimizer step, unless the gradient is not finite."""
         self.lr = float(self.optimizer.param_groups[0]["lr"])
         self._update.take(self._steps + 1, self.lr, self._applied + 1)
         self._gradients.has_some = False
         self._micro = 0
 
-    def settle(self, *, skipped: bool) -> bool:
+    def finish_step(self, *, skipped: bool) -> bool:
         """Count the step and set the learning rate of the next one."""
         if not skipped:
             self._applied += 1

@@ -102,9 +102,9 @@ def named_ranges(state: TrainState, make: Opener | None = None) -> Iterator[Open
 
 def _name_calls(state: TrainState, opened: Opener, stack: ExitStack, end_of_blocks: Callable[[], None]) -> None:
     calls: dict[str, list[tuple[object, str]]] = {
-        "objective": [(state.objective, "corrupt"), (state.objective, "loss")],
+        "objective": [(state.objective, "add_noise"), (state.objective, "loss")],
         "consensus": [(state.guard.consensus, "start"), (state.guard.consensus, "wait")],
-        "optimizer": [(state.engine, "skips"), (state.engine, "update")],
+        "optimizer": [(state.engine, "check_grads"), (state.engine, "optimizer_step")],
         "averages": [(state.ema, "update")],
     }
     for part in (calls, state.engine.named_calls()):

@@ -93,7 +93,7 @@ def fastdiff_step(run: RunConfig, batch: Batch) -> tuple[Tensor, dict[str, Tenso
     model = build_network(run)
     woken(model)
     objective = Objective(run.objective, seed=SEED, null={}, device=CPU, inputs=model.inputs)
-    corruption = objective.corrupt(batch)
+    corruption = objective.add_noise(batch)
     loss = objective.loss(model(corruption.noisy, corruption.time, **corruption.condition), batch, corruption).mean()
     loss.backward()  # type: ignore[no-untyped-call]
     noise = normal(SEED, Stream.NOISE, batch.position, batch.latents.shape[1:])

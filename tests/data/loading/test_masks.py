@@ -98,7 +98,7 @@ def test_a_dropped_caption_takes_its_mask_along(folder: Path, loader: Any, devic
             batch = next(batches)
     assert batch.condition["context_mask"].dtype == torch.bool
     objective = Objective(DdpmConfig(condition_dropout=0.5), seed=0, null=null, device=device, inputs=tuple(SHAPES))
-    found = objective.corrupt(batch).condition
+    found = objective.add_noise(batch).condition
     dropped = uniform(0, Stream.LABEL_DROP, batch.position, 1)[:, 0] < 0.5
     assert 0 < dropped.sum() < COUNT
     for name, value in found.items():

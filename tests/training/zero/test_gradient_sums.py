@@ -49,7 +49,7 @@ def gradient_error(world: World, digits: Path, folder: Path, stage: int, dtype: 
         run = build(config, launch(stage), world, stack)
         engine, objective = run.state.engine, run.state.objective
         for batch, _ in zip(run.batches, range(micros), strict=False):
-            corruption = objective.corrupt(batch, engine)
+            corruption = objective.add_noise(batch, engine)
             inputs = (corruption.noisy, corruption.time)
             engine.backward(objective.loss(engine(*inputs, **corruption.condition), batch, corruption).mean())
             loss = objective.loss(network(*inputs, **corruption.condition), batch, corruption).mean()

@@ -19,7 +19,7 @@ from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import hexes, launch, tiny, train_losses
-from tests.training.passes.test_step_costs import WIDE, costs_of
+from tests.training.forward_backward.test_step_costs import WIDE, costs_of
 
 
 def test_the_linear_layer_of_zero3_is_torchs_to_the_bit() -> None:

@@ -12,7 +12,7 @@ from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
 
 
-class Passes:
+class ForwardBackward:
     """Both passes of a micro-batch, which add its gradient to the engine and its losses to the meters and the guard.
 
     Args:
@@ -40,7 +40,7 @@ class Passes:
             batch: of this rank.
             recorded: whether a density of timesteps that learns from losses learns from these.
         """
-        corruption = self._objective.corrupt(batch, self._engine)
+        corruption = self._objective.add_noise(batch, self._engine)
         prediction = self._engine(corruption.noisy, corruption.time, **corruption.condition)
         # [micro, C, H, W] -> [micro]
         return self._objective.loss(prediction, batch, corruption, recorded=recorded), corruption

@@ -22,9 +22,9 @@ from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import ConfigError, require
 from fastdiff.models.cost.memory import exhausted
 from fastdiff.training.engines.flat import FlatEngine
+from fastdiff.training.forward_backward.micro_batch import ForwardBackward
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
-from fastdiff.training.passes.eager import Passes
 
 WARM_UP = 3
 """Micro-batches of a process that run operation by operation before the first capture.
@@ -35,7 +35,7 @@ Section = Callable[[], Tensor]
 """Work of the device alone; returns the losses ``[micro]``."""
 
 
-class GraphPasses(Passes):
+class GraphForwardBackward(ForwardBackward):
     """Both passes of a micro-batch, captured once and then replayed, on one GPU.
 
     Args:

@@ -28,9 +28,9 @@ from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
 from fastdiff.plugins.promises import HostSyncError
+from fastdiff.training.forward_backward import graph
+from fastdiff.training.forward_backward.build import require_capture, require_one_shape
 from fastdiff.training.loop import train
-from fastdiff.training.passes import graph
-from fastdiff.training.passes.build import require_capture, require_one_shape
 from tests.gpu.cases import ADM, HYBRID
 from tests.support.dispatch_modes import Replay
 from tests.support.inputs import captioned
@@ -151,7 +151,7 @@ def test_its_numbers_are_those_of_a_run_without_it(
 def test_another_batch_than_the_first_is_refused(watched: Watched, other: Batch, message: str) -> None:
     """``copy_`` would broadcast or cast it."""
     none: Any = None
-    passes = graph.GraphPasses(none, none, none, none)
+    passes = graph.GraphForwardBackward(none, none, none, none)
     passes._load(Batch(torch.zeros(4, 1, 8, 8), torch.zeros(4), {}))
     with pytest.raises(ConfigError, match=message + "as in the first; leave the flag out"):
         passes._load(other)
@@ -176,7 +176,7 @@ def test_the_watch_sees_what_a_graph_would_freeze(
     assert first.found.keys() == second.found.keys()
 
     monkeypatch.setattr(graph, "CudaGraphs", lambda: watched)
-    monkeypatch.setattr(graph.GraphPasses, "_load", lambda self, batch: setattr(self, "_static", batch))
+    monkeypatch.setattr(graph.GraphForwardBackward, "_load", lambda self, batch: setattr(self, "_static", batch))
     train(with_graph(digits, tmp_path / "address", batch__micro=16), launch(0), world)
     first, second, _ = watched.replays[0]
     assert first.operations == second.operations

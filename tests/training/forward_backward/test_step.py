@@ -207,7 +207,9 @@ def test_bf16_under_zero_1_trains_on_a_gpu(world: World, digits: Path, tmp_path:
 @pytest.mark.parametrize("skips", [None, torch.ones(())], ids=["the host knows", "the device knows"])
 def test_saves_that_failed_or_are_due_are_told(world: World, skips: Tensor | None) -> None:
     nothing: Any = SimpleNamespace(enter=lambda phase: None, discards=lambda step: False)
-    engine: Any = SimpleNamespace(skips=lambda: skips, update=lambda: None, settle=lambda *, skipped: False)
+    engine: Any = SimpleNamespace(
+        check_grads=lambda: skips, optimizer_step=lambda: None, finish_step=lambda *, skipped: False
+    )
     guard = StepGuard(Consensus(world), nothing, nothing, accumulation=1)
     guard.failed_save = True
     guard.observe(torch.ones(2))

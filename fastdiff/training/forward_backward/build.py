@@ -10,20 +10,22 @@ from fastdiff.errors import require
 from fastdiff.parallel.world import World
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.engines.build import Kind
+from fastdiff.training.forward_backward.micro_batch import ForwardBackward
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
-from fastdiff.training.passes.eager import Passes
 
 
-def build_passes(config: RunConfig, engine: Engine, objective: Objective, meters: Meters, guard: StepGuard) -> Passes:
+def build_forward_backward(
+    config: RunConfig, engine: Engine, objective: Objective, meters: Meters, guard: StepGuard
+) -> ForwardBackward:
     """Build the passes that ``--performance.cuda_graph`` names; ``require_capture`` has been called."""
     if not config.performance.cuda_graph:
-        return Passes(engine, objective, meters, guard)
+        return ForwardBackward(engine, objective, meters, guard)
     from fastdiff.training.engines.flat import FlatEngine
-    from fastdiff.training.passes.graph import GraphPasses
+    from fastdiff.training.forward_backward.graph import GraphForwardBackward
 
     assert isinstance(engine, FlatEngine)
-    return GraphPasses(engine, objective, meters, guard)
+    return GraphForwardBackward(engine, objective, meters, guard)
 
 
 def require_capture(config: RunConfig, engine: Kind, world: World) -> None:
