@@ -139,7 +139,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 def _ledger(arguments: argparse.Namespace) -> None:
     from fastdiff.config.run_record import require_run
-    from fastdiff.evaluation import outlook
+    from fastdiff.evaluation import forecast
     from fastdiff.evaluation.validation_files import steps_of
     from fastdiff.ledger import report
     from fastdiff.ledger.reader import read_ledger
@@ -150,11 +150,11 @@ def _ledger(arguments: argparse.Namespace) -> None:
     cost = report.costs(sums, arguments.price, arguments.watts)
     gpu_hours = arguments.next or sums.gpu_hours / 10
     steps = round(gpu_hours * sums.steps_kept / sums.gpu_hours) if sums.gpu_hours else 0
-    ahead = outlook.look_ahead(folder, steps) if steps and steps_of(folder) else None
+    ahead = forecast.look_ahead(folder, steps) if steps and steps_of(folder) else None
     if arguments.json:
         found = report.as_json(folder, sums, cost)
-        print(json.dumps(found | {"outlook": None if ahead is None else outlook.as_json(ahead)}, indent=1))
+        print(json.dumps(found | {"outlook": None if ahead is None else forecast.as_json(ahead)}, indent=1))
         return
     show(report.in_words(folder, sums, cost, columns(sys.stdout)))
     show("")
-    show("no forecast: the run has no validation, or no step" if ahead is None else outlook.in_words(ahead, gpu_hours))
+    show("no forecast: the run has no validation, or no step" if ahead is None else forecast.in_words(ahead, gpu_hours))

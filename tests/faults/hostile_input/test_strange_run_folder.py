@@ -215,7 +215,7 @@ ALLOWED = {
 }  # fmt: skip
 PACKAGES = ("api", "checkpoint", "dashboard", "ledger")
 MODULES = (
-    "evaluation/validation_files.py", "evaluation/comparison.py", "evaluation/outlook.py", "config/run_record.py",
+    "evaluation/validation_files.py", "evaluation/comparison.py", "evaluation/forecast.py", "config/run_record.py",
     "export/model_card.py", "sampling/run.py", "training/trackers/identity.py", "json_lines.py",
 )  # fmt: skip
 

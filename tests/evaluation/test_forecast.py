@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdiff.evaluation.outlook import as_json, in_words, look_ahead
+from fastdiff.evaluation.forecast import as_json, in_words, look_ahead
 from fastdiff.evaluation.validation_files import Validated, encode, path_of
 
 COUNT = 640
@@ -38,7 +38,7 @@ def curve(steps: range, noise: float) -> dict[int, np.ndarray[Any, Any]]:
 
 
 def test_the_gain_of_a_power_law_is_forecast(tmp_path: Path) -> None:
-    found = look_ahead(validate(tmp_path, curve(range(1000, 20_001, 1000), 0.004)), 10_000).forecast
+    found = look_ahead(validate(tmp_path, curve(range(1000, 20_001, 1000), 0.004)), 10_000).gain
     assert found is not None
     true = (law(20_000) - law(30_000)) * HARDNESS.mean()
     assert found.low < true < found.high
@@ -51,7 +51,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(tmp_path: Path) -> No
     """Of 30 runs an interval of 90 % misses 3 on average, and 9 or more once in a thousand."""
     true, hits = (law(8000) - law(12_000)) * HARDNESS.mean(), 0
     for number in range(30):
-        found = look_ahead(validate(tmp_path / str(number), curve(range(1000, 8001, 500), 0.02)), 4000).forecast
+        found = look_ahead(validate(tmp_path / str(number), curve(range(1000, 8001, 500), 0.02)), 4000).gain
         assert found is not None
         hits += found.low <= true <= found.high
     assert hits > 21
@@ -66,11 +66,11 @@ def test_a_run_that_gains_nothing_is_told_to_stop(tmp_path: Path) -> None:
     stalled = look_ahead(validate(tmp_path / "rising", rising), 100)
     assert stalled.gained == []
     assert "not expected to help" in in_words(stalled, 10.0)
-    assert stalled.forecast is not None
-    assert stalled.forecast.gain < 0, "it is expected to get worse"
+    assert stalled.gain is not None
+    assert stalled.gain.gain < 0, "it is expected to get worse"
     assert "are expected to raise the validation loss" in in_words(stalled, 10.0)
     infinite = {step: np.full(COUNT, np.inf) for step in flat}
-    assert look_ahead(validate(tmp_path / "infinite", infinite), 100).forecast is None
+    assert look_ahead(validate(tmp_path / "infinite", infinite), 100).gain is None
 
 
 def test_one_noise_level_that_gains_is_named(tmp_path: Path) -> None:
@@ -83,6 +83,6 @@ def test_few_or_other_validations_give_no_forecast(tmp_path: Path) -> None:
     validate(tmp_path, curve(range(1000, 8001, 1000), 0.004), data="another set")
     validate(tmp_path, curve(range(8500, 10_001, 500), 0.004))
     found = look_ahead(tmp_path, 100)
-    assert found.forecast is None
+    assert found.gain is None
     assert found.comparison is None, "none of the same data before the window"
     assert in_words(found, 1.0).startswith("no forecast of the validation loss: it needs 5 validations")

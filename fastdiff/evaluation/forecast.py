@@ -37,7 +37,7 @@ _FEW = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class ExpectedGain:
     """The fall of the validation loss that more steps are expected to bring."""
 
     steps: int
@@ -51,10 +51,10 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class Forecast:
     """What a run can still expect."""
 
-    forecast: Forecast | None
+    gain: ExpectedGain | None
     """None: there are fewer than ``FEWEST`` comparable validations."""
     comparison: Comparison | None
     """The last validation (B) against the one before the window (A); None: there is only one."""
@@ -66,7 +66,7 @@ class Outlook:
         return [row.name for row in rows if row.significant and row.difference < 0]
 
 
-def look_ahead(run: Path, steps: int) -> Outlook:
+def look_ahead(run: Path, steps: int) -> Forecast:
     """Return what ``steps`` more steps are expected to gain.
 
     Args:
@@ -81,7 +81,7 @@ def look_ahead(run: Path, steps: int) -> Outlook:
     fitted = [one for one, step in zip(found, taken, strict=True) if step >= taken[-1] / _BEGIN]
     before = [one for one, step in zip(found, taken, strict=True) if 0 < step <= taken[-1] * (1 - 1 / _WINDOW)]
     comparison = compare(MeasuredRun(run, before[-1]), MeasuredRun(run, found[-1])) if before else None
-    return Outlook(_forecast(fitted, steps) if len(fitted) >= FEWEST else None, comparison)
+    return Forecast(_expected_gain(fitted, steps) if len(fitted) >= FEWEST else None, comparison)
 
 
 def _comparable(run: Path) -> list[Validated]:
@@ -96,7 +96,7 @@ def _measure(one: Validated) -> list[object]:
     return [len(one.index), *(one.about.get(name) for name in ("data", "seed", "unit", "objective"))]
 
 
-def _forecast(found: Sequence[Validated], steps: int) -> Forecast | None:
+def _expected_gain(found: Sequence[Validated], steps: int) -> ExpectedGain | None:
     """Fit the power law, and refit it to bootstrapped curves for the interval; None without a finite loss.
 
     A curve of the bootstrap has the samples of the validation drawn again, the same at every step, and the residuals of
@@ -115,7 +115,7 @@ def _forecast(found: Sequence[Validated], steps: int) -> Forecast | None:
     drawn = [draw.multinomial(count, even, size=_BLOCK) @ losses.T / count for _ in range(_DRAWS // _BLOCK)]
     curves = np.concatenate(drawn) + draw.normal(0.0, spread, size=(_DRAWS, len(taken)))
     low, high = np.percentile(_gains(taken, curves, steps)[0], _INTERVAL)
-    return Forecast(steps, float(curve[-1]), float(gain), float(min(low, gain)), float(max(high, gain)))
+    return ExpectedGain(steps, float(curve[-1]), float(gain), float(min(low, gain)), float(max(high, gain)))
 
 
 def _gains(taken: Floats, curves: Floats, steps: int) -> tuple[Floats, Floats]:
@@ -135,19 +135,19 @@ def _gains(taken: Floats, curves: Floats, steps: int) -> tuple[Floats, Floats]:
     return np.array(falls)[best, every], np.array(residuals)[best, every]
 
 
-def as_json(outlook: Outlook) -> dict[str, Any]:
-    """Return the outlook as JSON values."""
-    since = None if outlook.comparison is None else outlook.comparison.a.found.about["step"]
-    forecast = None if outlook.forecast is None else asdict(outlook.forecast)
-    return {"forecast": forecast, "window_since_step": since, "bins_gained": outlook.gained}
+def as_json(found: Forecast) -> dict[str, Any]:
+    """Return the forecast as JSON values."""
+    since = None if found.comparison is None else found.comparison.a.found.about["step"]
+    forecast = None if found.gain is None else asdict(found.gain)
+    return {"forecast": forecast, "window_since_step": since, "bins_gained": found.gained}
 
 
-def in_words(outlook: Outlook, gpu_hours: float) -> str:
-    """Return the outlook as two sentences; ``gpu_hours`` are those of the steps of the forecast."""
-    return "\n".join([_of_forecast(outlook.forecast, gpu_hours), _of_window(outlook)])
+def in_words(found: Forecast, gpu_hours: float) -> str:
+    """Return the forecast as two sentences; ``gpu_hours`` are those of the steps of the forecast."""
+    return "\n".join([_of_gain(found.gain, gpu_hours), _of_window(found)])
 
 
-def _of_forecast(found: Forecast | None, gpu_hours: float) -> str:
+def _of_gain(found: ExpectedGain | None, gpu_hours: float) -> str:
     if found is None:
         return f"no forecast of the validation loss: it needs {FEWEST} validations, in the last nine tenths of the run"
     verb, by, ends = "lower", found.gain, (found.low, found.high)
@@ -160,18 +160,18 @@ def _of_forecast(found: Forecast | None, gpu_hours: float) -> str:
     )
 
 
-def _of_window(outlook: Outlook) -> str:
-    if outlook.comparison is None:
+def _of_window(found: Forecast) -> str:
+    if found.comparison is None:
         return "no window to judge: there is one validation"
-    since, bins = outlook.comparison.a.found.about["step"], outlook.comparison.bins
+    since, bins = found.comparison.a.found.about["step"], found.comparison.bins
     measured = sum(row.b.count > 0 for row in bins)
-    if not outlook.gained:
+    if not found.gained:
         return (
             f"since step {since:,} the loss has fallen by {SIGNIFICANT:g} standard errors at no noise level: more "
             "steps like these are not expected to help"
         )
-    which = f": {', '.join(outlook.gained)}" if len(outlook.gained) <= _FEW else ""
+    which = f": {', '.join(found.gained)}" if len(found.gained) <= _FEW else ""
     return (
         f"since step {since:,} the loss has fallen by more than {SIGNIFICANT:g} standard errors in "
-        f"{len(outlook.gained)} of {measured} bins of the log SNR{which}"
+        f"{len(found.gained)} of {measured} bins of the log SNR{which}"
     )
