@@ -1,4 +1,4 @@
-"""Basis of a prediction: assumed shares of data sheets, or what a finished run or a record of ``bench step`` measured.
+"""Basis of a prediction: shares of data sheets, or what a finished run or a record of ``bench step`` measured.
 
 A measurement corrects passes and update by one factor each, or both by one where only the whole step is known. It holds
 for other micro-batches, stages and counts of the same GPU within a tenth; on other GPUs it replaces the middle of the
@@ -52,7 +52,7 @@ class Measured:
 class Basis:
     """What a prediction rests on."""
 
-    words: str = "assumed shares of the data sheets"
+    words: str = "shares of the data sheets as measured on an H200"
     kind: str | None = None
     """GPU of the measurement; None: nothing was measured."""
     factors: Factors = field(default_factory=Factors)
@@ -77,20 +77,19 @@ def calibrated(measured: Measured, work: Work, gpus: Gpus) -> Basis:
         work: of a rank in it.
         gpus: on which it ran.
     """
-    plain = step_time(work, gpus, Factors(host=0.0))
+    plain = step_time(work, gpus)
+    device = plain.device.middle
     if measured.passes is None or measured.passes >= measured.seconds:
-        factor = measured.seconds / plain.whole.middle
+        factor = measured.seconds / device
         factors = Factors(factor, factor)
     else:
-        beside = max(plain.whole.middle - plain.passes - plain.update, 0.0)  # messages, which keep their links
+        beside = max(device - plain.passes - plain.update, 0.0)  # messages, which keep their links
         rest = max(measured.seconds - measured.passes - beside, 0.0)
         factors = Factors(measured.passes / plain.passes, rest / plain.update)
-    host = step_time(work, gpus).whole.middle if gpus.kind is not CPU else 0.0
     # A measured step contains its host: where that was predicted to be slower, its processor is faster.
-    slower = host > max(measured.seconds, plain.whole.middle)
-    speed = measured.seconds / host if slower else float(gpus.kind is not CPU)
+    host = min(1.0, measured.seconds / plain.host.middle) if gpus.kind is not CPU else 0.0
     words = f"{measured.source}: {1e3 * measured.seconds:.1f} ms per step on {gpus.name}"
-    return Basis(words, gpus.kind.name, replace(factors, host=speed))
+    return Basis(words, gpus.kind.name, replace(factors, host=host))
 
 
 def read(path: Path) -> Measured:

@@ -51,6 +51,11 @@ class Gpu:
         """Name on the command line."""
         return self.names[0]
 
+    @property
+    def peak(self) -> float | None:
+        """Dense operations per second in 16 bits, by which MFU is counted; None: the table has no such rate."""
+        return self.rates.get("bf16", self.rates.get("fp16"))
+
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
@@ -118,7 +123,11 @@ def of_device(name: str, among: Iterable[Gpu] | None = None) -> Gpu | None:
         name: for example ``NVIDIA H100 80GB HBM3``.
         among: the GPUs that are known; None: those of the package.
     """
-    found = [(len(part), gpu) for gpu in (among or known()) for part in gpu.names if part.lower() in name.lower()]
+    parts = ((part, gpu) for gpu in (among or known()) for part in gpu.names)
+    # As a whole word: an L40 is no L4.
+    found = [
+        (len(part), gpu) for part, gpu in parts if re.search(rf"(?<!\w){re.escape(part)}(?!\w)", name, re.IGNORECASE)
+    ]
     return max(found, key=lambda one: one[0])[1] if found else None
 
 

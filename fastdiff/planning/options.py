@@ -18,6 +18,7 @@ from fastdiff.models.cost.memory import Setup, setup_of
 from fastdiff.models.kernel_choice import compiles
 from fastdiff.planning.calibration import Basis
 from fastdiff.planning.gpus import Gpus
+from fastdiff.planning.kernels import of_traced
 from fastdiff.planning.memory import RESERVED, Memory, memory
 from fastdiff.planning.network import Network
 from fastdiff.planning.scaling.zero import Zero, width_of
@@ -248,9 +249,11 @@ def work_of(config: RunConfig, raw: deepspeed_config.DsConfig, network: Network,
     performance = config.performance
     accumulation = config.batch.accumulation(ranks)
     several = ranks * accumulation > 1
+    traced = network.passes[performance.recompute]
+    fused = compiles(config, torch.device("cuda")) and performance.device != "cpu"
     return Work(
-        traced=network.passes[performance.recompute],
-        fused=compiles(config, torch.device("cuda")) and performance.device != "cpu",
+        kernels=of_traced(traced, fused=fused, recompute=performance.recompute),
+        launches=traced.launches,
         dtype=_dtype(config),
         micro=config.batch.per_rank(ranks),
         accumulation=accumulation,

@@ -1,8 +1,9 @@
-"""Shares of a data sheet's figures that a step is assumed to reach, and intervals between a fast and a slow set.
+"""Shares of a data sheet's figures that a step reaches, and intervals between a fast and a slow set.
 
-One set serves every GPU and network. The fast one is that of a step at the limit of its libraries, the middle one that
-of the budget's low level (``fastdiff_bench.emission.rates``), and published trainings agree with the middle within 30 %
-(``tests/planning/test_published_runs.py``). None is measured by us: ``--from`` replaces them.
+One set serves every GPU and network. The middle is what DiT-XL/2 reached on an H200
+(``bench/results/nvidia-h200/2026-11-26_kernels`` and ``2026-11-26_gpu``) where that measured it, and published
+trainings agree with it within 30 % (``tests/planning/test_published_runs.py``). ``--from``
+replaces it by another measurement.
 """
 
 from __future__ import annotations
@@ -12,24 +13,40 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Shares of a GPU's dense rate and of its memory's bandwidth."""
+    """Shares of a GPU's dense rate, and of its memory's bandwidth."""
 
     matmul: float
-    """Of products of the sizes that occur, with partial waves of tiles."""
+    """Of matrix products: 730 of 989 TFLOP/s measured in the blocks, 789 for the largest products."""
     convolution: float
+    """Assumed."""
     attention: float
-    bandwidth: float
-    """Of all other kernels."""
+    """Of attention to more than 256 keys: 0.47 published for heads of 64 (Shah et al. 2024, arXiv:2407.08608)."""
+    short_attention: float
+    """To fewer keys: measured with 256 and heads of 72."""
+    streaming: float
+    """Of the bandwidth, by all other kernels of compiled blocks: what the step took beside products and attention."""
+    eager: float
+    """Of the bandwidth, by the same kernels of an eager pass: with it the published trainings agree."""
+    copies: float
+    """Of the bandwidth, by copies into another layout. Assumed (pytorch/pytorch#113560)."""
+    update: float
+    """Of the bandwidth, by norm, optimizer and averages: 70 bytes per parameter took 13.4 ms. A large copy has 0.89."""
 
 
-FAST = Shares(matmul=0.73, convolution=0.65, attention=0.47, bandwidth=0.88)
-MIDDLE = Shares(matmul=0.63, convolution=0.45, attention=0.33, bandwidth=0.75)
-SLOW = Shares(matmul=0.42, convolution=0.30, attention=0.20, bandwidth=0.5)
-LEVELS = (FAST, MIDDLE, SLOW)
-
-FUSED = 3.4
-"""Bytes that the kernels of compiled blocks move beside products, per byte that a forward pass saves: counted in
-Inductor's code for DiT-XL/2 (945 MB and 282 MB per image) and for Stable Diffusion 2 (3.0 GB and 0.87 GB)."""
+FAST = Shares(
+    matmul=0.80, convolution=0.65, attention=0.47, short_attention=0.33, streaming=0.65, eager=0.80, copies=0.42,
+    update=0.89,
+)  # fmt: skip
+MIDDLE = Shares(
+    matmul=0.738, convolution=0.45, attention=0.33, short_attention=0.17, streaming=0.42, eager=0.50, copies=0.25,
+    update=0.74,
+)  # fmt: skip
+SLOW = Shares(
+    matmul=0.50, convolution=0.30, attention=0.20, short_attention=0.11, streaming=0.30, eager=0.33, copies=0.125,
+    update=0.5,
+)  # fmt: skip
+LEVELS = {"high": FAST, "mid": MIDDLE, "low": SLOW}
+"""By the height of the rate."""
 
 
 @dataclass(frozen=True, slots=True)

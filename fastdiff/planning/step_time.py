@@ -1,7 +1,8 @@
 """Predicted seconds of an optimizer step: passes, messages, update, and the host that launches them.
 
-A pass takes the time of its operations at the rates of the GPU and that of the bytes that its other kernels move. The
-update moves the bytes that the engine counts per parameter. Messages overlap the last backward pass of a step.
+This is the model of ``fastdiff plan``, ``bench scale --from`` and ``bench emit --budget``. A pass takes the time of its
+kernels, row by row. The update moves the bytes that the engine counts per parameter. Messages overlap the last backward
+pass of a step and take streaming multiprocessors (SMs) from it. The step is the slower of device and host.
 """
 
 from __future__ import annotations
@@ -9,28 +10,37 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fastdiff.models.cost.traced import Traced
 from fastdiff.planning.gpus import CPU, Gpus
-from fastdiff.planning.rates import FUSED, LEVELS, Interval, Shares
+from fastdiff.planning.kernels import Kernels
+from fastdiff.planning.rates import FAST, MIDDLE, SLOW, Interval, Shares
 from fastdiff.planning.scaling.communication import Compute, Message, step_seconds
-from fastdiff.planning.scaling.estimate import copied_bytes, estimate
 from fastdiff.planning.scaling.host import HOSTS, SPEEDS
 from fastdiff.planning.scaling.zero import Zero
 
 _CPU_LAUNCH_S = 40e-6
 """Seconds of an eager operation on a CPU beside its arithmetic; on a GPU the host's time is apart. Assumed."""
 _STATE_BYTES = 8
-"""Bytes of optimizer state per parameter in ``copied_bytes``: two fp32 moments."""
+"""Bytes of optimizer state per parameter in ``COPIES``: two fp32 moments."""
+COPIES: dict[int, tuple[float, float]] = {0: (40.0, 8.0), 1: (16.0, 70.0), 2: (16.0, 70.0), 3: (23.0, 70.0)}
+"""By stage, bytes per parameter that hooks, step and averages move under bf16 with AdamW, clipping and one average: on
+every rank, and divided among the ranks.
+
+Stage 0 is the flat engine, which ``ddp.json`` chooses: bf16 gradients into fp32 sums 6, norm 4, update 30 (gradient 4,
+weights 8, moments 16, bf16 copy 2); the average 8. Stages 1 to 3 are fastdiff's shortened step of DeepSpeed 0.19.8,
+counted on one rank: 58, of which 8 are clipping (``test_step_costs.py`` holds that), and 12 for
+the average; their hooks were counted at stage 3 before gradients were left in place, so that 23 is an upper bound."""
+_NCCL_SMS = 24 / 132
+"""Share of the SMs that NCCL takes from the pass that it overlaps: one per channel, of which it opens 16 to 32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """The work of one rank in an optimizer step."""
 
-    traced: Traced
-    """Of the network, with recomputation if the run has it."""
-    fused: bool
-    """Whether the blocks are compiled, so that fewer bytes move."""
+    kernels: tuple[Kernels, ...]
+    """Of a forward and backward pass of one sample."""
+    launches: int = 0
+    """Operations of an eager pass, which cost time on a CPU."""
     dtype: str
     """Key of the GPU's rates: fp32, tf32, bf16 or fp16."""
     micro: int
@@ -51,7 +61,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Measured seconds per predicted ones; 1: as assumed."""
+    """Measured seconds per predicted ones; 1: as predicted."""
 
     passes: float = 1.0
     update: float = 1.0
@@ -67,6 +77,10 @@ class StepTime:
     """Of it the forward and backward passes of all micro-batches, without messages; middle."""
     update: float
     """Of it the optimizer and the averages; middle."""
+    device: Interval
+    """Of the device alone."""
+    host: Interval
+    """Of the host alone; 0 on a CPU."""
     limit: str
     """``host`` or ``device``: whichever is slower in the middle."""
 
@@ -80,48 +94,53 @@ def step_time(work: Work, gpus: Gpus, factors: Factors | None = None) -> StepTim
         factors: by which the prediction is corrected.
     """
     factors = factors or Factors()
-    found = [_device(work, gpus, shares, factors) for shares in LEVELS]
+    found = [_device(work, gpus, shares, factors) for shares in (FAST, MIDDLE, SLOW)]
     host = host_seconds(work) * (0.0 if gpus.kind is CPU else factors.host)
     device = Interval(*(seconds for seconds, *_ in found))
-    whole = Interval(*(max(pair) for pair in zip(_sides(device), _sides(host), strict=True)))
+    whole = Interval(max(device.low, host.low), max(device.middle, host.middle), max(device.high, host.high))
     _, passes, update = found[1]
-    return StepTime(whole, passes, update, "host" if host.middle > device.middle else "device")
+    return StepTime(whole, passes, update, device, host, "host" if host.middle > device.middle else "device")
 
 
-def _sides(interval: Interval) -> tuple[float, float, float]:
-    return interval.low, interval.middle, interval.high
+def messages(work: Work, gpus: Gpus) -> list[Message]:
+    """Return the messages of a step with one micro-batch."""
+    if gpus.count == 1:
+        return []
+    return work.zero.messages(work.parameters, work.width, gpus.count, work.sums, frozen=work.frozen)
 
 
 def pass_seconds(work: Work, gpus: Gpus, shares: Shares) -> float:
     """Return the seconds of one forward and backward pass of a micro-batch, without messages."""
-    traced, kind = work.traced, gpus.kind
-    rate = kind.rates[work.dtype]
-    moved = FUSED * traced.saved if work.fused and not work.recompute else traced.bytes
-    products = traced.matmul / shares.matmul + traced.convolution / shares.convolution
-    launches = traced.launches * _CPU_LAUNCH_S if kind is CPU else 0.0
-    return launches + work.micro * (
-        (products + traced.attention / shares.attention) / rate + moved / (shares.bandwidth * kind.bandwidth)
-    )
+    launches = work.launches * _CPU_LAUNCH_S if gpus.kind is CPU else 0.0
+    return launches + work.micro * sum(row.seconds(gpus.kind, work.dtype, shares) for row in work.kernels)
+
+
+def update_seconds(work: Work, gpus: Gpus, shares: Shares) -> float:
+    """Return the seconds of hooks, norm, optimizer and averages."""
+    ranks, stage = gpus.count, work.zero.stage
+    whole, divided = COPIES[stage]
+    saved = 2.0 * (_STATE_BYTES - work.state_bytes) / (ranks if stage else 1)  # read and written
+    moved = sum(work.parameters) * (whole + divided / ranks - saved)
+    return moved / (shares.update * gpus.kind.bandwidth)
 
 
 def _device(work: Work, gpus: Gpus, shares: Shares, factors: Factors) -> tuple[float, float, float]:
     """Return the seconds of the device in a step, and of its passes and its update alone."""
     one = factors.passes * pass_seconds(work, gpus, shares)
-    bandwidth, ranks = shares.bandwidth * gpus.kind.bandwidth, gpus.count
-    saved = 2.0 * (_STATE_BYTES - work.state_bytes) / (ranks if work.zero.stage else 1)  # read and written
-    moved = copied_bytes(work.zero.stage, ranks) - saved
-    update = factors.update * sum(work.parameters) * moved / bandwidth
+    update = factors.update * update_seconds(work, gpus, shares)
     forward = one / (4 if work.recompute else 3)
-    messages = []
-    if ranks > 1:
-        messages = work.zero.messages(work.parameters, work.width, ranks, work.sums, frozen=work.frozen)
-    cost = _cost(gpus)
-    last = estimate(
-        Compute(forward, one - forward, update), messages, cost, ranks, overlap=work.zero.overlap
-    ).device.middle
-    repeated = _repeated(messages, work.zero.stage)
-    before = step_seconds(Compute(forward, one - forward), repeated, cost, ranks, overlap=work.zero.overlap)
-    return last + (work.accumulation - 1) * before, work.accumulation * one, update
+    compute, sent = Compute(forward, one - forward), messages(work, gpus)
+    overlap, cost, ranks = work.zero.overlap, _cost(gpus), gpus.count
+    last = step_seconds(compute, sent, cost, ranks, overlap=overlap)
+    last += _NCCL_SMS * _overlapped(compute, sent, cost) if overlap else 0.0
+    before = step_seconds(compute, _repeated(sent, work.zero.stage), cost, ranks, overlap=overlap)
+    return last + update + (work.accumulation - 1) * before, work.accumulation * one, update
+
+
+def _overlapped(compute: Compute, sent: Sequence[Message], cost: Callable[[Message], float]) -> float:
+    """Return the seconds in which messages and a pass run at once, at most the pass."""
+    passes = {"forward": compute.forward, "backward": compute.backward}
+    return sum(min(seconds, sum(cost(m) for m in sent if m.part == part)) for part, seconds in passes.items())
 
 
 def _cost(gpus: Gpus) -> Callable[[Message], float]:

@@ -24,7 +24,7 @@ from fastdiff.planning.network import Network, read_network
 from fastdiff.planning.options import OF_STAGE, work_of
 from fastdiff.planning.scaling.host import HOSTS
 from fastdiff.training.loop import train
-from fastdiff_bench.scaling import host
+from fastdiff_bench.records import record
 from tests.support.processes import ROOT
 from tests.support.runs import launch, tiny
 
@@ -137,6 +137,8 @@ def test_a_device_without_an_entry_has_the_memory_alone() -> None:
 
 
 def test_host_times_are_those_of_the_record() -> None:
-    for stage, found in host.read().items():
-        assert HOSTS[stage].fixed == pytest.approx(found.fixed, rel=1e-3)
-        assert HOSTS[stage].per_tensor == pytest.approx(found.per_tensor, rel=1e-3)
+    kept = record.read(record.PUBLISHED / "cpu-2-cores" / "2026-11-23_host" / "scale.jsonl").measurements
+    found = {(row.facts["stage"], row.quantity): 1e-3 * row.value for row in kept}
+    for stage, host in HOSTS.items():
+        assert host.fixed == pytest.approx(found[stage, "host time, fixed"], rel=1e-3)
+        assert host.per_tensor == pytest.approx(found[stage, "host time per tensor"], rel=1e-3)

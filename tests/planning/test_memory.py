@@ -191,7 +191,14 @@ def test_zero3_keeps_a_bucket_and_passes_gradients_through_it(bucket: int, in_bu
         sums="fp32", optimizer="adamw", averages=1, micro=4, recompute=False, several=True,
     )  # fmt: skip
     traced = Traced(
-        matmul=0.0, convolution=0.0, attention=0.0, bytes=0.0, launches=0, saved=10.0, peaks=((10.0, 2000.0),)
+        matmul=0.0,
+        convolution=0.0,
+        attention=0.0,
+        short_attention=0.0,
+        bytes=0.0,
+        launches=0,
+        saved=10.0,
+        peaks=((10.0, 2000.0),),
     )
     found = memory(setup, traced, bucket=bucket)
     assert found.buffers == 4 * in_bucket

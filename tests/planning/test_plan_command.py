@@ -163,9 +163,13 @@ def test_the_table_of_gpus_is_sound() -> None:
     for reported, name in (
         ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", "H100 PCIe"), ("NVIDIA A100-SXM4-40GB", "A100-40"),
         ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA GeForce RTX 4090", "4090"), ("NVIDIA L40S", "L40S"),
-        ("Tesla V100-SXM2-16GB", "V100-16"), ("NVIDIA L4", "L4"),
+        ("Tesla V100-SXM2-16GB", "V100-16"), ("NVIDIA L4", "L4"), ("NVIDIA GH200 480GB", "GH200"),
     ):  # fmt: skip
         found = gpus.of_device(reported)
         assert found is not None
         assert found.name == name
-    assert gpus.of_device("cpu") is None
+    assert gpus.of_device("cpu") is gpus.of_device("NVIDIA L40") is None
+    assert [gpu.peak for gpu in map(gpus.of_device, ("NVIDIA GeForce RTX 4090", "Tesla T4")) if gpu] == [
+        165.2e12,
+        65e12,
+    ]

@@ -19,7 +19,8 @@ from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.planning import gpus
 from fastdiff.planning.calibration import ASSUMED
 from fastdiff.planning.network import Network, read_network
-from fastdiff.planning.options import Planned, options
+from fastdiff.planning.options import Planned, json_of, options, work_of
+from fastdiff_bench.records import record
 
 EAGER = ("--performance.compile", "False", "--performance.kernels", "reference")
 
@@ -99,3 +100,14 @@ def test_a_published_training_is_predicted(case: Published) -> None:
     assert low < middle < high
     seconds, reported = 1 / middle, 1 / case.images_per_s
     assert abs(seconds / reported - 1) <= 0.3
+
+
+def test_the_step_measured_on_an_h200_is_predicted() -> None:
+    """Its rates are those of the table, so that this holds their bookkeeping; ``--from`` predicts it exactly."""
+    rows = record.read(record.PUBLISHED / "nvidia-h200" / "2026-11-26_gpu" / "step.jsonl").measurements
+    measured = next(1e-3 * row.value for row in rows if row.quantity == "step time")
+    flags = ("--preset", "dit-xl-2-256", "--batch.samples", "256", "--batch.micro", "256")
+    launch, config = parse([*flags, "--deepspeed_config", "zero1"])
+    network = read_network(config, torch.device("cuda"), (False,))
+    work = work_of(config, json_of(1, launch), network, 1)
+    assert ASSUMED.step_time(work, gpus.parse("H200", gpus.known())).whole.middle == pytest.approx(measured, rel=0.02)

@@ -1,8 +1,6 @@
-"""Predicted seconds of a training step on one GPU, from counts of the compiled blocks and assumed rates.
+"""Images per second of one H200 that ``fastdiff.planning`` predicts from the counts of the compiled blocks.
 
-An item is a sum over the whole step, divided by its samples: products of matrices, attention, convolutions, the bytes
-that all other kernels in the blocks stream, transposing copies, what runs outside the blocks, and the optimizer. Host
-time is left out: it hides behind the device at these batches.
+The blocks give the rows of kernels that ``fastdiff plan`` estimates from an eager pass; everything else is its model.
 """
 
 from __future__ import annotations
@@ -10,75 +8,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from fastdiff.config.optimizers.registry import optimizer_family
+from fastdiff.models.cost.traced import SHORT
+from fastdiff.planning import gpus
+from fastdiff.planning.kernels import Kernels, Kind
+from fastdiff.planning.options import OF_STAGE
+from fastdiff.planning.rates import LEVELS
+from fastdiff.planning.scaling.zero import Zero, width_of
+from fastdiff.planning.step_time import Work, step_time, update_seconds
 from fastdiff_bench import BenchError
 from fastdiff_bench.emission.blocks import Block, Emission, Product
-from fastdiff_bench.emission.rates import (
-    BANDWIDTH,
-    CONVOLUTION_FLOPS,
-    ENGINES,
-    FIRST,
-    FP8_FLOPS,
-    GEMM_FLOPS,
-    LAUNCH_SECONDS,
-    LEVELS,
-    LONG_ATTENTION_FLOPS,
-    ROWWISE_SHARE,
-    SHORT_ATTENTION_FLOPS,
-    SYNCHRONISATION_SECONDS,
-    TRANSPOSING_BANDWIDTH,
-    Engine,
-    Level,
-)
 from fastdiff_bench.records.record import Measurement
 from fastdiff_bench.records.tables import table
 
-_PROCESSORS = 132
-"""Of an H200."""
-_DEPTH = 128
-"""Bytes of reduced elements per iteration of a tile."""
-_OVERHEAD = 2
-"""Prologue and epilogue of a tile, in iterations."""
-_TILES = {(128, 256): 1.0, (256, 128): 1.0, (128, 192): 0.97, (128, 128): 0.90}
-"""Tiles of cuBLAS on sm_90, with their share of the best rate."""
-_SPLITS = (1, 2, 3, 4, 6, 8, 12)
-_SHORT = 256
-"""Tokens up to which attention has the rate of short sequences."""
-_PADDED = 32
-"""Multiple to which kernels of attention pad a head."""
+ENGINES = {"zero1": (1, "adamw"), "flat": (0, "adamw"), "flat, 8-bit moments": (0, "adamw8bit")}
+"""ZeRO stage and optimizer of each predicted step."""
 _SCALED = "_scaled_mm"
 """Product in FP8; its first arguments are the factors and their scales."""
 _ROUNDING = 1e-6
 """Share by which sums of counts may differ."""
-
-
-def product_seconds(rows: int, columns: int, depth: int, level: Level) -> float:
-    """Seconds of a matrix product ``[rows, depth] x [depth, columns]`` in 16 bits; see ``_tiled``."""
-    return _tiled(rows, columns, depth, 2, GEMM_FLOPS[level], BANDWIDTH[level])
-
-
-def scaled_product_seconds(rows: int, columns: int, depth: int, level: Level, *, rowwise: bool) -> float:
-    """Seconds of the same product in FP8 with a result in 16 bits; ``rowwise``: each row and column has a scale."""
-    rate = FP8_FLOPS[level] * (ROWWISE_SHARE[level] if rowwise else 1.0)
-    return _tiled(rows, columns, depth, 1, rate, BANDWIDTH[level])
-
-
-def _tiled(rows: int, columns: int, depth: int, size: int, flops: float, bandwidth: float) -> float:
-    """Seconds of a matrix product whose operands have ``size`` bytes per element, and its result two.
-
-    Tiles fill the processors in waves; a partial wave takes as long as a full one. A split of the reduction adds fp32
-    partial sums. The least is the time to read the operands and write the result.
-    """
-    streamed = (size * (rows * depth + depth * columns) + 2 * rows * columns) / bandwidth
-    step = _DEPTH // size
-    times = [math.inf]
-    for (height, width), share in _TILES.items():
-        iteration = 2 * height * width * step / (flops / _PROCESSORS * share)
-        tiles = math.ceil(rows / height) * math.ceil(columns / width)
-        for split in _SPLITS:
-            waves = math.ceil(tiles * split / _PROCESSORS)
-            partial = 8 * split * rows * columns / bandwidth if split > 1 else 0.0
-            times.append(waves * (math.ceil(depth / split / step) + _OVERHEAD) * iteration + partial)
-    return max(min(times), streamed)
 
 
 def operations(product: Product, attention_backward: float = 2.5) -> float:
@@ -89,21 +37,23 @@ def operations(product: Product, attention_backward: float = 2.5) -> float:
         attention_backward: the same of attention: 2.5 as its kernels compute, since they repeat the scores; 2 as
             ``training_flops`` counts.
     """
-    if _attends(product):
+    if _kind(product).endswith("attention"):
         query, key = _heads(product)
         forward = 4 * math.prod(query) * key[2]
         return forward * (attention_backward if product.op.endswith("_backward") else 1.0)
-    if product.op.startswith("convolution"):
+    if _kind(product) == "convolution":
         backward = product.op == "convolution_backward"
         weight, positions = (product.shapes[2], product.shapes[0]) if backward else (product.shapes[1], product.out)
         forward = 2 * math.prod(weight) * positions[0] * math.prod(positions[2:])
         return forward * (2 if backward else 1)
-    batch, rows, columns, depth = _sides(product)
-    return 2.0 * batch * rows * columns * depth
+    left, right = product.shapes[:2] if product.op == _SCALED else product.shapes[-2:]
+    return 2.0 * math.prod(left) * right[-1]
 
 
-def _attends(product: Product) -> bool:
-    return product.op.startswith(("_scaled_dot_product", "short_attention"))
+def _kind(product: Product) -> Kind:
+    if product.op.startswith(("_scaled_dot_product", "short_attention")):
+        return "attention" if _heads(product)[1][2] > SHORT else "short_attention"
+    return "convolution" if product.op.startswith("convolution") else "matmul"
 
 
 def _heads(product: Product) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -115,60 +65,37 @@ def _heads(product: Product) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return product.shapes[first], product.shapes[first + 1]
 
 
-def _sides(product: Product) -> tuple[int, int, int, int]:
-    """Return batch, rows, columns and reduced elements of a matrix product."""
-    left, right = product.shapes[:2] if product.op == _SCALED else product.shapes[-2:]
-    return math.prod(left[:-2]), left[-2], right[-1], left[-1]
-
-
-def _seconds(product: Product, level: Level) -> tuple[str, float]:
-    """Return the item and the seconds of a product."""
-    work = operations(product)
-    if _attends(product):
-        query, _ = _heads(product)
-        if query[2] > _SHORT:
-            return "attention", work / LONG_ATTENTION_FLOPS[level]
-        padded = math.ceil(query[3] / _PADDED) * _PADDED / query[3]
-        return "attention", work * padded / SHORT_ATTENTION_FLOPS[level]
-    if product.op.startswith("convolution"):
-        return "convolutions", work / CONVOLUTION_FLOPS[level]
-    batch, rows, columns, depth = _sides(product)
-    if product.op == _SCALED:
-        rowwise = math.prod(product.shapes[2]) > 1
-        return "products in FP8", scaled_product_seconds(rows, columns, depth, level, rowwise=rowwise)
-    return "matrix products", batch * product_seconds(rows, columns, depth, level)
-
-
-def items(network: Emission, batch: int, engine: Engine, level: Level) -> dict[str, float]:
-    """Return the milliseconds per sample of each item of a step with one micro-batch of ``batch`` samples."""
-    samples, blocks = network.batch, network.blocks
-    found = dict.fromkeys(("matrix products", "products in FP8", "attention", "convolutions"), 0.0)
-    inside = 0.0
-    for calls, product in _products(blocks):
-        item, seconds = _seconds(product, level)
-        found[item] += calls * seconds / samples
-        inside += calls * operations(product, attention_backward=2.0) / samples
-    copied, streamed = _bytes(blocks)
-    rest = _rest(network.flops, inside)
-    found["kernels in blocks"] = streamed / samples / BANDWIDTH[level]
-    found["transposing copies"] = copied / samples / TRANSPOSING_BANDWIDTH[level]
-    found["outside the blocks"] = network.outside_bytes / BANDWIDTH[level] + rest / CONVOLUTION_FLOPS[level]
-    found["optimizer"] = _optimizer(network, engine, level) / batch
-    found["synchronisations"] = engine.synchronisations * SYNCHRONISATION_SECONDS[level] / batch
-    return {item: 1e3 * seconds for item, seconds in found.items()}
-
-
-def _rest(whole: float, inside: float) -> float:
-    """Return the operations outside the blocks.
+def kernels(network: Emission) -> tuple[Kernels, ...]:
+    """Return the kernels of a pass on one sample.
 
     Raises:
-        BenchError: the blocks have more than the network, so one of the counts is wrong.
+        BenchError: the blocks have more operations than the network, so one of the counts is wrong.
     """
-    if inside > (1 + _ROUNDING) * whole:
+    samples = network.batch
+    found = list(_products(network.blocks))
+
+    def total(kind: Kind, *, scaled: bool = False) -> float:
+        of_kind = (pair for pair in found if _kind(pair[1]) == kind and (pair[1].op == _SCALED) == scaled)
+        return sum(calls * operations(product) for calls, product in of_kind) / samples
+
+    inside = sum(calls * operations(product, attention_backward=2.0) for calls, product in found) / samples
+    if inside > (1 + _ROUNDING) * network.flops:
         raise BenchError(
-            f"the blocks have {inside:.6g} operations per sample, expected at most the network's {whole:.6g}"
+            f"the blocks have {inside:.6g} operations per sample, expected at most the network's {network.flops:.6g}"
         )
-    return max(whole - inside, 0.0)
+    copied, streamed = (size / samples for size in _bytes(network.blocks))
+    outside = max(network.flops - inside, 0.0)
+    return (
+        Kernels(name="matrix products", kind="matmul", operations=total("matmul")),
+        Kernels(name="products in FP8", kind="matmul", operations=total("matmul", scaled=True), dtype="fp8"),
+        Kernels(name="attention", kind="attention", operations=total("attention")),
+        Kernels(name="short attention", kind="short_attention", operations=total("short_attention")),
+        Kernels(name="convolutions", kind="convolution", operations=total("convolution")),
+        Kernels(name="kernels in blocks", kind="streaming", bytes=streamed),
+        Kernels(name="transposing copies", kind="copies", bytes=copied),
+        Kernels(name="products outside the blocks", kind="convolution", operations=outside),
+        Kernels(name="kernels outside the blocks", kind="eager", bytes=network.outside_bytes),
+    )
 
 
 def _products(blocks: Sequence[Block]) -> Iterator[tuple[int, Product]]:
@@ -185,35 +112,45 @@ def _bytes(blocks: Sequence[Block]) -> tuple[float, float]:
     return copied, sum(count * one.streamed for count, one in calls) - inside
 
 
-def _optimizer(network: Emission, engine: Engine, level: Level) -> float:
-    launches = engine.launches + engine.launches_per_tensor * network.tensors
-    return engine.bytes_per_parameter * network.parameters / BANDWIDTH[level] + launches * LAUNCH_SECONDS[level]
+def _work(network: Emission, batch: int, engine: str) -> Work:
+    """Return a step in bf16 with one micro-batch of ``batch`` samples."""
+    stage, optimizer = ENGINES[engine]
+    size = network.parameters // network.tensors
+    return Work(
+        kernels=kernels(network), dtype="bf16", micro=batch, accumulation=1, zero=Zero.of(OF_STAGE[stage]),
+        parameters=(size,) * (network.tensors - 1) + (network.parameters - size * (network.tensors - 1),), frozen=(),
+        width=width_of("bf16"), sums=width_of("bf16"), state_bytes=optimizer_family(optimizer).state_bytes,
+        recompute=False,
+    )  # fmt: skip
 
 
-def tabulate(network: Emission, batch: int, first: str = FIRST) -> str:
-    """Format the budget: milliseconds per sample by item and level, then samples per second with each engine."""
-    columns = [items(network, batch, ENGINES[first], level) for level in LEVELS]
-    cells: list[Sequence[str]] = [("ms per sample", *LEVELS)]
-    cells += [(item, *(f"{column[item]:.3f}" for column in columns)) for item in columns[0]]
-    cells.append((f"sum, {first}", *(f"{sum(column.values()):.3f}" for column in columns)))
-    for name, engine in ENGINES.items():
-        rates = (throughput(network, batch, engine, level) for level in LEVELS)
-        cells.append((f"samples/s, {name}", *(f"{rate:.0f}" for rate in rates)))
+def rates(network: Emission, batch: int, engine: str) -> dict[str, float]:
+    """Return the predicted samples per second by level."""
+    found = step_time(_work(network, batch, engine), gpus.parse("H200", gpus.known())).whole.under(batch)
+    return {"low": found.low, "mid": found.middle, "high": found.high}
+
+
+def tabulate(network: Emission, batch: int) -> str:
+    """Format the milliseconds per sample of each row of kernels by level, then the samples per second by engine."""
+    h200, levels = gpus.parse("H200", gpus.known()), tuple(reversed(LEVELS))
+    work = _work(network, batch, next(iter(ENGINES)))
+    cells: list[Sequence[str]] = [("ms per sample", *levels)]
+    for row in work.kernels:
+        cells.append((row.name, *(f"{1e3 * row.seconds(h200.kind, work.dtype, LEVELS[one]):.3f}" for one in levels)))
+    update = (1e3 * update_seconds(work, h200, LEVELS[level]) / batch for level in levels)
+    cells.append(("optimizer", *(f"{one:.3f}" for one in update)))
+    for name in ENGINES:
+        predicted = rates(network, batch, name)
+        cells.append((f"samples/s, {name}", *(f"{predicted[level]:.0f}" for level in levels)))
     return table(cells, "<>>>")
 
 
 def rows(preset: str, network: Emission, batch: int) -> Iterator[Measurement]:
     """Yield the prediction as lines of a record: samples per second by engine and level."""
     counted = "" if batch == network.batch else f", counted at {network.batch} samples"
-    for name, engine in ENGINES.items():
-        for level in LEVELS:
-            value = round(throughput(network, batch, engine, level), 1)
+    for name in ENGINES:
+        for level, value in rates(network, batch, name).items():
             yield Measurement(
                 bench="emit", case=f"{preset}, batch {batch}{counted}, predicted", provider=name,
-                quantity=f"rate at {level}", unit="samples/s", value=value, better="higher",
+                quantity=f"rate at {level}", unit="samples/s", value=round(value, 1), better="higher",
             )  # fmt: skip
-
-
-def throughput(network: Emission, batch: int, engine: Engine, level: Level) -> float:
-    """Return the predicted samples per second."""
-    return 1e3 / sum(items(network, batch, engine, level).values())

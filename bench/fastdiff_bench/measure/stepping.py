@@ -13,7 +13,8 @@ from pathlib import Path
 
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.sections.objective import ObjectiveConfig
-from fastdiff.models.cost.flops import peak_flops, training_flops
+from fastdiff.models.cost.flops import training_flops
+from fastdiff.planning.gpus import of_device
 from fastdiff_bench import BenchError
 from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_interleaved
 from fastdiff_bench.measure.largest_batch import DoesNotFit
@@ -132,7 +133,8 @@ def _clean(workload: Workload, result: Result, limits: Limits) -> Iterator[Measu
     timing, precision = result.timing, config.performance.precision
     yield row("step time", "ms", "lower", timing, 1e3)
     yield row("throughput", "samples/s", "higher", timing.per_second(workload.samples))
-    device_peak = peak_flops(str(result.facts["device"])) if precision in ("bf16", "fp16") else None
+    gpu = of_device(str(result.facts["device"]))
+    device_peak = gpu.peak if gpu is not None and precision in ("bf16", "fp16") else None
     for quantity, rate in (("mfu", device_peak), ("of matmul", limits.matmul_flops_per_s.get(precision))):
         if rate is not None:
             yield row(quantity, "1", "higher", timing.per_second(workload.samples * flops / rate))

@@ -3,7 +3,7 @@
 Measured, for one ZeRO stage after the other: steps of one rank, of W independent runs (which share the machine but do
 not communicate), and of W ranks together, interleaved, with the same samples per rank (weak scaling), and the bytes
 sent. Fitted: the time of each collective by size. Checked: from these and the steps without communication, the model in
-``bench/fastdiff_bench/scaling/communication.py`` predicts the steps of the ranks together. Predicted: see
+``fastdiff/planning/scaling/communication.py`` predicts the steps of the ranks together. Predicted: see
 ``bench/fastdiff_bench/scaling/projection.py``.
 """
 
@@ -30,7 +30,7 @@ from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.measure.workload import Workload
 from fastdiff_bench.records.record import Failure, Log, Measurement, measured
 from fastdiff_bench.records.tables import table
-from fastdiff_bench.scaling import host, projection
+from fastdiff_bench.scaling import projection
 from fastdiff_bench.scaling.line import Line, fit
 from fastdiff_bench.trainers import collectives
 
@@ -91,9 +91,6 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--ranks", nargs="+", type=int, metavar="W", help="numbers of ranks; default: 1 2 (on a single GPU: 1)"
     )
-    parser.add_argument(
-        "--host", action="store_true", help="measure the processor time of a step by stage, which predictions use"
-    )
     projection.add_flags(parser)
     parser.set_defaults(run=_run)
 
@@ -104,11 +101,9 @@ def provider(stage: str) -> str:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if projection.wanted(arguments):
+    if arguments.source is not None:
         return projection.run(arguments, provider)
-    projection.refuse(arguments, projection.FLAGS, "without --from or --step-ms, because steps are measured")
-    if arguments.host:
-        return _measure_host(arguments)
+    projection.refuse(arguments, projection.FLAGS, "without --from, because steps are measured")
     plan = _plan(arguments)
     with tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as folder, open_log(arguments, "scale") as log:
         data = Path(folder) / "data"
@@ -129,27 +124,6 @@ def _run(arguments: argparse.Namespace) -> int:
                     _report_checked(plan, ranks, results, lines, log)
         print(f"record: {log.path}")
     return int(bool(failed) or not fitted)
-
-
-def _measure_host(arguments: argparse.Namespace) -> int:
-    projection.refuse(arguments, ["preset", "batch", "ranks"], "with --host, which has its own networks")
-    effort = SMOKE if arguments.smoke else replace(FULL, steps=20)
-    with (
-        tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as name,
-        open_log(arguments, "scale", "scale-host") as log,
-    ):
-        folder = Path(name)
-        base = Workload(preset="digits", precision=arguments.precision or "bf16")
-        stages = {provider(stage): replace(base, deepspeed=stage) for stage in arguments.stages}
-        stages = {
-            name: host.without_persistence(one, folder) if "zero3" in name else one for name, one in stages.items()
-        }
-        synthetic.write(folder / "data", base.config(folder, folder).model, _SAMPLES)
-        rows = [*host.measure(stages, folder / "data", effort, device(arguments))]
-        for row in rows:
-            log.write(row)
-        print(f"record: {log.path}")
-    return int(any(isinstance(row, Failure) for row in rows))
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

@@ -1,4 +1,4 @@
-"""Floating-point operations of the models, and peak rates of the devices.
+"""Floating-point operations of the models.
 
 One multiply-add counts as two operations. A backward pass costs twice a forward pass, except in the layers after the
 inputs, which need no gradient. (The "119 Gflops" of the DiT paper for XL/2 are multiply-adds.)
@@ -8,16 +8,6 @@ from __future__ import annotations
 
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.models.family import family_of
-
-_PEAK_BF16 = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-}
-"""Dense bf16 operations per second, from NVIDIA's data sheets; the longest matching name counts."""
 
 
 def forward_flops(config: ModelConfig) -> float:
@@ -49,9 +39,3 @@ def res_block_multiply_adds(inputs: int, width: int, positions: int, time: int) 
     """Return the multiply-adds of a residual block: two 3 x 3 convolutions, shortcut and time projection."""
     shortcut = inputs * width if inputs != width else 0
     return positions * (9 * (inputs + width) * width + shortcut) + time * width
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the dense bf16 peak of a device in operations per second; None if the device is not listed."""
-    fitting = [name for name in _PEAK_BF16 if name in device_name]
-    return _PEAK_BF16[max(fitting, key=len)] if fitting else None

@@ -30,6 +30,9 @@ from fastdiff_kernels.names import OPS, AttentionBackend, Backend
 _ATTENTION_BACKWARD = 2.5
 """Operations of a backward pass of attention relative to the forward pass: its kernels compute the scores again."""
 
+SHORT = 256
+"""Keys up to which attention has a lower rate."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
@@ -40,7 +43,9 @@ class Traced:
     convolution: float
     """Of convolutions per sample."""
     attention: float
-    """Of attention per sample, as its kernels compute it."""
+    """Of attention per sample to more than ``SHORT`` keys, as its kernels compute it."""
+    short_attention: float
+    """Of attention per sample to fewer keys."""
     bytes: float
     """Bytes per sample that all other kernels of an eager pass read and write."""
     launches: int
@@ -184,6 +189,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             matmul=self._flops["matmul"] / samples,
             convolution=self._flops["convolution"] / samples,
             attention=self._flops["attention"] / samples,
+            short_attention=self._flops["short_attention"] / samples,
             bytes=self._bytes / samples,
             launches=self._launches,
             saved=saved / samples,
@@ -217,7 +223,8 @@ def _operations(func: Any, name: str, args: Sequence[Any], out: Any) -> tuple[st
         backward = name.endswith("_backward")
         query, key = (args[1], args[2]) if backward else (args[0], args[1])
         forward = 4.0 * query.numel() * key.shape[-2]
-        return "attention", forward * (_ATTENTION_BACKWARD if backward else 1.0)
+        kind = "attention" if key.shape[-2] > SHORT else "short_attention"
+        return kind, forward * (_ATTENTION_BACKWARD if backward else 1.0)
     from torch.utils.flop_counter import flop_registry
 
     formula = flop_registry.get(func._overloadpacket)

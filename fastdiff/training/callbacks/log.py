@@ -14,8 +14,9 @@ import torch
 from fastdiff.console import log
 from fastdiff.json_lines import Record
 from fastdiff.models.compile_clock import compiled
-from fastdiff.models.cost.flops import peak_flops, training_flops
+from fastdiff.models.cost.flops import training_flops
 from fastdiff.models.kernel_choice import compiles
+from fastdiff.planning.gpus import of_device
 from fastdiff.progress import Every
 from fastdiff.progress_bar import Bar
 from fastdiff.training.callbacks.base import Callback
@@ -50,7 +51,8 @@ class Log(Callback):
         """Mean since the record before the last; None: no step was taken."""
         self._flops = _flops(state)
         self._compiles = compiles(state.config, state.world.device)
-        self._peak = peak_flops(torch.cuda.get_device_name()) if state.world.device.type == "cuda" else None
+        gpu = of_device(torch.cuda.get_device_name()) if state.world.device.type == "cuda" else None
+        self._peak = gpu.peak if gpu else None
         self._lines = state.json_lines("metrics.jsonl")
         self._prometheus: PrometheusFile | None = None
         if not self._is_first:

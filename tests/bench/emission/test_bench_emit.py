@@ -16,7 +16,6 @@ from fastdiff_bench.correctness.baseline import Baseline
 from fastdiff_bench.emission import budget, lowering, network, report
 from fastdiff_bench.emission.blocks import Block, Emission, Layout, Node, Opaque, Pass, Product
 from fastdiff_bench.emission.command import PRESETS
-from fastdiff_bench.emission.rates import ENGINES, FIRST
 from fastdiff_bench.emission.subject import Subject
 from fastdiff_bench.emission.worker import emitted
 from fastdiff_bench.records.fingerprint import ROOT
@@ -26,7 +25,7 @@ from fastdiff_kernels.attention import Machine
 from tests.support.waiting import LIMIT_S
 
 KEPT = RESULTS / "emission"
-"""If torch or a block changed and the figures with them: ``fastdiff bench emit`` writes a new record; delete none."""
+"""If torch or a block changed and the figures with them: ``fastdiff bench emit`` writes a record in their place."""
 
 
 def test_the_blocks_of_dit_copy_nothing_and_are_not_worse_than_kept() -> None:
@@ -179,29 +178,6 @@ def test_every_figure_can_get_worse() -> None:
     assert f"{len(before)} worse" in text
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "depth"), [(65_536, 1152, 4608), (65_536, 3456, 1152), (1152, 4608, 65_536)]
-)
-def test_products_reach_most_of_the_rate_and_never_more(rows: int, columns: int, depth: int) -> None:
-    rate = 2 * rows * columns * depth / budget.product_seconds(rows, columns, depth, "mid")
-    assert 0.8 * 730e12 < rate < 730e12
-
-
-@pytest.mark.parametrize("rowwise", [False, True])
-def test_products_in_fp8_take_little_more_than_half_the_time_of_16_bits(rowwise: bool) -> None:
-    sides = (16_384, 8192, 2048)
-    wide, scaled = (
-        budget.product_seconds(*sides, "mid"),
-        budget.scaled_product_seconds(*sides, "mid", rowwise=rowwise),
-    )
-    assert 0.5 * wide < scaled < 0.6 * wide
-    row = Product(
-        "_scaled_mm", ((16_384, 2048), (2048, 8192), (16_384, 1) if rowwise else (), (1, 8192)), (16_384, 8192)
-    )
-    assert budget.operations(row) == 2 * 16_384 * 8192 * 2048
-    assert budget._seconds(row, "mid") == ("products in FP8", scaled)
-
-
 def test_operations_of_products_convolutions_and_attention() -> None:
     heads = (2, 16, 256, 72)
     forward = Product("_scaled_dot_product_cudnn_attention", (heads, heads, heads), heads)
@@ -249,19 +225,33 @@ def test_attention_in_blocks_leaves_the_operations_outside() -> None:
     found.forward.products, found.backward.products = [forward], [backward]
     inside = 2 * 3 * budget.operations(forward) / 2  # of two blocks, per sample
     exact, more = (
-        budget.items(Emission([found], 2, 0, 0, flops, 0.0, 0), 2, ENGINES["flat"], "mid")["outside the blocks"]
-        for flops in (inside, inside + 550e12)
+        {row.name: row.operations for row in budget.kernels(Emission([found], 2, 0, 0, flops, 0.0, 0))}
+        for flops in (inside, inside + 5e12)
     )
-    assert (exact, more) == (0, pytest.approx(1e3))
+    assert exact["products outside the blocks"] == 0
+    assert more["products outside the blocks"] == pytest.approx(5e12)
+    assert more["short attention"] == pytest.approx(2 * 3.5 * budget.operations(forward) / 2)
     with pytest.raises(BenchError, match=r"the blocks have .* operations per sample, expected at most"):
-        budget.items(Emission([found], 2, 0, 0, 0.9 * inside, 0.0, 0), 2, ENGINES["flat"], "mid")
+        budget.kernels(Emission([found], 2, 0, 0, 0.9 * inside, 0.0, 0))
 
 
 def test_less_copying_and_a_leaner_engine_are_faster() -> None:
     toy = Emission([block(restrided=2)], 2, 10**9, 300, 1e12, 1e6, 1)
     straight = replace(toy, blocks=[block()])
-    slow = budget.throughput(toy, 64, ENGINES[FIRST], "mid")
-    assert slow < budget.throughput(straight, 64, ENGINES[FIRST], "mid")
-    rates = [budget.throughput(toy, 64, engine, "mid") for engine in ENGINES.values()]
-    assert rates == sorted(rates)
-    assert budget.items(toy, 64, ENGINES["flat"], "mid")["synchronisations"] == 0
+    slow, fast = (budget.rates(one, 256, "flat") for one in (toy, straight))
+    assert all(slow[level] < fast[level] for level in slow)
+    assert slow["low"] < slow["mid"] < slow["high"]
+    by_engine = [budget.rates(toy, 256, engine)["mid"] for engine in budget.ENGINES]
+    assert by_engine == sorted(by_engine)
+    assert all(name in budget.tabulate(toy, 256) for name in (*budget.ENGINES, "transposing copies", "optimizer"))
+
+
+def test_products_in_fp8_have_their_own_rate() -> None:
+    row = Product("_scaled_mm", ((16_384, 2048), (2048, 8192), (16_384, 1), (1, 8192)), (16_384, 8192))
+    assert budget.operations(row) == 2 * 16_384 * 8192 * 2048
+    found = block()
+    assert found.forward is not None
+    found.forward.products = [row]
+    rows = {one.name: one for one in budget.kernels(Emission([found], 2, 0, 0, 1e15, 0.0, 0))}
+    assert rows["products in FP8"].operations == budget.operations(row)
+    assert rows["products in FP8"].dtype == "fp8"

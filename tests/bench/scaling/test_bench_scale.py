@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from fastdiff.parallel.world import World
-from fastdiff.planning.scaling.host import SPEEDS
 from fastdiff.planning.scaling.zero import Zero, parameters_of, width_of
 from fastdiff_bench.__main__ import main
 from fastdiff_bench.measure import synthetic
@@ -22,7 +21,6 @@ from fastdiff_bench.measure.workload import Workload
 from fastdiff_bench.records import record
 from fastdiff_bench.records.record import Failure, Log, Measurement
 from fastdiff_bench.scaling import command as scale
-from fastdiff_bench.scaling import host
 from fastdiff_bench.scaling.command import consensus
 from fastdiff_bench.trainers import collectives
 from tests.support.processes import ROOT, run_ranks
@@ -185,47 +183,28 @@ def step_record(folder: Path, memory: str = "peak allocated", step_ms: float = 4
 
 def test_a_record_of_one_gpu_predicts_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = step_record(tmp_path)
-    assert main(["scale", "--from", str(source), "--gpus", "1", "8", "1024", "--out", str(tmp_path / "out")]) == 0
+    given = ["--stages", "zero1", "zero3", "--gpus", "1", "8", "1024"]
+    assert main(["scale", "--from", str(source), *given, "--out", str(tmp_path / "out")]) == 0
     found = record.read(tmp_path / "out" / "scale.jsonl").measurements
     times = {m.provider: m for m in found if m.quantity == "predicted step time"}
-    assert list(times) == ["zero3, 1 GPUs", "zero3, 8 GPUs", "zero3, 1024 GPUs"]
+    assert list(times) == [f"{stage}, {count} GPUs" for stage in ("zero1", "zero3") for count in (1, 8, 1024)]
     assert times["zero3, 1 GPUs"].value == pytest.approx(400)
+    assert times["zero1, 1 GPUs"].value == pytest.approx(400, rel=0.02)
     many = times["zero3, 1024 GPUs"]
-    assert many.facts["gpus"] == 1024
-    assert many.facts["between, GB/s per GPU"] == 40
+    assert (many.facts["gpus"], many.facts["device"], many.facts["between, GB/s per GPU"]) == (1024, "NVIDIA H200", 50)
     [efficiency] = (m.value for m in found if m.name == (*many.name[:3], "predicted efficiency"))
     assert efficiency == pytest.approx(400 / many.value)
     printed = capsys.readouterr().out
-    assert "between, us per message" in printed
     assert f"{100 * efficiency:.1f} %" in printed
-    assert re.search("sharded over the ranks +zero3: optimizer, ema;", printed)
-    assert many.facts["device"] == "NVIDIA H200"
-    assert "warning" not in printed
+    assert "400.0 ms per step of 1 on NVIDIA H200" in printed
 
 
 def test_a_step_that_contains_its_host_is_not_charged_for_it_again(tmp_path: Path) -> None:
     """The step is shorter than that of the record's host at any speed: the processor beside the GPU was faster."""
-    hosts, tensors = host.read(), 292
-    step_ms = 900 * hosts[1].seconds(tensors, SPEEDS[-1])
-    source = step_record(tmp_path, step_ms=step_ms, deepspeed="zero1")
-
-    def predicted(stage: str) -> dict[str, Measurement]:
-        out = tmp_path / stage
-        assert main(["scale", "--from", str(source), "--stages", stage, "--gpus", "1", "--out", str(out)]) == 0
-        return {m.quantity: m for m in record.read(out / "scale.jsonl").measurements}
-
-    efficiency = predicted("zero1")["predicted efficiency"]
-    assert [efficiency.value, efficiency.facts["low"], efficiency.facts["high"]] == pytest.approx([1, 1, 1])
-    other = predicted("zero3")["predicted step time"].facts["host, ms"]
-    assert other == pytest.approx(step_ms * hosts[3].seconds(tensors) / hosts[1].seconds(tensors), rel=0.02)
-
-
-def test_steps_of_a_cpu_are_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = step_record(tmp_path, memory="peak resident")
-    assert main(["scale", "--from", str(source), "--gpus", "8", "--out", str(tmp_path / "out")]) == 0
-    found = record.read(tmp_path / "out" / "scale.jsonl").measurements
-    assert {row.facts["device"] for row in found} == {"cpu"}
-    assert "warning: dit-xl-2-256 was measured on a CPU" in capsys.readouterr().out
+    source = step_record(tmp_path, step_ms=30.0, deepspeed="zero1")
+    assert main(["scale", "--from", str(source), "--stages", "zero1", "--gpus", "1", "--out", str(tmp_path)]) == 0
+    predicted = {m.quantity: m for m in record.read(tmp_path / "scale.jsonl").measurements}
+    assert predicted["predicted efficiency"].value == pytest.approx(1)
 
 
 def test_messages_overlap_where_the_deepspeed_json_says_so() -> None:
@@ -238,37 +217,17 @@ def test_messages_overlap_where_the_deepspeed_json_says_so() -> None:
     assert parts(stage=3) == {"forward", "backward", "step"}
 
 
-def test_a_slower_link_costs_time_and_overlap_saves_it(tmp_path: Path) -> None:
-    def predicted(*flags: str) -> float:
-        base = ["scale", "--step-ms", "400", "--parameters", "675000000", "--stages", "zero2", "--gpus", "64"]
-        out = tmp_path / "_".join(flags)
-        assert main([*base, *flags, "--out", str(out / "new")]) == 0
-        return record.read(out / "new" / "scale.jsonl").measurements[0].value
-
-    fast = predicted()
-    assert 400 < fast < predicted("--between-gb-s", "10") < predicted("--links", "h200-ethernet")
-    assert fast < predicted("--no-overlap")
-    assert fast < predicted("--gpus-per-node", "4")
-    assert fast < predicted("--precision", "fp32")
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--step-ms", "10"], "--step-ms needs a time above 0 and --parameters"),
-        (["--step-ms", "inf", "--parameters", "5"], "--step-ms needs a time above 0 and --parameters"),
-        (["--step-ms", "10", "--parameters", "5", "--preset", "digits"], "--preset has no effect with --from or"),
-        (["--step-ms", "10", "--parameters", "5", "--device", "cpu"], "--device has no effect with --from or"),
-        (["--from", "{folder}", "--step-ms", "10"], "--step-ms has no effect with --from"),
-        (["--device", "cpu", "--no-overlap"], "--no-overlap has no effect without --from or --step-ms"),
-        (["--step-ms", "10", "--parameters", "5", "--between-us", "nan"], "expected a latency of at least 0"),
-        (["--from", "{gpu}", "--stages", "zero3_offload"], "zero3_offload runs the optimizer on the host"),
+        (["--from", "{gpu}", "--preset", "digits"], "--preset has no effect with --from"),
+        (["--from", "{gpu}", "--device", "cpu"], "--device has no effect with --from"),
+        (["--device", "cpu", "--gpus", "8"], "--gpus has no effect without --from"),
+        (["--from", "{gpu}", "--stages", "zero3_offload"], "offloads the optimizer"),
+        (["--from", "{gpu}", "--gpus", "12"], "--gpus 12xH200: 12 fill no whole nodes of 8"),
         (["--device", "cpu", "--stages", "{on_host}"], "sets offload_param"),
-        (["--step-ms", "10", "--parameters", "5", "--gpus", "12"], r"--gpus \[12\], 8 per node: expected at most one"),
-        (["--step-ms", "10", "--parameters", "5", "--inside-gb-s", "0"], "expected a latency .* and a rate above 0"),
-        (["--from", "{folder}/none.jsonl"], "no record; expected a .jsonl file"),
-        (["--from", "{lora}"], "1000 of 6.* parameters are trained; expected a run that trains all"),
-        (["--from", "{accumulated}"], "expected steps of one micro-batch"),
+        (["--from", "{folder}/none.jsonl"], "none.jsonl: FileNotFoundError"),
+        (["--from", "{cpu}"], "measured on cpu, which is no GPU of the table"),
         (["--device", "cpu", "--ranks", "0"], "--ranks 0: expected at least 1$"),
         (["--device", "cpu", "--batch", "0"], "--batch 0: expected at least one sample"),
         (["--device", "cpu", "--stages", "zero9"], "zero9: no such file"),
@@ -277,12 +236,11 @@ def test_a_slower_link_costs_time_and_overlap_saves_it(tmp_path: Path) -> None:
 def test_impossible_requests_are_one_message(
     flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("lora", "accumulated", "gpu"):
+    for name in ("cpu", "gpu"):
         (tmp_path / name).mkdir()
     places = {
         "folder": tmp_path,
-        "lora": step_record(tmp_path / "lora", parameters=1000),
-        "accumulated": step_record(tmp_path / "accumulated", micro=32),
+        "cpu": step_record(tmp_path / "cpu", memory="peak resident"),
         "gpu": step_record(tmp_path / "gpu"),
         "on_host": tmp_path / "on_host.json",
     }

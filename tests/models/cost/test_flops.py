@@ -16,7 +16,7 @@ from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.presets import PRESETS
 from fastdiff.models.build import build_model
-from fastdiff.models.cost.flops import forward_flops, peak_flops, training_flops
+from fastdiff.models.cost.flops import forward_flops, training_flops
 from tests.support.references.unet_reference import SMALL
 
 NETWORKS: dict[ModelConfig, list[str]] = {}
@@ -97,9 +97,3 @@ def test_frozen_weights_and_an_estimate_change_the_passes() -> None:
     full, adapter = training_flops(config), training_flops(config, adapter=True)
     assert full - adapter == pytest.approx(forward_flops(config))
     assert training_flops(config, dream=True) - full == pytest.approx(forward_flops(config))
-
-
-def test_peak_flops_knows_the_longest_name() -> None:
-    assert peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert peak_flops("NVIDIA H200") == 989e12
-    assert peak_flops("NVIDIA GeForce RTX 4090") is None
