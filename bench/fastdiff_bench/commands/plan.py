@@ -21,11 +21,11 @@ from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_measuring, device, open_log
 from fastdiff_bench.measure import synthetic
 from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_interleaved
+from fastdiff_bench.measure.stepping import run_fastdiff
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.measure.workload import Workload
 from fastdiff_bench.records.record import Failure, Log, Measurement, measured
 from fastdiff_bench.records.tables import table
-from fastdiff_bench.scaling.host import run
 
 _FULL, _SMOKE = Effort(rounds=6, steps=5, warm_up=3), Effort(rounds=2, steps=2, warm_up=2)
 _SAMPLES = 256
@@ -57,7 +57,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as folder, open_log(arguments, "plan") as log:
         data = Path(folder) / "data"
         synthetic.write(data, next(iter(workloads.values())).config(data, data).model, _SAMPLES)
-        programs = [Program(name, run, (one, data), 1, threads) for name, one in workloads.items()]
+        programs = [Program(name, run_fastdiff, (one, data, False), 1, threads) for name, one in workloads.items()]
         results = run_interleaved(programs, _SMOKE if arguments.smoke else _FULL, device=on)
         failed = {name: result.failure for name, result in results.items() if result.failure is not None}
         for name, reason in failed.items():
