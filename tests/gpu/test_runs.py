@@ -167,10 +167,10 @@ def test_the_step_of_the_flat_engine_does_not_wait(
     """Gradient, norm and update; the host waits for the flags of the ranks alone, behind them."""
     calls: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("backward", "skips", "update"):
+        for name in ("backward", "check_grads", "optimizer_step"):
             patch.setattr(FlatEngine, name, _watched(getattr(FlatEngine, name), calls, on))
         train(inputs.run(case, tmp_path / "run"), launch_of(case.stage), world)
-    assert {"backward", "skips", "update"} == set(calls)
+    assert {"backward", "check_grads", "optimizer_step"} == set(calls)
 
 
 @pytest.mark.parametrize(("on", "case"), each([*(CASES[n] for n in (0, 1, 6, 18, 20))], [CASES[1]]), indirect=["on"])

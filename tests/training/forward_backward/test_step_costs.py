@@ -50,7 +50,7 @@ def test_a_step_of_zero_takes_few_operations_and_one_read(
 ) -> None:
     """DeepSpeed's own: 15.9 operations and at least 66 bytes per parameter at stage 1, and two or three reads."""
     config = tiny(digits, tmp_path, steps=3, model=WIDE, optim__clip=clip, performance__precision="bf16")
-    last = costs_of(monkeypatch, DeepSpeedEngine, "update", lambda: train(config, launch(stage), world))[-1]
+    last = costs_of(monkeypatch, DeepSpeedEngine, "optimizer_step", lambda: train(config, launch(stage), world))[-1]
     shapes = newest(tmp_path).manifest["parameters"].values()
     operations, per_parameter = LIMITS[stage]
     assert last.reads == 1

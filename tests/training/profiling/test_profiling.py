@@ -90,18 +90,18 @@ def test_a_profile_names_the_parts_of_its_steps_and_changes_no_bit(
 def test_nothing_of_a_profile_stays_in_the_run(world: World, digits: Path, tmp_path: Path) -> None:
     """The step after it runs the methods of the classes, and the modules have their own hooks."""
     found: list[tuple[set[str], int]] = []
-    update = DeepSpeedEngine.update
+    update = DeepSpeedEngine.optimizer_step
 
     def watched(self: DeepSpeedEngine) -> None:
         hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self.module.modules())
-        found.append(({"update", "backward"} & vars(self).keys(), hooks))
+        found.append(({"optimizer_step", "backward"} & vars(self).keys(), hooks))
         update(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeepSpeedEngine, "update", watched)
+        patch.setattr(DeepSpeedEngine, "optimizer_step", watched)
         train(tiny(digits, tmp_path / "run", 3, performance__profile="1:2"), launch(1), world)
     before, during, after = found
-    assert during == ({"update", "backward"}, before[1] + 2 * 4)
+    assert during == ({"optimizer_step", "backward"}, before[1] + 2 * 4)
     assert before == after == (set(), before[1])
 
 

@@ -48,7 +48,7 @@ def test_a_single_rank_copies_a_gradient_once(
     config = tiny(digits, tmp_path, 2, model=WIDE, performance__precision="fp32", optim__clip=0.0)
     backward = costs_of(monkeypatch, DeepSpeedEngine, "backward", lambda: train(config, launch(3), world))[-1]
     update = costs_of(
-        monkeypatch, DeepSpeedEngine, "update", lambda: train(replace(config, samples=64), launch(3), world)
+        monkeypatch, DeepSpeedEngine, "optimizer_step", lambda: train(replace(config, samples=64), launch(3), world)
     )[-1]
     assert not backward.operations["div_"] + backward.operations["_reduce_scatter_base_"] + update.operations["cat"]
 
