@@ -151,7 +151,7 @@ def test_a_rank_that_hangs_is_named_with_the_stacks_of_the_others(start: Start, 
     else:
         (tmp_path / "now").touch()
         wait_until((tmp_path / "locks").exists, "the lock of the interpreter")
-    (beats,) = tmp_path.glob("fastdiff-*/rank-00001.beat")
+    (beats,) = tmp_path.glob("fastdiff-*/0/rank-00001.beat")
     wait_until(lambda: ended_or_silent_for_hours(supervised, beats), "the end of a hang")
     assert supervised.wait() == UNAVAILABLE
     assert "take_steps" in (supervised.run / "stacks" / "rank-00000.txt").read_text()
