@@ -27,7 +27,7 @@ from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
 from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
-from tests.support.runs import distance, hexes, launch, losses, newest, tiny, train_losses
+from tests.support.runs import distance, hexes, intact, launch, losses, newest, tiny, train_losses
 
 DTYPES = (
     torch.float64,
@@ -244,3 +244,13 @@ def _make_old(folder: Path) -> None:
         del config["validation"][key]
     manifest["files"] = {path.name: {"bytes": path.stat().st_size, "sha256": file_digest(path)}}
     (folder / "MANIFEST.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1000, [6, 5, 4, 3, 2]), (0, [6])])
+def test_a_checkpoint_follows_when_its_time_has_come(
+    digits: Path, tmp_path: Path, every: int, expected: list[int]
+) -> None:
+    """By the clock of rank 0, of which all ranks hear with the next step; without checkpoints there are none."""
+    output = {"output__checkpoint_every": every, "output__checkpoint_minutes": 1e-9, "output__keep": 10}
+    values(forked_ranks(train_losses, tiny(digits, tmp_path / "run", **output), launch(1)))
+    assert intact(tmp_path / "run") == expected

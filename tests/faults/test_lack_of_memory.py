@@ -23,6 +23,7 @@ from fastdiff.training.memory.smaller_batch import FILE
 from tests.support.injected.lack_of_memory import Lack, environment
 from tests.support.processes import deepspeed
 from tests.support.runs import distance, flags, held_out, intact, launch, losses, newest, tiny
+from tests.support.servers.ports import reserved_port
 from tests.support.supervised import Supervised
 
 pytestmark = [pytest.mark.fault(31), pytest.mark.timeout(600)]
@@ -123,6 +124,21 @@ def micro_of(run: Path) -> int:
     micro: int = json.loads((run / "run.json").read_text())["config"]["batch"]["micro"]
     assert newest(run).manifest["config"]["batch"]["micro"] == micro
     return micro
+
+
+def test_the_ranks_of_all_nodes_start_again(plain: Any, digits: Path, tmp_path: Path) -> None:
+    """Node 1 runs out of memory; the nodes meet again in the store of node 0."""
+    trial = Trial(2, 3, Lack("backward", rank=1, step=3))
+    job = ("--nodes", "2", "--ranks-per-node", "1", "--master", "127.0.0.1", "--port", str(reserved_port()))
+    words, variables = trial.flags(digits, tmp_path / "run"), environment(trial.lack, tmp_path / "lack")
+    nodes = [
+        Supervised(tmp_path / "run", words, *job, "--no-preflight", node=node, environment=variables) for node in (0, 1)
+    ]
+    assert [node.wait() for node in nodes] == [0, 0], [node.output for node in nodes]
+    assert nodes[0].output.count("starting the ranks again") == 1
+    assert micro_of(tmp_path / "run") == 2
+    assert losses(tmp_path / "run") == pytest.approx(losses(plain(trial)), rel=LIMIT)
+    assert [start.outcome for start in read_ledger(tmp_path / "run").starts] == ["out of memory", "done"]
 
 
 def test_under_another_launcher_the_same_command_goes_on(digits: Path, tmp_path: Path) -> None:
