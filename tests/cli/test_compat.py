@@ -25,6 +25,7 @@ from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.family import family_of
 from tests.support.inputs.images import encode, natural
+from tests.support.nights import by_day
 from tests.support.processes import run
 from tests.support.scripts import COMMAND, run_with_forks
 
@@ -331,7 +332,7 @@ def test_dit_without_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _parser().parse_args(few[1:]).classes is None, "theirs are of ImageNet"
 
 
-@pytest.mark.parametrize(("side", "latents"), [(256, 32), (512, 64)])
+@pytest.mark.parametrize(("side", "latents"), by_day([(256, 32)], (512, 64)))
 def test_every_model_of_dit_becomes_its_preset(side: int, latents: int, classes: Path) -> None:
     flags = ["--data-path", str(classes), "--global-batch-size", "4", "--epochs", "1", "--image-size", str(side)]
     for letter in DIT_SIZES:

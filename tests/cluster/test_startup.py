@@ -15,6 +15,7 @@ from fastdiff.models.pretrained.tiny_pipeline import build
 from fastdiff.parallel.world import World
 from fastdiff.training.loop import train
 from tests.support.inputs.images import encode, natural
+from tests.support.nights import by_day
 from tests.support.processes import run
 from tests.support.runs import flags, launch, losses, tiny
 
@@ -52,7 +53,7 @@ def launch_local(*flags: str, ranks: int = 1) -> list[str]:
     return [*FASTDIFF, "launch", "local", "--ranks", str(ranks), "--", *flags]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
+@pytest.mark.parametrize("ranks", by_day([2], 1))
 def test_a_run_on_latents(digits: Path, tmp_path: Path, ranks: int) -> None:
     """The supervisor is one process with the command; each rank imports what it uses.
 

@@ -43,6 +43,7 @@ from fastdiff.sampling.run import Run
 from fastdiff.training.callbacks.previews import SampleGrid
 from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
+from tests.support.nights import by_day
 from tests.support.runs import held_out, hexes, launch, tiny, train_losses
 
 SHAPE: dict[str, Any] = {
@@ -79,7 +80,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "shape",
-    [pytest.param({"dropout": 0.3}, marks=pytest.mark.nightly), {"low_res_size": 4, "resblock_updown": True}],
+    by_day([{"low_res_size": 4, "resblock_updown": True}], {"dropout": 0.3}),
     ids=str,
 )
 def test_the_losses_do_not_depend_on_ranks_and_zero(

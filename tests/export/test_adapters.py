@@ -30,6 +30,7 @@ from fastdiff.models.build import build_model, load_model
 from fastdiff.models.lora import add_lora
 from fastdiff.models.pretrained.tiny_pipeline import UNETS, Kind, build
 from tests.support.inputs.text_runs import CAPTIONS, encode, text_run
+from tests.support.nights import by_day
 
 DIT = DiTConfig(depth=2, hidden=32, heads=2, patch=2, channels=4, size=8, classes=10)
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -74,7 +75,7 @@ def write(
     return folder / WEIGHTS_FILE
 
 
-@pytest.mark.parametrize("form", ["lora", "lora-diffusers"])
+@pytest.mark.parametrize("form", by_day(["lora"], "lora-diffusers"))
 @pytest.mark.parametrize(
     ("kind", "alpha", "targets"),
     [("sd15", None, "attention"), ("sd15", 7.3, "everywhere"), ("sd2", 1.5, "everywhere"), ("sdxl", 1.5, "attention"),

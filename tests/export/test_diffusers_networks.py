@@ -35,6 +35,7 @@ from fastdiff.sampling.pixels import PixelDecoder
 from fastdiff.sampling.run import Run
 from fastdiff.sampling.solvers import _generator, sample
 from fastdiff.training.loop import train
+from tests.support.nights import by_day
 from tests.support.runs import launch, tiny
 
 ADM = AdmConfig(
@@ -141,7 +142,7 @@ def test_a_dit_computes_the_same_in_diffusers(tmp_path: Path, learn_sigma: bool)
     assert (unset[1:] - expected[1:]).abs().amax((1, 2, 3)).min() > 1e-3, "else the code of the card is not needed"
 
 
-@pytest.mark.parametrize("model", [ADM, DIT])
+@pytest.mark.parametrize("model", by_day([DIT], ADM))
 def test_the_card_of_a_run_loads_the_network_that_it_trained(
     world: World,
     digits: Path,

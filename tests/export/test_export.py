@@ -38,6 +38,7 @@ from fastdiff.sampling.run import Run, config_of
 from fastdiff.training.loop import train
 from tests.support.injected.tiny_disk import tiny_disk
 from tests.support.inputs.text_runs import encode, text_run
+from tests.support.nights import by_day
 from tests.support.processes import run_ranks
 from tests.support.references.dit_reference import reference_position
 from tests.support.runs import launch, newest, tiny
@@ -62,7 +63,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.parametrize("kind", ["sd2", "sdxl"])
+@pytest.mark.parametrize("kind", by_day(["sdxl"], "sd2"))
 def test_a_pipeline_of_every_kind_draws_in_diffusers(world: World, made: Path, tmp_path: Path, kind: Kind) -> None:
     from diffusers import DiffusionPipeline
 

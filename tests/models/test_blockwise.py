@@ -19,6 +19,7 @@ from fastdiff.parallel.world import World
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.names import Backend
+from tests.support.nights import by_day
 from tests.support.references.adm_networks import SMALL, built, inputs
 from tests.support.references.unet_reference import gradients
 from tests.support.runs import launch, tiny
@@ -50,7 +51,7 @@ def new_counter() -> CompileCounterWithBackend:
     return CompileCounterWithBackend("eager")
 
 
-@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.nightly), "triton"])
+@pytest.mark.parametrize("backend", by_day(["triton"], "reference"))
 def test_equal_blocks_share_a_graph_whatever_they_drop(backend: Backend) -> None:
     """And have the numbers of each block."""
     counter = new_counter()

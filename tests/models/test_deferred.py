@@ -12,6 +12,7 @@ from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.models.build import build_deferred, build_model
 from fastdiff.models.deferred import Deferred
+from tests.support.nights import by_day
 from tests.support.references import adm_networks, unet_reference
 
 SHAPES: dict[str, ModelConfig] = {
@@ -62,7 +63,7 @@ def test_any_constructor_gives_the_same_weights() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("seed", [0, 2**63 + 3, 2**64 + 3])
+@pytest.mark.parametrize("seed", by_day([2**63 + 3], 0, 2**64 + 3))
 def test_every_network_has_the_weights_of_the_whole_one(name: str, seed: int) -> None:
     expected = build_model(SHAPES[name], seed=seed).state_dict()
     deferred = build_deferred(SHAPES[name], seed=seed)

@@ -25,6 +25,7 @@ from fastdiff.models.family import ModelFamily
 from fastdiff.models.lora import add_lora
 from fastdiff.models.pretrained.tiny_pipeline import UNETS
 from fastdiff.models.quantized import QuantizedLinear
+from tests.support.nights import by_day
 
 DIT = DiTConfig(depth=2, hidden=32, heads=2, patch=2, channels=4, size=8, classes=10)
 ONE_LEVEL = replace(UNETS["sd15"], block_out_channels=(32,), attention_heads=(4,), transformer_layers=(1,))
@@ -250,9 +251,7 @@ def test_an_adapter_that_is_not_there_is_not_recommended() -> None:
         _checked(Choice(format="lora"), config)
 
 
-@pytest.mark.parametrize(
-    ("kind", "quantize"), [pytest.param("sd15", "none", marks=pytest.mark.nightly), ("dit", "8bit"), ("dit", "4bit")]
-)
+@pytest.mark.parametrize(("kind", "quantize"), by_day([("dit", "8bit")], ("dit", "4bit"), ("sd15", "none")))
 def test_blocks_compile_whole(kind: str, quantize: Any) -> None:
     """With fullgraph, and with recomputation around them."""
     config = DIT if kind == "dit" else ONE_LEVEL

@@ -25,6 +25,7 @@ from fastdiff.parallel.world import World
 from fastdiff.training.callbacks import previews
 from fastdiff.training.loop import train
 from tests.support.inputs.text_runs import encode, text_run
+from tests.support.nights import by_day
 from tests.support.pooled_network import PooledConfig
 from tests.support.processes import run_ranks
 from tests.support.runs import launch, losses, tiny
@@ -46,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["sd15", "sdxl"])
+@pytest.mark.parametrize("kind", by_day(["sdxl"], "sd15"))
 def test_images_while_training_are_those_of_the_averaged_weights(
     world: World, made: Path, tmp_path: Path, kind: Any
 ) -> None:

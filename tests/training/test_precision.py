@@ -27,6 +27,7 @@ from fastdiff.training.loop import train
 from fastdiff.training.optimizer.build import check_state
 from fastdiff_kernels.adamw8bit import AdamW8bit
 from tests.end_to_end.test_train import check_clipping
+from tests.support.nights import by_day
 from tests.support.runs import hexes, launch, losses, newest, records, tiny, train_losses
 
 
@@ -38,7 +39,7 @@ def test_fp16_without_fp16_arithmetic_is_refused(
         train(tiny(digits, tmp_path / "run", performance__precision="fp16"), launch(), world)
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("stage", by_day([1, 3], 2))
 def test_fp16_clips_the_unscaled_gradient(
     world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None, stage: int
 ) -> None:
@@ -107,7 +108,7 @@ def test_fp16_stops_at_the_smallest_loss_scale(
     assert logged[0] > logged[-1], "it falls at each overflow"
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.nightly) for stage in (1, 2)), 3])
+@pytest.mark.parametrize("stage", by_day([3], 1, 2))
 def test_fp16_follows_fp32_and_resumes_with_its_loss_scale(
     world: World, digits: Path, tmp_path: Path, cpu_with_fp16: None, stage: int
 ) -> None:

@@ -20,6 +20,7 @@ from fastdiff.models.pretrained.tiny_pipeline import build
 from tests.support.forked import fork_server
 from tests.support.injected.durable_calls import DURABLE, dying_at
 from tests.support.inputs.encoding import captioned, files
+from tests.support.nights import by_day
 
 IMAGES, PER_SHARD = 24, 2
 CALLS = 16
@@ -89,7 +90,7 @@ def killed_main(argv: list[str], number: int, rank: int = 0, ranks: int = 1) -> 
 
 
 @pytest.mark.fault(9)
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 2])
+@pytest.mark.parametrize("count", by_day([2], 1))
 def test_killed_again_and_again_it_writes_the_same_bytes(
     tmp_path: Path, command: list[str], ranks: Any, undisturbed: dict[str, bytes], count: int, nightly: bool
 ) -> None:

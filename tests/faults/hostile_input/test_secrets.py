@@ -16,6 +16,7 @@ import pytest
 
 from fastdiff import sanitize
 from fastdiff.sanitize import escape
+from tests.support.nights import by_day
 from tests.support.processes import ROOT, run
 from tests.support.runs import flags, tiny
 from tests.support.scripts import TRAIN, run_script
@@ -45,9 +46,7 @@ def found_in(text: bytes) -> list[str]:
 
 
 @pytest.mark.fault(28)
-@pytest.mark.parametrize(
-    "ends", ["well", *(pytest.param(end, marks=pytest.mark.nightly) for end in ("in an error", "before it begins"))]
-)
+@pytest.mark.parametrize("ends", by_day(["well"], "in an error", "before it begins"))
 def test_no_secret_is_in_any_file_or_line_of_a_run(served: str, tmp_path: Path, ends: str, nightly: bool) -> None:
     """With every tracker; by day with the one that needs no seconds to be imported."""
     out = tmp_path / "out"

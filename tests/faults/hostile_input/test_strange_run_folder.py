@@ -21,6 +21,7 @@ from fastdiff.errors import FastdiffError
 from fastdiff.parallel.world import World
 from fastdiff.training.loop import train
 from tests.dashboard.folders import picture
+from tests.support.nights import by_day
 from tests.support.runs import held_out, launch, tiny
 
 ROOT = Path(__file__).parents[3]
@@ -161,7 +162,7 @@ def test_no_command_shows_what_a_name_leads_to(
         assert not (tmp_path / "out" / "exported" / "samples.png").exists()
 
 
-@pytest.mark.parametrize("kind", [as_link, pytest.param(as_pipe, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", by_day([as_link], as_pipe))
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_of_elsewhere_are_not_drawn_from(
     strange: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: Callable[[Path], None]

@@ -22,6 +22,7 @@ from fastdiff.rng import dropout_stream
 from fastdiff_kernels import dispatch, group_norm, philox
 from fastdiff_kernels.dispatch import Choice
 from tests.support.dispatch_modes import Copies, Strides
+from tests.support.nights import by_day
 from tests.support.references.adm_networks import SMALL, built, inputs, referred, worst
 from tests.support.references.adm_reference import Drop
 from tests.support.references.unet_reference import difference, gradients
@@ -297,12 +298,13 @@ def test_what_is_dropped_does_not_depend_on_the_batch() -> None:
         torch.testing.assert_close(alone[0], whole[n], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "fewer", "dropout"),
     [
-        pytest.param("iddpm", ONE_LEVEL, 0.2, marks=pytest.mark.nightly),
-        pytest.param("iddpm", {"res_blocks": 1}, 0.2, marks=pytest.mark.nightly),
-        pytest.param("adm added", {}, 0.0, marks=pytest.mark.nightly),
+        ("iddpm", ONE_LEVEL, 0.2),
+        ("iddpm", {"res_blocks": 1}, 0.2),
+        ("adm added", {}, 0.0),
     ],
     ids=["iddpm", "iddpm of two levels", "adm added"],
 )
@@ -327,7 +329,7 @@ def test_blocks_compile_whole(kind: str, fewer: dict[str, Any], dropout: float) 
 
 @pytest.mark.parametrize(
     ("kind", "compiled"),
-    [pytest.param("iddpm", False, marks=pytest.mark.nightly), ("iddpm", True), ("adm added", False)],
+    by_day([("iddpm", True)], ("iddpm", False), ("adm added", False)),
 )
 def test_kernels_give_the_numbers_of_the_reference(kind: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: Counter[str] = Counter()

@@ -48,6 +48,7 @@ from fastdiff.training.spikes import Spikes
 from fastdiff.training.state import TrainState
 from tests.support.forked import forked_ranks, values
 from tests.support.injected.tiny_disk import fill, tiny_disk
+from tests.support.nights import by_day
 from tests.support.runs import assert_same_checkpoint, hexes, intact, launch, losses, newest, records, tiny
 
 BATCH = 16
@@ -422,7 +423,7 @@ def test_a_rewind_goes_on_as_if_the_window_had_not_been_there(
 
 
 @pytest.mark.fault(21)
-@pytest.mark.parametrize("policy", [pytest.param("log", marks=pytest.mark.nightly), "skip"])
+@pytest.mark.parametrize("policy", by_day(["skip"], "log"))
 def test_a_run_that_stops_between_two_spikes_decides_as_one_that_does_not(
     world: World, two_spikes: Path, alone: dict[str, Path], tmp_path: Path, policy: str
 ) -> None:

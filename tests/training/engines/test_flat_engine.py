@@ -21,6 +21,7 @@ from fastdiff.parallel.world import World
 from fastdiff.training.engines.build import choose
 from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
+from tests.support.nights import by_day
 from tests.support.runs import (
     assert_same_checkpoint,
     hexes,
@@ -76,7 +77,7 @@ def apart(first: Sequence[float], second: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("ranks", by_day([1, 2], 4))
 def test_its_losses_are_those_of_deepspeed(
     world: World, digits: Path, tmp_path: Path, ranks: int, nightly: bool
 ) -> None:
@@ -110,11 +111,7 @@ def trained(world: World, configs: Sequence[RunConfig], stages: Sequence[int]) -
 
 @pytest.mark.parametrize(
     ("precision", "micro", "samples"),
-    [
-        pytest.param("fp32", 8, (11, 2), marks=pytest.mark.nightly),
-        ("bf16", 8, (11, 2)),
-        pytest.param("fp32", 4, (0, 2), marks=pytest.mark.nightly),
-    ],
+    by_day([("bf16", 8, (11, 2))], ("fp32", 8, (11, 2)), ("fp32", 4, (0, 2))),
 )
 def test_steps_that_are_not_finite_are_skipped_as_by_deepspeed(
     tmp_path: Path, precision: str, micro: int, samples: tuple[int, int]
@@ -141,12 +138,7 @@ def test_steps_that_are_not_finite_are_skipped_as_by_deepspeed(
 
 @pytest.mark.parametrize(
     ("ranks", "optimizer", "kernels"),
-    [
-        pytest.param(1, "adamw", "auto", marks=pytest.mark.nightly),
-        pytest.param(1, "adamw", "auto,adamw=triton", marks=pytest.mark.nightly),
-        pytest.param(2, "adamw", "auto", marks=pytest.mark.nightly),
-        (2, "adamw8bit", "auto"),
-    ],
+    by_day([(2, "adamw8bit", "auto")], (1, "adamw", "auto"), (1, "adamw", "auto,adamw=triton"), (2, "adamw", "auto")),
 )
 def test_a_resumed_run_is_equal_to_the_bit(
     world: World, digits: Path, tmp_path: Path, ranks: int, optimizer: str, kernels: str

@@ -18,6 +18,7 @@ from fastdiff.training.engines.deepspeed import DeepSpeedEngine
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.loop import train
 from tests.support.dispatch_modes import Costs
+from tests.support.nights import by_day
 from tests.support.runs import launch, newest, tiny
 
 WIDE = DiTConfig(depth=2, hidden=128, heads=2, patch=4, channels=1, size=8, classes=10)
@@ -43,8 +44,7 @@ def costs_of(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, run: Cal
     return found
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "clip"), by_day([(1, 0.5), (3, 0.0)], (1, 0.0), (2, 0.0), (2, 0.5), (3, 0.5)))
 def test_a_step_of_zero_takes_few_operations_and_one_read(
     world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, clip: float
 ) -> None:
@@ -67,7 +67,7 @@ SMALL = DiTConfig(depth=1, hidden=64, heads=2, patch=4, channels=1, size=8, clas
 """For Triton's interpreter."""
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("adamw8bit", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", by_day(["adamw"], "adamw8bit"))
 def test_the_step_of_the_flat_engine_waits_for_the_flags_alone(
     world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -23,6 +23,7 @@ from fastdiff.training.loop import train
 from fastdiff.training.profiling.recording import Recording, trace_path
 from tests.support.forked import forked_ranks, values
 from tests.support.injected.tiny_disk import fill, tiny_disk
+from tests.support.nights import by_day
 from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, tiny, train_losses
 
 Event = dict[str, Any]
@@ -49,7 +50,7 @@ def inside(found: list[Event], inner: str, outer: str) -> bool:
     return all(any(a <= begin and end <= b for a, b in spans) for begin, end in inners)
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.nightly) for stage in (1, 3))])
+@pytest.mark.parametrize("stage", by_day([0], 1, 3))
 def test_a_profile_names_the_parts_of_its_steps_and_changes_no_bit(
     world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
@@ -110,7 +111,7 @@ def _losses_of_both(world: World, plain: RunConfig, profiled: RunConfig, stage: 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.nightly), 2])
+@pytest.mark.parametrize("stage", [0, 2])
 def test_every_rank_writes_its_own(digits: Path, tmp_path: Path, stage: int) -> None:
     """With its reductions, also those of the flat engine."""
     plain, profiled = tiny(digits, tmp_path / "a", 3), tiny(digits, tmp_path / "b", 3, performance__profile="0:2")

@@ -26,6 +26,7 @@ from fastdiff.training.loop import train
 from fastdiff.training.metrics import peak_resident_bytes
 from fastdiff.training.zero.stage3 import partition
 from tests.support.forked import forked_ranks, values
+from tests.support.nights import by_day
 from tests.support.runs import launch, newest, tiny, train_losses
 
 
@@ -44,8 +45,8 @@ def _weights(world: World, config: RunConfig, start: Any) -> tuple[dict[str, Ten
 def _differences(world: World, digits: Path, folder: Path, *, long: bool) -> list[str]:
     """Weights that differ from those of the whole network of the run: initial and saved ones."""
     wrong = []
-    for precision, dtype, by_day in (("fp32", torch.float32, 0), ("bf16", torch.bfloat16, 2000)):
-        for always_gathered in (0, 2000) if long else (by_day,):  # parameters of up to so many elements
+    for precision, dtype, briefly in (("fp32", torch.float32, 0), ("bf16", torch.bfloat16, 2000)):
+        for always_gathered in (0, 2000) if long else (briefly,):  # parameters of up to so many elements
             start = launch(3)
             assert start.deepspeed is not None
             start.deepspeed["zero_optimization"]["stage3_param_persistence_threshold"] = always_gathered
@@ -81,7 +82,7 @@ def _both(world: World, config: RunConfig, whole: RunConfig) -> tuple[list[float
         return found, train_losses(world, whole, launch(3))
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16"])
+@pytest.mark.parametrize("precision", by_day(["bf16"], "fp32"))
 def test_losses_are_those_of_an_engine_that_gets_a_whole_network(digits: Path, tmp_path: Path, precision: str) -> None:
     configs = [tiny(digits, tmp_path / name, performance__precision=precision) for name in ("new", "whole")]
     for found, whole in values(forked_ranks(_both, *configs)):
