@@ -138,16 +138,6 @@ def with_sums(resolved: DsConfig, *, wide: bool) -> DsConfig:
     return {key: value for key, value in resolved.items() if key not in left_out}
 
 
-def with_micro(resolved: DsConfig, config: RunConfig, ranks: int) -> DsConfig:
-    """Return a resolved JSON with the micro-batch and the accumulation of ``config``."""
-    batch = config.batch
-    sizes = {
-        "train_micro_batch_size_per_gpu": batch.per_rank(ranks),
-        "gradient_accumulation_steps": batch.accumulation(ranks),
-    }
-    return resolved | sizes
-
-
 def _owned_by_run_config(config: RunConfig, ranks: int) -> dict[str, tuple[Any, str]]:
     config.batch.require_divisible(ranks)
     undecided, batch = config.batch.micro == "auto", config.batch

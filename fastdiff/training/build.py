@@ -266,7 +266,7 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
         progress=Progress(),
         heartbeat=parts.heartbeat,
         guard=guard,
-        forward_backward=build_forward_backward(config, engine, objective, meters, guard),
+        forward_backward=build_forward_backward(config.performance, engine, objective, meters, guard),
         files=parts.files,
         ledger=parts.ledger,
     )
@@ -301,7 +301,7 @@ def _open_data(config: RunConfig, world: World, stack: ExitStack) -> tuple[Data,
     order = build_order(
         reader.info, seed=config.seed, window_shards=config.data.shuffle_shards, global_batch=config.batch.samples
     )
-    world.on_rank0(lambda: require_one_shape(config, order))
+    world.on_rank0(lambda: require_one_shape(config.performance, config.data.path, order))
     return reader, order
 
 
@@ -351,8 +351,8 @@ def _choose_backends(
 ) -> str:
     """Force the backends of the run and report that of each op; fail on all ranks if one is unavailable on any."""
     manifest = None if saved is None else saved.manifest
-    kind = world.on_rank0(lambda: engines.choose(config, ds_config, manifest))
-    world.on_rank0(lambda: require_capture(config, kind, world))
+    kind = world.on_rank0(lambda: engines.choose(config.optim, config.performance, ds_config, manifest))
+    world.on_rank0(lambda: require_capture(config.performance, kind, world))
     where = torch.device("cpu") if deepspeed_config.offloads_optimizer(ds_config) else world.device
 
     def choose() -> list[kernel_choice.Row]:

@@ -10,6 +10,8 @@ from torch import nn
 from fastdiff.config.deepspeed import DsConfig, zero_stage
 from fastdiff.config.optimizers.registry import family_of, optimizers
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.optim import OptimConfig
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.console import log
 from fastdiff.errors import require
 from fastdiff.models.build import Model
@@ -25,11 +27,14 @@ _OWNED = {
 """Sections of the DeepSpeed JSON that say nothing more than the run does."""
 
 
-def choose(config: RunConfig, ds_config: DsConfig, saved: Mapping[str, Any] | None = None) -> Kind:
+def choose(
+    optim: OptimConfig, performance: PerformanceConfig, ds_config: DsConfig, saved: Mapping[str, Any] | None = None
+) -> Kind:
     """Return the engine of a run.
 
     Args:
-        config: of the run.
+        optim: of the run.
+        performance: of the run.
         ds_config: the resolved DeepSpeed JSON.
         saved: the manifest of the checkpoint that the run resumes from; None: a new run. Under ``auto`` a run of ZeRO-0
             keeps its engine, if it can: the losses of two engines differ by rounding.
@@ -37,7 +42,7 @@ def choose(config: RunConfig, ds_config: DsConfig, saved: Mapping[str, Any] | No
     Raises:
         ConfigError: the flat engine is asked for, and cannot train this run.
     """
-    wanted, reason = config.performance.engine, _unsupported(config, ds_config)
+    wanted, reason = performance.engine, _unsupported(optim, performance, ds_config)
     require(wanted != "flat" or reason is None, f"--performance.engine flat {reason}")
     if wanted != "auto":
         return wanted
@@ -46,17 +51,17 @@ def choose(config: RunConfig, ds_config: DsConfig, saved: Mapping[str, Any] | No
     return "flat" if reason is None else "deepspeed"
 
 
-def _unsupported(config: RunConfig, ds_config: DsConfig) -> str | None:
+def _unsupported(optim: OptimConfig, performance: PerformanceConfig, ds_config: DsConfig) -> str | None:
     """Return why the flat engine cannot train this run, and the remedy; None if it can."""
     stage, others = zero_stage(ds_config), sorted(ds_config.keys() - _OWNED)
     zero = sorted(ds_config.get("zero_optimization", {}).keys() - {"stage"})
     if stage != 0:
         return f"with ZeRO stage {stage}: it is for stage 0; use --deepspeed_config ddp"
-    if config.performance.precision == "fp16":
+    if performance.precision == "fp16":
         return "with --performance.precision fp16: it does not scale the loss; use bf16 or fp32"
-    if family_of(config.optim).flat_update is None:
+    if family_of(optim).flat_update is None:
         names = " or ".join(name for name, family in optimizers().items() if family.flat_update is not None)
-        return f"with --optim.name {config.optim.name}: use {names}, or --performance.engine deepspeed"
+        return f"with --optim.name {optim.name}: use {names}, or --performance.engine deepspeed"
     if others or zero:
         named = ", ".join([*others, *(f"zero_optimization.{name}" for name in zero)])
         return f"with a DeepSpeed JSON that has {named}: remove it, or use --performance.engine deepspeed"
@@ -72,9 +77,10 @@ def build_engine(
     saved: Mapping[str, Any] | None = None,
 ) -> Engine:
     """Build the engine that ``choose`` names; see there and the engines for the arguments."""
-    kind, before = choose(config, ds_config, saved), None if saved is None else saved.get("engine")
-    if kind == "deepspeed" and before == "flat" and config.performance.engine == "auto" and world.is_first:
-        reason = _unsupported(config, ds_config)
+    optim, performance = config.optim, config.performance
+    kind, before = choose(optim, performance, ds_config, saved), None if saved is None else saved.get("engine")
+    if kind == "deepspeed" and before == "flat" and performance.engine == "auto" and world.is_first:
+        reason = _unsupported(optim, performance, ds_config)
         log.warning(
             "the flat engine trained this run, DeepSpeed goes on; losses differ by rounding. No flat %s", reason
         )

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from fastdiff.config.deepspeed import DsConfig, with_sums, zero_stage
 from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.objective import ObjectiveConfig
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.console import without_prints
 from fastdiff.errors import ConfigError, DivergedError
 from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
@@ -113,7 +116,7 @@ class DeepSpeedEngine(Engine):
         # Some of DeepSpeed's wrappers create the state by a step with zero gradients. At learning rate 0 it moves
         # nothing, and its state is cleared below.
         _set_lr(optimizer, 0.0)
-        wide = _adds_up(config, world.size)
+        wide = _adds_up(config.batch, config.performance, world.size)
         ds_config = {**with_sums(ds_config, wide=wide), **({"gradient_clipping": 0.0} if guard else {})}
         with without_prints():  # of every rank
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
@@ -127,7 +130,7 @@ class DeepSpeedEngine(Engine):
         if self.stage == 0 and wide:
             collect_in_fp32(self._engine)
         if self.stage > 0:
-            _slim(self._engine, self.stage, config)
+            _slim(self._engine, self.stage, config.objective)
         optimizer.state.clear()
         _set_lr(optimizer, config.optim.lr)
         self.optimizer = optimizer
@@ -244,10 +247,9 @@ class DeepSpeedEngine(Engine):
             setattr(self._engine.optimizer.loss_scaler, name, value)
 
 
-def _adds_up(config: RunConfig, ranks: int) -> bool:
+def _adds_up(batch: BatchConfig, performance: PerformanceConfig, ranks: int) -> bool:
     """Return whether a step adds up several gradients, in another dtype than their own."""
-    performance = config.performance
-    return performance.precision != performance.sums and ranks * config.batch.accumulation(ranks) > 1
+    return performance.precision != performance.sums and ranks * batch.accumulation(ranks) > 1
 
 
 def _check_precision(precision: str, stage: int) -> None:
@@ -260,12 +262,12 @@ def _check_precision(precision: str, stage: int) -> None:
         raise ConfigError("--performance.precision fp16: this device has no fp16 arithmetic; use bf16 or fp32")
 
 
-def _slim(engine: Any, stage: int, config: RunConfig) -> None:
+def _slim(engine: Any, stage: int, objective: ObjectiveConfig) -> None:
     """Leave out work of ZeRO-1 to 3 that a step does not need."""
     take_norm_at_once(engine.optimizer)
     if stage == 3:
         leave_gradients_in_place(engine.optimizer)
-    if stage == 3 and config.objective.takes_two_passes:
+    if stage == 3 and objective.takes_two_passes:
         plan_two_passes_as_one(engine)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.data.loading.bucket_order import BucketOrder
 from fastdiff.data.loading.order import SampleOrder
 from fastdiff.diffusion.objective import Objective
@@ -16,10 +16,10 @@ from fastdiff.training.metrics import Meters
 
 
 def build_forward_backward(
-    config: RunConfig, engine: Engine, objective: Objective, meters: Meters, guard: StepGuard
+    performance: PerformanceConfig, engine: Engine, objective: Objective, meters: Meters, guard: StepGuard
 ) -> ForwardBackward:
     """Build the passes that ``--performance.cuda_graph`` names; ``require_capture`` has been called."""
-    if not config.performance.cuda_graph:
+    if not performance.cuda_graph:
         return ForwardBackward(engine, objective, meters, guard)
     from fastdiff.training.engines.flat import FlatEngine
     from fastdiff.training.forward_backward.graph import GraphForwardBackward
@@ -28,18 +28,18 @@ def build_forward_backward(
     return GraphForwardBackward(engine, objective, meters, guard)
 
 
-def require_capture(config: RunConfig, engine: Kind, world: World) -> None:
+def require_capture(performance: PerformanceConfig, engine: Kind, world: World) -> None:
     """Refuse ``--performance.cuda_graph`` where it cannot work; ``RunConfig`` refuses what needs no machine.
 
     Args:
-        config: of the run.
+        performance: of the run.
         engine: of the run.
         world: the ranks.
 
     Raises:
         ConfigError: with the reason and the remedy.
     """
-    if not config.performance.cuda_graph:
+    if not performance.cuda_graph:
         return
     require(
         world.device.type == "cuda",
@@ -57,10 +57,10 @@ def require_capture(config: RunConfig, engine: Kind, world: World) -> None:
     )
 
 
-def require_one_shape(config: RunConfig, order: SampleOrder) -> None:
-    """Refuse ``--performance.cuda_graph`` for data of several latent sizes, by a ConfigError."""
+def require_one_shape(performance: PerformanceConfig, path: str, order: SampleOrder) -> None:
+    """Refuse ``--performance.cuda_graph`` for data of several latent sizes, those of ``path``."""
     require(
-        not config.performance.cuda_graph or not isinstance(order, BucketOrder),
-        f"--performance.cuda_graph with {config.data.path}, whose latents have several sizes: a graph has the shapes "
+        not performance.cuda_graph or not isinstance(order, BucketOrder),
+        f"--performance.cuda_graph with {path}, whose latents have several sizes: a graph has the shapes "
         "of one; encode with one size, or leave the flag out",
     )

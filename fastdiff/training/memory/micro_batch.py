@@ -46,8 +46,9 @@ def with_micro(config: RunConfig, ds_config: DsConfig, data: Data, saved: Checkp
     room = min(world.gather(_room(world)))
 
     def decide() -> int:
-        flat = engines.choose(config, ds_config, None if saved is None else saved.manifest) == "flat"
-        kept, encoders = _kept(saved, config, world.size), _encoder_bytes(data)
+        manifest = None if saved is None else saved.manifest
+        flat = engines.choose(config.optim, config.performance, ds_config, manifest) == "flat"
+        kept, encoders = _kept(saved, config.batch.samples, world.size), _encoder_bytes(data)
         return largest(
             config, ds_config, data.info, world.size, world.device, room, flat=flat, encoders=encoders, kept=kept
         )
@@ -64,13 +65,13 @@ def _room(world: World) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 // ranks
 
 
-def _kept(saved: Checkpoint | None, config: RunConfig, ranks: int) -> int | None:
+def _kept(saved: Checkpoint | None, samples: int, ranks: int) -> int | None:
     """Return the micro-batch of the run that is resumed on as many ranks, if it had one that divides the batch."""
     if saved is None or saved.manifest.get("world_size") != ranks:
         return None
     batch = saved.manifest["config"]["batch"]
     micro = batch["samples"] // ranks if batch["micro"] is None else batch["micro"]
-    fits = isinstance(micro, int) and micro > 0 and config.batch.samples % (micro * ranks) == 0
+    fits = isinstance(micro, int) and micro > 0 and samples % (micro * ranks) == 0
     return micro if fits else None
 
 
@@ -132,7 +133,7 @@ def largest(
 
 def _network(config: RunConfig, ds_config: DsConfig, info: DatasetInfo, device: torch.device) -> Network:
     """Count the network of the run on the largest latents of its data."""
-    inputs = _inputs(config, dry_network(config), info)
+    inputs = _inputs(dry_network(config), info)
     try:
         with linear_layers_of(ds_config):
             return read_network(config, device, (config.performance.recompute,), inputs)
@@ -140,11 +141,11 @@ def _network(config: RunConfig, ds_config: DsConfig, info: DatasetInfo, device: 
         raise ConfigError(f"--batch.micro auto: {error}; or give a number") from error
 
 
-def _inputs(config: RunConfig, network: Model, info: DatasetInfo) -> tuple[Tensor, Condition]:
+def _inputs(network: Model, info: DatasetInfo) -> tuple[Tensor, Condition]:
     """Return inputs of the network for two samples of the largest latents of the data."""
     areas = [height * width for height, width in info.buckets] or [0]
     batch = empty_batch(info, areas.index(max(areas)), TRACED, torch.device("cpu"))
-    model = config.model
+    model = network.config
     condition = {**batch.condition, "position": batch.position}
     if model.low_res_size:
         condition["low_res"] = torch.zeros(TRACED, model.channels, model.low_res_size, model.low_res_size)

@@ -13,6 +13,8 @@ from typing import Any
 
 from fastdiff.config.deepspeed import DsConfig, offloads_optimizer, zero_stage
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.optim import OptimConfig
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.console import log
 from fastdiff.errors import ConfigError, OutOfMemoryRestart
 from fastdiff.files import publish
@@ -40,8 +42,7 @@ class _Found:
     optimizer: str
 
 
-def _found(config: RunConfig, ds_config: DsConfig, ranks: int, micro: int) -> _Found:
-    performance = config.performance
+def _found(optim: OptimConfig, performance: PerformanceConfig, ds_config: DsConfig, ranks: int, micro: int) -> _Found:
     return _Found(
         micro=micro,
         ranks=ranks,
@@ -49,7 +50,7 @@ def _found(config: RunConfig, ds_config: DsConfig, ranks: int, micro: int) -> _F
         offload=offloads_optimizer(ds_config),
         precision=performance.precision,
         recompute=performance.recompute,
-        optimizer=config.optim.name,
+        optimizer=optim.name,
     )
 
 
@@ -68,7 +69,7 @@ def halve(state: TrainState, what: str) -> OutOfMemoryRestart | None:
     if micro == 1:
         return None
     half, path = half_of(micro), state.folder / FILE
-    found = _found(config, state.engine.ds_config, world.size, half)
+    found = _found(config.optim, config.performance, state.engine.ds_config, world.size, half)
     try:
         publish(path, json.dumps(asdict(found), indent=1).encode() + b"\n")
     except OSError:
@@ -92,8 +93,8 @@ def limited(config: RunConfig, ds_config: DsConfig, world: World) -> RunConfig:
     run, ranks = Path(config.output.folder), world.size
     found = world.on_rank0(lambda: _read(run))
     micro = 0 if found is None else int(found["micro"])
-    own = config.batch.per_rank(ranks)
-    if found is None or own <= micro or found != asdict(_found(config, ds_config, ranks, micro)):
+    own, this = config.batch.per_rank(ranks), _found(config.optim, config.performance, ds_config, ranks, micro)
+    if found is None or own <= micro or found != asdict(this):
         return config
     if world.is_first:
         log.warning(

@@ -198,9 +198,10 @@ def test_a_run_keeps_its_engine(
     assert "the flat engine trained this run, DeepSpeed goes on; " in capsys.readouterr().err
     automatic = run_of(digits, tmp_path, "auto")
     resolved = resolve(launch(0).deepspeed, automatic, 1)
-    assert choose(automatic, resolved, {"zero_stage": 0}) == "deepspeed"
-    assert choose(automatic, resolved, {"zero_stage": 0, "engine": "flat"}) == "flat"
-    assert choose(automatic, resolved, {"zero_stage": 3}) == choose(automatic, resolved) == "flat"
+    sections = automatic.optim, automatic.performance
+    assert choose(*sections, resolved, {"zero_stage": 0}) == "deepspeed"
+    assert choose(*sections, resolved, {"zero_stage": 0, "engine": "flat"}) == "flat"
+    assert choose(*sections, resolved, {"zero_stage": 3}) == choose(*sections, resolved) == "flat"
 
 
 @pytest.mark.parametrize(
@@ -219,6 +220,6 @@ def test_what_it_cannot_train_is_refused(
     config = run_of(digits, tmp_path, "flat", **options)
     resolved = resolve(deepspeed, config, 1)
     with pytest.raises(ConfigError, match=message):
-        choose(config, resolved)
+        choose(config.optim, config.performance, resolved)
     automatic = replace(config, performance=replace(config.performance, engine="auto"))
-    assert choose(automatic, resolved) == "deepspeed"
+    assert choose(automatic.optim, automatic.performance, resolved) == "deepspeed"

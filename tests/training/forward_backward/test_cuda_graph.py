@@ -219,8 +219,9 @@ def test_other_engines_and_several_ranks_are_refused_on_a_gpu(
 ) -> None:
     there: Any = SimpleNamespace(device=torch.device("cuda"), size=ranks)
     with pytest.raises(ConfigError, match=f"--performance.cuda_graph .*{message}"):
-        require_capture(with_graph(digits, tmp_path), engine, there)
-    require_capture(with_graph(digits, tmp_path), "flat", SimpleNamespace(device=there.device, size=1))  # type: ignore[arg-type]
+        require_capture(with_graph(digits, tmp_path).performance, engine, there)
+    alone: Any = SimpleNamespace(device=there.device, size=1)
+    require_capture(with_graph(digits, tmp_path).performance, "flat", alone)
 
 
 def test_latents_of_several_sizes_are_refused(digits: Path, tmp_path: Path) -> None:
@@ -228,4 +229,4 @@ def test_latents_of_several_sizes_are_refused(digits: Path, tmp_path: Path) -> N
     with LatentReader(tmp_path) as reader:
         order = build_order(reader.info, seed=0, window_shards=1, global_batch=8)
     with pytest.raises(ConfigError, match=r"--performance\.cuda_graph .* several sizes: .* encode with one size"):
-        require_one_shape(with_graph(digits, tmp_path), order)
+        require_one_shape(with_graph(digits, tmp_path).performance, str(tmp_path), order)
