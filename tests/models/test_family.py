@@ -67,6 +67,7 @@ def test_nobody_asks_for_the_type_of_a_network() -> None:
         ("config_file", "base.model.kind"),
         ("model_card", "model.kind"),
         ("config", "config.model.kind"),
+        ("config", "self.model.kind"),
         ("network", "config.model.kind"),
         ("run_record", "config.model.kind"),
         ("data_set", "model.kind"),
