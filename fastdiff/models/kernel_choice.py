@@ -29,18 +29,18 @@ Row = tuple[str, Choice]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def compiles(config: RunConfig, device: torch.device) -> bool:
+def compiles(performance: PerformanceConfig, device: torch.device) -> bool:
     """Whether ``torch.compile`` compiles the blocks of the model."""
-    compiled = config.performance.compile
+    compiled = performance.compile
     return device.type == "cuda" if compiled is None else compiled
 
 
-def prepare_blocks(model: Model, config: RunConfig, device: torch.device) -> None:
+def prepare_blocks(model: Model, performance: PerformanceConfig, device: torch.device) -> None:
     """Convert and compile the blocks of a network as the run asks, in place."""
-    if config.performance.fp8:
+    if performance.fp8:
         float8.convert(model, device)
-    if compiles(config, device):
-        model.compile_blocks(**compile_options(config.performance))
+    if compiles(performance, device):
+        model.compile_blocks(**compile_options(performance))
 
 
 def compile_options(performance: PerformanceConfig) -> dict[str, Any]:
@@ -140,8 +140,8 @@ def _choices(config: RunConfig, device: torch.device, optimizer_device: torch.de
     with torch.device("meta"):
         model = build_model(config.model, attention=config.performance.attention)
     if config.performance.fp8:
-        yield "linear", _fp8(config, model, device)
-    if compiles(config, device):
+        yield "linear", _fp8(config.performance, model, device)
+    if compiles(config.performance, device):
         model.compile_blocks()
     # The model is on the meta device; an example tensor has the actual device.
     explained = dispatch.explain(model, torch.empty(0, device=device, dtype=DTYPES[config.performance.precision]))
@@ -157,10 +157,10 @@ def _choices(config: RunConfig, device: torch.device, optimizer_device: torch.de
         yield "optimizer", _of_optimizer(family, config.performance, device, optimizer_device)
 
 
-def _fp8(config: RunConfig, model: Model, device: torch.device) -> Choice:
+def _fp8(performance: PerformanceConfig, model: Model, device: torch.device) -> Choice:
     on_gpu = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_gpu else None
-    float8.require_usable(capability, compiled=compiles(config, device))
+    float8.require_usable(capability, compiled=compiles(performance, device))
     count = len(float8.wide_layers(model))
     return Choice(f"{count} linear layers", "fp8", "fp8", "torchao" if on_gpu else "emulated on a CPU")
 

@@ -13,6 +13,8 @@ from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.optimizers.registry import family_of, optimizer_family
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.cost.memory import Setup, setup_of
 from fastdiff.models.kernel_choice import compiles
@@ -95,12 +97,12 @@ def options(
 
     What the command line fixes is not varied: a DeepSpeed JSON, a micro-batch, recomputation, 8-bit moments.
     """
-    if reason := _unsuited(config, gpus):
+    if reason := _unsuited(config.batch, config.performance, gpus):
         return [], [Refused(gpus, reason, 1)]
     fitting: list[Planned] = []
     lacking: list[Planned] = []
     for stage, recompute, optimizer in _choices(config, launch, gpus):
-        sizes = _micro_batches(config, gpus.count)
+        sizes = _micro_batches(config.batch, gpus.count)
         found = (
             _planned(config, launch, network, basis, Option(
                 gpus=gpus, stage=stage, micro=micro, recompute=recompute, optimizer=optimizer
@@ -136,20 +138,20 @@ def _changes(option: Option) -> set[str]:
     return {name for name, has in (("recompute", option.recompute), ("8-bit", option.bits < 32)) if has}
 
 
-def _unsuited(config: RunConfig, gpus: Gpus) -> str | None:
+def _unsuited(batch: BatchConfig, performance: PerformanceConfig, gpus: Gpus) -> str | None:
     """Return why no option can run on these GPUs."""
-    rates, precision = gpus.kind.rates, config.performance.precision
-    if _dtype(config) not in rates:
-        return f"has no {_dtype(config)}, has {', '.join(rates)}; change --performance.precision {precision}"
-    micro = config.batch.micro if isinstance(config.batch.micro, int) else 1
-    if config.batch.samples % (gpus.count * micro):
-        return f"--batch.samples {config.batch.samples} is not divisible by {gpus.count} ranks x {micro} samples"
+    rates, precision = gpus.kind.rates, performance.precision
+    if _dtype(performance) not in rates:
+        return f"has no {_dtype(performance)}, has {', '.join(rates)}; change --performance.precision {precision}"
+    micro = batch.micro if isinstance(batch.micro, int) else 1
+    if batch.samples % (gpus.count * micro):
+        return f"--batch.samples {batch.samples} is not divisible by {gpus.count} ranks x {micro} samples"
     return None
 
 
-def _dtype(config: RunConfig) -> str:
-    precision = config.performance.precision
-    return "tf32" if precision == "fp32" and config.performance.allow_tf32 else precision
+def _dtype(performance: PerformanceConfig) -> str:
+    precision = performance.precision
+    return "tf32" if precision == "fp32" and performance.allow_tf32 else precision
 
 
 def _choices(config: RunConfig, launch: Launch, gpus: Gpus) -> Iterator[tuple[int, bool, str]]:
@@ -166,11 +168,11 @@ def _choices(config: RunConfig, launch: Launch, gpus: Gpus) -> Iterator[tuple[in
     yield from product(stages, again, optimizers)
 
 
-def _micro_batches(config: RunConfig, ranks: int) -> Sequence[int]:
+def _micro_batches(batch: BatchConfig, ranks: int) -> Sequence[int]:
     """Return the micro-batches that are possible, largest first."""
-    if isinstance(config.batch.micro, int):
-        return [config.batch.micro]
-    share = config.batch.samples // ranks
+    if isinstance(batch.micro, int):
+        return [batch.micro]
+    share = batch.samples // ranks
     return [size for size in range(share, 0, -1) if share % size == 0]
 
 
@@ -250,11 +252,11 @@ def work_of(config: RunConfig, raw: deepspeed_config.DsConfig, network: Network,
     accumulation = config.batch.accumulation(ranks)
     several = ranks * accumulation > 1
     traced = network.passes[performance.recompute]
-    fused = compiles(config, torch.device("cuda")) and performance.device != "cpu"
+    fused = compiles(performance, torch.device("cuda")) and performance.device != "cpu"
     return Work(
         kernels=of_traced(traced, fused=fused, recompute=performance.recompute),
         launches=traced.launches,
-        dtype=_dtype(config),
+        dtype=_dtype(performance),
         micro=config.batch.per_rank(ranks),
         accumulation=accumulation,
         zero=zero,

@@ -357,7 +357,7 @@ def _choose_backends(
 
     def choose() -> list[kernel_choice.Row]:
         rows = kernel_choice.choices(config, world.device, optimizer_device=where, flat=kind == "flat")
-        toolchain.require_for(rows, world.device, compiled=kernel_choice.compiles(config, world.device))
+        toolchain.require_for(rows, world.device, compiled=kernel_choice.compiles(config.performance, world.device))
         return rows
 
     chosen = world.on_all_ranks(choose)

@@ -55,7 +55,7 @@ def _build_model(
             model, weights = load.build_on_meta(config, None if saved is None else saved.manifest["parameters"])
         else:
             model, weights = load.build_network(config, None if saved is None else saved.weights()), iter(())
-    kernel_choice.prepare_blocks(model, config, world.device)
+    kernel_choice.prepare_blocks(model, config.performance, world.device)
     return model, weights
 
 

@@ -50,7 +50,7 @@ def _rehearse_sizes(state: TrainState) -> None:
         batch = empty_batch(info, bucket, state.config.batch.per_rank(state.world.size), device)
         if state.world.is_first:
             height, width = batch.latents.shape[2:]
-            compiles = kernel_choice.compiles(state.config, device)
+            compiles = kernel_choice.compiles(state.config.performance, device)
             what = "compiling the blocks" if compiles else "rehearsing a step"
             told = f"{what} for latents of {height}x{width}, size {number} of {len(buckets)}"
             log.log(logging.INFO if compiles else logging.DEBUG, told)

@@ -58,8 +58,8 @@ class Dit:
         self._average = deepcopy(self.model).requires_grad_(False).eval()
         precision = config.performance.precision if best else "fp32"
         self.facts: dict[str, Fact] = {
-            "precision": precision, "compile": best and compiled(self.model, config, device), "channels_last": False,
-            "fused": best, "foreach": best,
+            "precision": precision, "compile": best and compiled(self.model, config.performance, device),
+            "channels_last": False, "fused": best, "foreach": best,
         }  # fmt: skip
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
         optim = config.optim

@@ -54,7 +54,8 @@ class Plain:
         self._ema = AveragedModel(self.model, avg_fn=one_by_one, multi_avg_fn=together)
         self._ema.update_parameters(self.model)  # the first update is a copy
         self.facts: dict[str, Fact] = {
-            "precision": config.performance.precision, "compile": best and compiled(self.model, config, device),
+            "precision": config.performance.precision,
+            "compile": best and compiled(self.model, config.performance, device),
             "channels_last": best and not isinstance(config.model, DiTConfig), "fused": best, "foreach": best,
         }  # fmt: skip
 

@@ -15,6 +15,7 @@ from fastdiff.batch import Condition
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.models.dit.network import AdaLNModulation, Attention, DiT, FinalLayer, Mlp
 from fastdiff.models.kernel_choice import compiles
 from fastdiff.models.load import build_network
@@ -53,12 +54,12 @@ def network(config: RunConfig, device: torch.device, *, best: bool) -> Any:
     return model.to(device).train()
 
 
-def compiled(model: nn.Module, config: RunConfig, device: torch.device) -> bool:
+def compiled(model: nn.Module, performance: PerformanceConfig, device: torch.device) -> bool:
     """Compile the network in place if fastdiff compiles its own here; return whether it does.
 
     A DiT is compiled per block, so that equal blocks share a graph; a UNet is compiled as a whole.
     """
-    if not compiles(config, device):
+    if not compiles(performance, device):
         return False
     if isinstance(model, PlainDiT):
         model.compile_blocks()

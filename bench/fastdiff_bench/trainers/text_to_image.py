@@ -96,8 +96,8 @@ class TextToImage:
         schedule = build_lr_schedule(optimizer, optim, config.steps)
         self.model, self._optimizer, self._schedule = self.accelerator.prepare(unet, optimizer, schedule)
         self.facts: dict[str, Fact] = {
-            "precision": precision, "compile": best and compiled(self.model, config, device), "channels_last": best,
-            "fused": best, "foreach": best,
+            "precision": precision, "compile": best and compiled(self.model, config.performance, device),
+            "channels_last": best, "fused": best, "foreach": best,
         }  # fmt: skip
         self._ema.to(self.accelerator.device)
 

@@ -85,7 +85,7 @@ def explain(name: str) -> Iterator[str]:
     """
     config = preset(name)
     device = _selected()
-    blocks = "compiled" if kernel_choice.compiles(config, device) else "eager"
+    blocks = "compiled" if kernel_choice.compiles(config.performance, device) else "eager"
     yield f"preset {name} on {device.type}, {config.performance.precision}, blocks {blocks}:"
     yield from _table(kernel_choice.choices(config, device))
 

@@ -50,7 +50,7 @@ class Log(Callback):
         self.loss: float | None = None
         """Mean since the record before the last; None: no step was taken."""
         self._flops = _flops(state)
-        self._compiles = compiles(state.config, state.world.device)
+        self._compiles = compiles(state.config.performance, state.world.device)
         gpu = of_device(torch.cuda.get_device_name()) if state.world.device.type == "cuda" else None
         self._peak = gpu.peak if gpu else None
         self._lines = state.json_lines("metrics.jsonl")

@@ -55,7 +55,7 @@ def summary(state: TrainState, batches: Batches, chosen: str) -> str:
         f"{_counted(accumulation, 'micro-batch', 'es')}, "
         f"ZeRO-{engine.stage}, {_precision(config.performance)}{_tf32(world.device)}, {config.optim.name}",
         f"loader {batches.name}{_why_not_dali(config.data, batches, world.device)}, "
-        f"blocks {'compiled' if kernel_choice.compiles(config, world.device) else 'eager'}; {chosen}",
+        f"blocks {'compiled' if kernel_choice.compiles(config.performance, world.device) else 'eager'}; {chosen}",
     ]
     return "\n  ".join(lines)
 
