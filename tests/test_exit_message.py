@@ -20,6 +20,7 @@ from fastdiff.errors import DataError
 from fastdiff.exit_message import say_once
 from fastdiff.parallel import heartbeat
 from fastdiff.parallel.world import World
+from fastdiff.training import loop
 from tests.support.forked import Ranks
 from tests.support.processes import ROOT
 from tests.support.runs import flags, tiny
@@ -82,7 +83,7 @@ def _raise_in_a_step(rank: int | None, error: Callable[[], BaseException]) -> Ca
     def install(world: World) -> None:
         if rank not in (None, world.rank):
             return
-        original, calls = trainer.Callbacks.on_step, []
+        original, calls = loop.Callbacks.on_step, []
 
         def on_step(self: Any, state: Any) -> None:
             original(self, state)
@@ -90,7 +91,7 @@ def _raise_in_a_step(rank: int | None, error: Callable[[], BaseException]) -> Ca
             if len(calls) == 2:
                 raise error()
 
-        trainer.Callbacks.on_step = on_step  # type: ignore[method-assign]
+        loop.Callbacks.on_step = on_step  # type: ignore[method-assign]
 
     return install
 
@@ -101,7 +102,7 @@ class _Killed(BaseException):
 
 
 def _signal_in_a_step(world: World) -> None:
-    original = trainer.Callbacks.on_step
+    original = loop.Callbacks.on_step
 
     def on_step(self: Any, state: Any) -> None:
         if state.progress.steps == 2:
@@ -110,11 +111,11 @@ def _signal_in_a_step(world: World) -> None:
             wait_until(lambda: any(thread.name == "notice" for thread in threading.enumerate()), "the request")
         original(self, state)
 
-    trainer.Callbacks.on_step = on_step  # type: ignore[method-assign]
+    loop.Callbacks.on_step = on_step  # type: ignore[method-assign]
 
 
 def _signal_at_the_start(world: World) -> None:
-    original = trainer.build
+    original = loop.build
 
     def build_run(*arguments: Any) -> Any:
         world.gather(0)  # all ranks are there
@@ -122,7 +123,7 @@ def _signal_at_the_start(world: World) -> None:
         time.sleep(600)
         return original(*arguments)
 
-    trainer.build = build_run
+    loop.build = build_run
 
 
 _FAULTS: dict[str, Callable[[World], None]] = {
