@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -156,6 +157,15 @@ class DeepSpeedEngine(Engine):
     def named_calls(self) -> dict[str, list[tuple[object, str]]]:
         """Return hooks and reductions of DeepSpeed."""
         return named_calls(self._engine)
+
+    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+        """Take a step that changes nothing, without DeepSpeed's warning of an overflow, which it is not."""
+        level = deepspeed.utils.logger.level
+        deepspeed.utils.logger.setLevel(logging.CRITICAL)
+        try:
+            super().rehearse(loss)
+        finally:
+            deepspeed.utils.logger.setLevel(level)
 
     def begin_last_micro_batch(self) -> None:
         """Make the next micro-batch the last of its step: the one behind is the first of the next."""
