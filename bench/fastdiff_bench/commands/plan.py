@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -89,15 +90,9 @@ def _report(workloads: dict[str, Workload], results: dict[str, Result], on: str,
         worst = max(errors.values(), key=abs)
         cells = [f"{1e3 * value:.1f}" for value in found.values()]
         rows.append([name, f"{1e3 * seconds:.1f}", *cells, "-" if log.fingerprint.smoke else f"{worst:+.1%}"])
-        log.write(_row(workload, name, "step time", "ms", results[name].timing, "lower"))
+        log.write(_row(workload, name, "step time", results[name].timing))
         for source, error in errors.items():
-            quantity = f"prediction error from {source}"
-            log.write(
-                Measurement(
-                    bench="plan", case=workload.case, provider=name, quantity=quantity, unit="1", value=error,
-                    better="neither", facts=workload.facts,
-                )
-            )  # fmt: skip
+            log.write(_row(workload, name, f"prediction error from {source}", error))
     print(table(rows, "<" + ">" * (len(rows[0]) - 1)))
 
 
@@ -113,14 +108,10 @@ def _basis(workload: Workload, result: Result, network: Network, machine: Gpus) 
     return calibrated(step, work_of(config, step.deepspeed, network, 1), machine)
 
 
-def _row(workload: Workload, provider: str, quantity: str, unit: str, timing: Timing, better: str) -> Measurement:
-    return Measurement(
-        bench="plan",
-        case=workload.case,
-        provider=provider,
-        quantity=quantity,
-        unit=unit,
-        better=better,  # type: ignore[arg-type]
-        facts=workload.facts,
-        **measured(timing, 1e3),  # type: ignore[arg-type]
+def _row(workload: Workload, provider: str, quantity: str, value: Timing | float) -> Measurement:
+    row = partial(
+        Measurement, bench="plan", case=workload.case, provider=provider, quantity=quantity, facts=workload.facts
     )
+    if isinstance(value, Timing):
+        return row(unit="ms", better="lower", **measured(value, 1e3))
+    return row(unit="1", better="neither", value=value)

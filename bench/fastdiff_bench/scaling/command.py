@@ -15,6 +15,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,9 +29,9 @@ from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_inte
 from fastdiff_bench.measure.session import Fact
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.measure.workload import Workload
-from fastdiff_bench.records.record import Failure, Log, Measurement, measured
+from fastdiff_bench.records.record import Better, Failure, Log, Measurement, measured
 from fastdiff_bench.records.tables import table
-from fastdiff_bench.scaling import projection
+from fastdiff_bench.scaling import host, projection
 from fastdiff_bench.scaling.line import Line, fit
 from fastdiff_bench.trainers import collectives
 
@@ -91,6 +92,9 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--ranks", nargs="+", type=int, metavar="W", help="numbers of ranks; default: 1 2 (on a single GPU: 1)"
     )
+    parser.add_argument(
+        "--host", action="store_true", help="measure the processor time of a step by stage, which predictions use"
+    )
     projection.add_flags(parser)
     parser.set_defaults(run=_run)
 
@@ -104,6 +108,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.source is not None:
         return projection.run(arguments, provider)
     projection.refuse(arguments, projection.FLAGS, "without --from, because steps are measured")
+    if arguments.host:
+        return _measure_host(arguments)
     plan = _plan(arguments)
     with tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as folder, open_log(arguments, "scale") as log:
         data = Path(folder) / "data"
@@ -124,6 +130,27 @@ def _run(arguments: argparse.Namespace) -> int:
                     _report_checked(plan, ranks, results, lines, log)
         print(f"record: {log.path}")
     return int(bool(failed) or not fitted)
+
+
+def _measure_host(arguments: argparse.Namespace) -> int:
+    projection.refuse(arguments, ["preset", "batch", "ranks"], "with --host, which has its own networks")
+    effort = SMOKE if arguments.smoke else replace(FULL, steps=20)
+    with (
+        tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as name,
+        open_log(arguments, "scale", "scale-host") as log,
+    ):
+        folder = Path(name)
+        base = Workload(preset="digits", precision=arguments.precision or "bf16")
+        stages = {provider(stage): replace(base, deepspeed=stage) for stage in arguments.stages}
+        stages = {
+            name: host.without_persistence(one, folder) if "zero3" in name else one for name, one in stages.items()
+        }
+        synthetic.write(folder / "data", base.config(folder, folder).model, _SAMPLES)
+        rows = [*host.measure(stages, folder / "data", effort, device(arguments))]
+        for row in rows:
+            log.write(row)
+        print(f"record: {log.path}")
+    return int(any(isinstance(row, Failure) for row in rows))
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
@@ -180,7 +207,7 @@ def _report_measured(plan: Plan, results: dict[str, Result], log: Log) -> None:
                 times = [f"{1e3 * value:.1f}" for value in (timing.median, timing.p20, timing.p80)]
                 facts: dict[str, Fact] = {"stage": plan.zero(stage).stage, "ranks": ranks, "apart": apart}
                 facts["parameters"] = result.facts["parameters"]
-                log.write(_measurement(plan, name, "step time", "ms", timing, "lower", facts))
+                log.write(_measurement(plan, name, "step time", "ms", timing, facts, "lower"))
                 counts = ["", "", "", ""] if apart else _report_counted(plan, stage, ranks, result, facts, log)
                 rows.append([name, *times, *counts])
     print(table(rows, "<>>>>>>>"))
@@ -194,37 +221,23 @@ def _report_counted(plan: Plan, stage: str, ranks: int, result: Result, facts: d
         by_kind[kind] = by_kind.get(kind, 0.0) + sent(kind, size, ranks) / 2**20
     model = sum(sent(message.kind, message.bytes, ranks) for message in plan.messages(stage, ranks)) / 2**20
     counts = Timing.of([float(len(calls)) for calls in steps])
-    log.write(_measurement(plan, name, "collectives", "1", counts, "neither", facts))
-    log.write(
-        Measurement(
-            bench="scale",
-            case=plan.workload.case,
-            provider=name,
-            quantity="bytes sent",
-            unit="MiB",
-            value=sum(by_kind.values()),
-            better="neither",
-            facts={**facts, **by_kind, "by the model": model, "bytes": "the least that any algorithm sends"},
-        )
-    )
+    log.write(_measurement(plan, name, "collectives", "1", counts, facts))
+    more: dict[str, Fact] = {**by_kind, "by the model": model, "bytes": "the least that any algorithm sends"}
+    log.write(_measurement(plan, name, "bytes sent", "MiB", sum(by_kind.values()), facts | more))
     seconds = Timing.of([sum(seconds for *_, seconds in calls) for calls in steps])
-    log.write(_measurement(plan, name, "communication time", "ms", seconds, "lower", facts))
+    log.write(_measurement(plan, name, "communication time", "ms", seconds, facts, "lower"))
     return [f"{counts.median:.0f}", f"{sum(by_kind.values()):.3f}", f"{model:.3f}", f"{1e3 * seconds.median:.2f}"]
 
 
 def _measurement(
-    plan: Plan, name: str, quantity: str, unit: str, timing: Timing, better: str, facts: dict[str, Fact]
-) -> Measurement:
-    return Measurement(
-        bench="scale",
-        case=plan.workload.case,
-        provider=name,
-        quantity=quantity,
-        unit=unit,
-        better=better,  # type: ignore[arg-type]
-        facts=facts,
-        **measured(timing, 1e3 if unit == "ms" else 1.0),  # type: ignore[arg-type]
-    )
+    plan: Plan, name: str, quantity: str, unit: str, value: Timing | float, facts: dict[str, Fact],
+    better: Better = "neither", case: str | None = None,
+) -> Measurement:  # fmt: skip
+    row = partial(
+        Measurement, bench="scale", case=case or plan.workload.case, provider=name, quantity=quantity, unit=unit,
+        better=better, facts=facts,
+    )  # fmt: skip
+    return row(**measured(value, 1e3 if unit == "ms" else 1.0)) if isinstance(value, Timing) else row(value=value)
 
 
 def fit_links(plan: Plan, ranks: int, log: Log) -> dict[str, Line] | None:
@@ -251,19 +264,18 @@ def fit_links(plan: Plan, ranks: int, log: Log) -> dict[str, Line] | None:
             "smallest": arguments[1][0],
             "largest": arguments[1][-1],
         }
-        for quantity, unit, value, better in (
-            (f"{kind} latency", "us", 1e6 * line.latency, "lower"),
-            (f"{kind} bandwidth", "GB/s", rate, "higher"),
-            (f"{kind} residual", "1", line.residual, "lower"),
-        ):
-            log.write(
-                Measurement(
-                    bench="scale", case="links", provider=name, quantity=quantity, unit=unit, value=value,
-                    better=better, facts=facts,  # type: ignore[arg-type]
-                )
-            )  # fmt: skip
+        for quantity, unit, value, better in _quantities(line, rate):
+            log.write(_measurement(plan, name, f"{kind} {quantity}", unit, value, facts, better, case="links"))
     print(f"\n{table(rows, '<>>>')}")
     return lines
+
+
+def _quantities(line: Line, rate: float) -> tuple[tuple[str, str, float, Better], ...]:
+    return (
+        ("latency", "us", 1e6 * line.latency, "lower"),
+        ("bandwidth", "GB/s", rate, "higher"),
+        ("residual", "1", line.residual, "lower"),
+    )
 
 
 def _report_checked(plan: Plan, ranks: int, results: dict[str, Result], lines: dict[str, Line], log: Log) -> None:
@@ -287,16 +299,9 @@ def _report_checked(plan: Plan, ranks: int, results: dict[str, Result], lines: d
             rows.append([name, source, f"{1e3 * predicted:.1f}", f"{1e3 * seen:.1f}", f"{100 * error:+.0f} %"])
             start = source.partition(", ")[2]
             facts: dict[str, Fact] = {"from": start, "measured": 1e3 * seen, "stage": zero.stage, "ranks": ranks}
-            for quantity, unit, value in (
-                (f"predicted step time from {start}", "ms", 1e3 * predicted),
-                (f"prediction error from {start}", "1", error),
-            ):
-                log.write(
-                    Measurement(
-                        bench="scale", case=plan.workload.case, provider=name, quantity=quantity, unit=unit,
-                        value=value, better="neither", facts=facts,
-                    )
-                )  # fmt: skip
+            predicted_ms = 1e3 * predicted
+            log.write(_measurement(plan, name, f"predicted step time from {start}", "ms", predicted_ms, facts))
+            log.write(_measurement(plan, name, f"prediction error from {start}", "1", error, facts))
     print(f"\n{table(rows, '<<>>>')}")
     print(
         "Not modelled: ranks of one machine share its memory bandwidth and caches, as the independent runs do;\n"

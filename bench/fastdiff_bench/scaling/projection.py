@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace, provider: Callable[[str], str]) -> int:
         BenchError: a flag has no effect, or the step was measured on a CPU or an unknown GPU.
         ConfigError: there is no measured step.
     """
-    measured_alone = ["preset", "batch", "precision", "ranks", "device"]
+    measured_alone = ["preset", "batch", "precision", "ranks", "device", "host"]
     refuse(arguments, measured_alone, "with --from, because nothing is measured")
     measured = read(arguments.source)
     known = gpus.known() if arguments.gpu_file is None else gpus.read(arguments.gpu_file)

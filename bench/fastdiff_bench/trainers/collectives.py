@@ -84,7 +84,10 @@ def run_apart(timer: StepTimer, workload: Workload, data: Path) -> None:
         workload: what each process trains.
         data: folder of shards that fit its model.
     """
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_PORT=str(free_port()))
+    if timer.device.type == "cuda":  # nothing has started CUDA in this process yet
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(alone, MASTER_PORT=str(free_port()))
     ours.run(timer, workload, data, phases=True)
 
 

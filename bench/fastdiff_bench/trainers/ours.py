@@ -166,9 +166,9 @@ class _TimedObjective(_Timed):
         with self._timer.phase("objective"):
             return cast(Corruption, self._part.add_noise(batch, model))
 
-    def loss(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
+    def loss(self, prediction: Tensor, batch: Batch, corruption: Corruption, *, recorded: bool = True) -> Tensor:
         with self._timer.phase("objective"):
-            return cast(Tensor, self._part.loss(prediction, batch, corruption))
+            return cast(Tensor, self._part.loss(prediction, batch, corruption, recorded=recorded))
 
 
 class _TimedEma(_Timed):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fastdiff.parallel.world import World
+from fastdiff.planning.scaling.host import Host
 from fastdiff.planning.scaling.zero import Zero, parameters_of, width_of
 from fastdiff_bench.__main__ import main
 from fastdiff_bench.measure import synthetic
@@ -21,6 +22,7 @@ from fastdiff_bench.measure.workload import Workload
 from fastdiff_bench.records import record
 from fastdiff_bench.records.record import Failure, Log, Measurement
 from fastdiff_bench.scaling import command as scale
+from fastdiff_bench.scaling import host
 from fastdiff_bench.scaling.command import consensus
 from fastdiff_bench.trainers import collectives
 from tests.support.processes import ROOT, run_ranks
@@ -249,3 +251,10 @@ def test_impossible_requests_are_one_message(
     given = [flag.format(**places) for flag in flags]
     assert main(["scale", "--out", str(tmp_path), *given]) == 2
     assert re.search(message, capsys.readouterr().err.splitlines()[-1])
+
+
+def test_the_host_time_is_a_line_through_two_depths() -> None:
+    found = host.fit([50, 250], [0.03, 0.07])
+    assert (found.fixed, found.per_tensor) == (pytest.approx(0.02), pytest.approx(2e-4))
+    assert found.seconds(100, 2.0) == pytest.approx(0.02)
+    assert host.fit([50, 250], [0.03, 0.02]) == Host(pytest.approx(0.03), 0.0)

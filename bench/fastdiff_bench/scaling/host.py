@@ -1,0 +1,122 @@
+"""Time of the host in a step, measured by ZeRO stage: the source of ``fastdiff.planning.scaling.host``.
+
+A step cannot be faster than the processor that launches its kernels and runs DeepSpeed's hooks. Its time is nearly a
+fixed part and one per parameter tensor, since every tensor has its hooks, its entries in lists and its kernels. Both
+are fitted to the processor time of networks of two depths whose arithmetic is negligible.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fastdiff.config.run import RunConfig
+from fastdiff.planning.scaling.host import Host
+from fastdiff.planning.scaling.zero import parameters_of
+from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_interleaved
+from fastdiff_bench.measure.stepping import run_fastdiff
+from fastdiff_bench.measure.workload import Workload
+from fastdiff_bench.records.record import Failure, Measurement
+from fastdiff_bench.records.tables import table
+
+DEPTHS = (4, 20)
+_HIDDEN, _BATCH = 32, 2
+_FIXED, _PER_TENSOR = "host time, fixed", "host time per tensor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Narrow(Workload):
+    """A DiT of any depth, so narrow that its arithmetic takes next to no time."""
+
+    depth: int
+
+    def _config(self, data: Path, folder: Path) -> RunConfig:
+        config = Workload._config(self, data, folder)
+        model = replace(config.model, depth=self.depth, hidden=_HIDDEN, heads=2)  # type: ignore[call-arg]
+        return replace(config, model=model)
+
+    @property
+    def tensors(self) -> int:
+        """Number of parameter tensors."""
+        return len(parameters_of(self.config(Path(), Path()).model))
+
+
+def measure(stages: Mapping[str, Workload], data: Path, effort: Effort, device: str) -> Iterator[Measurement | Failure]:
+    """Measure the host time of each stage and print a table.
+
+    Args:
+        stages: a workload for each name of a stage, with its DeepSpeed JSON.
+        data: folder of shards for the digits.
+        effort: of each network; all processor time of a session counts.
+        device: ``cuda`` or ``cpu``.
+    """
+    rows = [["host time", *(f"depth {depth}, ms" for depth in DEPTHS), "fixed ms", "ms per tensor"]]
+    for name, workload in stages.items():
+        narrow = [_narrow(workload, depth) for depth in DEPTHS]
+        programs = [
+            Program(f"{name}, depth {one.depth}", run_fastdiff, (one, data, False), 1, {"OMP_NUM_THREADS": "1"})
+            for one in narrow
+        ]
+        results = run_interleaved(programs, effort, device=device)
+        failed = [result.failure for result in results.values() if result.failure is not None]
+        if failed:
+            yield Failure(bench="scale", case="host", provider=name, reason=failed[0])
+            continue
+        times = [_per_step(result, effort.steps) for result in results.values()]
+        found = fit([one.tensors for one in narrow], [statistics.median(time) for time in times])
+        medians = [f"{1e3 * statistics.median(time):.1f}" for time in times]
+        rows.append([name, *medians, f"{1e3 * found.fixed:.2f}", f"{1e3 * found.per_tensor:.4f}"])
+        yield from _measurements(name, workload, narrow, times, found)
+    print(table(rows, "<" + ">" * (len(rows[0]) - 1)))
+
+
+def _narrow(workload: Workload, depth: int) -> Narrow:
+    """Return the narrow network under the engine and in the precision of a workload."""
+    return Narrow(
+        preset="digits", batch=_BATCH, deepspeed=workload.deepspeed, precision=workload.precision, compile=False,
+        loader="prefetch", depth=depth,
+    )  # fmt: skip
+
+
+def fit(tensors: Sequence[int], seconds: Sequence[float]) -> Host:
+    """Return the line through the times of two networks."""
+    slope = max(0.0, (seconds[1] - seconds[0]) / (tensors[1] - tensors[0]))
+    return Host(max(0.0, seconds[0] - slope * tensors[0]), slope)
+
+
+def without_persistence(stage: Workload, folder: Path) -> Workload:
+    """Return the workload with a JSON of ZeRO-3 that also gathers small parameters, as those of a large network."""
+    config = dict(stage.deepspeed_json())
+    config["zero_optimization"] = {**config["zero_optimization"], "stage3_param_persistence_threshold": 0}
+    path = folder / f"{Path(stage.deepspeed).stem}.json"
+    path.write_text(json.dumps(config))
+    return replace(stage, deepspeed=str(path))
+
+
+def _per_step(result: Result, steps: int) -> list[float]:
+    return [session.cpu_seconds / steps for session in result.sessions]
+
+
+def _measurements(
+    name: str, workload: Workload, narrow: Sequence[Narrow], times: Sequence[Iterable[float]], found: Host
+) -> Iterator[Measurement]:
+    stage = int(workload.deepspeed_json().get("zero_optimization", {}).get("stage", 0))
+    facts: dict[str, str | int | float | bool | None] = {
+        "stage": stage, "precision": workload.precision, "hidden": _HIDDEN, "compile": False, "batch": _BATCH,
+    }  # fmt: skip
+
+    def row(quantity: str, values: Sequence[float], **more: int) -> Measurement:
+        ordered = sorted(1e3 * value for value in values)
+        spread = {"p20": ordered[len(ordered) // 5], "p80": ordered[-1 - len(ordered) // 5]} if len(ordered) > 1 else {}
+        return Measurement(
+            bench="scale", case="host", provider=name, quantity=quantity, unit="ms", value=statistics.median(ordered),
+            n=len(ordered), better="lower", facts={**facts, **more}, **spread,
+        )  # fmt: skip
+
+    for one, time in zip(narrow, times, strict=True):
+        yield row(f"host time, depth {one.depth}", list(time), depth=one.depth, tensors=one.tensors)
+    yield row(_FIXED, [found.fixed])
+    yield row(_PER_TENSOR, [found.per_tensor])
