@@ -94,7 +94,7 @@ def _start(argv: Sequence[str], stop: StopRequest) -> int:
     world = start_world(2 * launch.hang_timeout_s, config.performance.device)
     starting.enter("checking data and disk")
     check_if_requested(config, world)
-    train(config, launch, world, stop)
+    train(config, launch, world, stop, built=gc.enable if __name__ == "__main__" else None)
     stop_world()
     return 0
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 from fastdiff.batch import Batch
@@ -40,7 +39,13 @@ def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks
         callbacks.on_step(state)
 
 
-def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | None = None) -> Progress:
+def train(
+    config: RunConfig,
+    launch: Launch,
+    world: World,
+    stop: StopRequest | None = None,
+    built: Callable[[], object] | None = None,
+) -> Progress:
     """Run, or continue, the run in ``config.output.folder`` to its end.
 
     Args:
@@ -48,6 +53,7 @@ def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | N
         launch: the DeepSpeed JSON, and how to treat an existing run.
         world: the ranks; all of them call this.
         stop: requests to save and end that reach this rank.
+        built: called once the run is built and rehearsed.
 
     Raises:
         FastdiffError: with the exit code of its cause.
@@ -56,7 +62,8 @@ def train(config: RunConfig, launch: Launch, world: World, stop: StopRequest | N
     with ExitStack() as stack:
         run = build(config, launch, world, stack, stop)
         starting.end()
-        gc.enable()  # ``train.py`` has disabled it until here
+        if built is not None:
+            built()
         world.raise_on_all(None)  # from here on every rank has a state to save
         stop.arm(run.state.heartbeat)
         run.state.meters.restart_clock()

@@ -30,6 +30,7 @@ from fastdiff.models.load import build_network, resolve
 from fastdiff.models.pretrained.tiny_pipeline import build
 from fastdiff.parallel.world import World
 from fastdiff.rng import Stream, normal
+from fastdiff.training import build as building
 from fastdiff.training.loop import train
 from fastdiff_kernels.noising import dequantised
 from tests.cli.test_compat import run_of
@@ -56,7 +57,7 @@ class Micro:
 
 @pytest.fixture
 def dump(monkeypatch: pytest.MonkeyPatch) -> list[Micro]:
-    """Every micro-batch of the runs of a test."""
+    """Every micro-batch of the steps of a test's runs, without the rehearsals."""
     found: list[Micro] = []
     add_noise = Objective.add_noise
 
@@ -74,6 +75,13 @@ def dump(monkeypatch: pytest.MonkeyPatch) -> list[Micro]:
         return made
 
     monkeypatch.setattr(Objective, "add_noise", dumped)
+    rehearse = building.rehearse
+
+    def rehearsed(*arguments: Any) -> None:
+        rehearse(*arguments)
+        found.clear()
+
+    monkeypatch.setattr(building, "rehearse", rehearsed)
     return found
 
 

@@ -248,7 +248,7 @@ def test_an_adapter_that_is_not_there_is_not_recommended() -> None:
     assert next(iter(formats_of(LayersConfig))) == "lora"
     config = RunConfig(model=LayersConfig(), output=OutputConfig(sample_every=0))
     with pytest.raises(ConfigError, match=r"the run trained all weights and has no adapter; use safetensors"):
-        _checked(Choice(format="lora"), config)
+        _checked(Choice(format="lora"), config.model, config.lora)
 
 
 @pytest.mark.parametrize(("kind", "quantize"), by_day([("dit", "8bit")], ("dit", "4bit"), ("sd15", "none")))
