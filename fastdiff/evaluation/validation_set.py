@@ -21,8 +21,8 @@ from fastdiff.errors import require
 
 _BATCH, _AREA = 16, 64 * 64
 """Samples per forward pass, for latents up to this area in elements; proportionally fewer for larger ones. Without
-gradients they take less memory than a training step of a few samples. The batches do not depend on the ranks or the
-micro-batch, so that equal weights give equal losses."""
+gradients they take less memory than a training step of a few samples. The batches do not depend on the ranks, so
+that equal weights give equal losses; a run divides them by its micro-batch, if that is smaller."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 Int64 = npt.NDArray[np.int64]

@@ -51,7 +51,7 @@ class StopRequest:
         self._lock = threading.Lock()
 
     def arm(self, heartbeat: Heartbeat) -> None:
-        """Let requests wait for the next step from now on, while ``heart`` beats: there is a state to save."""
+        """Let requests wait for the next step from now on, while ``heartbeat`` beats: there is a state to save."""
         with self._lock:
             self._heartbeat = heartbeat
 

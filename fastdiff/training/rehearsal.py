@@ -38,7 +38,8 @@ def rehearse(state: TrainState, callbacks: Callbacks) -> None:
     """
     with state.ledger.account("compile"):
         _rehearse_sizes(state)
-        callbacks.rehearse(state)
+        with explaining_memory(state, "a first validation or drawing"):
+            callbacks.rehearse(state)
 
 
 def _rehearse_sizes(state: TrainState) -> None:

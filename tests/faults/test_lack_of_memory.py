@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from tests.support.processes import deepspeed
 from tests.support.runs import distance, flags, held_out, intact, launch, losses, newest, tiny
 from tests.support.servers.ports import reserved_port
 from tests.support.supervised import Supervised
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.fault(31), pytest.mark.timeout(600)]
 
@@ -124,6 +126,17 @@ def micro_of(run: Path) -> int:
     micro: int = json.loads((run / "run.json").read_text())["config"]["batch"]["micro"]
     assert newest(run).manifest["config"]["batch"]["micro"] == micro
     return micro
+
+
+def test_a_stop_beside_a_lack_of_memory_is_heeded(digits: Path, tmp_path: Path) -> None:
+    """Whether it comes before the ranks have ended, between two starts, or behind them."""
+    trial = Trial(2, 0, Lack("forward", rank=1, step=3))
+    supervised = trial.run(digits, tmp_path / "run", **environment(trial.lack, tmp_path / "lack"))
+    wait_until((tmp_path / "lack" / "occurred").exists, "the lack of memory")
+    supervised.process.send_signal(signal.SIGTERM)
+    assert supervised.wait() == 75, supervised.output
+    assert trial.run(digits, tmp_path / "run").wait() == 0
+    assert micro_of(tmp_path / "run") == 2
 
 
 def test_the_ranks_of_all_nodes_start_again(plain: Any, digits: Path, tmp_path: Path) -> None:

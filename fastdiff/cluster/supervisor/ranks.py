@@ -98,6 +98,11 @@ class Ranks:
         ]
 
     @property
+    def every(self) -> list[Rank]:
+        """All ranks, alive or not."""
+        return self._ranks
+
+    @property
     def alive(self) -> list[Rank]:
         """The ranks that are not reaped yet."""
         return [rank for rank in self._ranks if rank.alive]

@@ -116,31 +116,42 @@ class Watch:
         self._ranks.signal(number)
 
     def _on_end(self, rank: Rank, code: int) -> None:
+        lacking = next((other for other in self._ranks.every if lacked_memory(self._error_of(other))), None)
+        if lacking is not None:  # it noted that before any other rank could notice: whatever ends now follows from it
+            self._codes.append(code)
+            if self._failure is None:
+                self._fail(self._failure_of(lacking, Preempted.exit_code))
+            return
         error = self._error_of(rank)
         if self.stopping and -code in (signal.SIGTERM, signal.SIGUSR1):
             # The rank had no handler: not yet, with nothing to save, or no longer, after a failure.
             code = 1 if error.exists() else Preempted.exit_code
         if Preempted.exit_code in self._codes and code and not self._ranks.training:
             code = Preempted.exit_code  # its failure follows from a rank that stopped before the first step
-        has_stopped = code == Preempted.exit_code and not lacked_memory(error)
+        has_stopped = code == Preempted.exit_code
         self._gave_up |= has_stopped and error.exists()
         self._codes.append(code)
         if has_stopped and self._stopped_s == float("inf"):
             self._stopped_s = time.monotonic()
             self._stop(signal.SIGTERM)
         elif code and not has_stopped and self._failure is None:
-            self._failed_s = time.monotonic()
-            self._failure = self._first_failure(rank, code)
-            self._nodes.propose(self._failure)
+            self._fail(self._first_failure(rank, code))
+
+    def _fail(self, failure: Outcome) -> None:
+        self._failed_s, self._failure = time.monotonic(), failure
+        self._nodes.propose(failure)
 
     def _first_failure(self, ended: Rank, code: int) -> Outcome:
         """Return the failure of the rank that ended first, or of the one that it let print its message before."""
         told = self._ranks.told
         if told is not None and code > 0:
-            failure = of_failed_rank(told.number, told.process.pid, self._name, code, self._error_of(told))
+            failure = self._failure_of(told, code)
             if not failure.consequence:
                 return failure
-        return of_failed_rank(ended.number, ended.process.pid, self._name, code, self._error_of(ended))
+        return self._failure_of(ended, code)
+
+    def _failure_of(self, rank: Rank, code: int) -> Outcome:
+        return of_failed_rank(rank.number, rank.process.pid, self._name, code, self._error_of(rank))
 
     def _error_of(self, rank: Rank) -> Path:
         return self._folder / f"rank-{rank.number:05d}.error"
@@ -201,7 +212,8 @@ class Watch:
         now = time.monotonic()
         deadline = self._dumped_s + _DUMP_S if self._dumped_s <= now else now + (0 if outcome.abrupt else _GRACE_S)
         while self._ranks.alive and time.monotonic() < deadline:
-            self._signals.take(deadline - time.monotonic())
+            for number in self._signals.take(deadline - time.monotonic()):
+                self._on_signal(number)  # a request to stop, which the next start of the ranks heeds
             list(self._ranks.reap())
         for rank in self._ranks.kill():
             log.error(

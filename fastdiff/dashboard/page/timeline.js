@@ -5,7 +5,7 @@ const NOTES = {
   "step kept": "steps that count: the goodput",
   "step lost": "steps that were taken again or undone",
   "data wait": "waiting for data",
-  compile: "compilation before the first step",
+  compile: "rehearsal and compilation before the first step",
   start: "from the begin of the process to the first step",
   save: "the training waited for a save",
   validation: "validation losses",

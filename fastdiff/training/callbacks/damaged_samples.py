@@ -32,7 +32,7 @@ class DamagedSamples(Callback):
         rewinds = state.config.divergence.policy == "rewind" and state.guard.spikes.is_spike(
             flags.loss_sum, flags.loss_count, applied=state.applied
         )
-        last = rewinds or flags.stop or state.progress.samples >= state.config.samples
+        last = rewinds or flags.stop or flags.save_due or state.progress.samples >= state.config.samples
         if last or any(every.due(state.progress) for every in self._when):
             self._take(state)
 

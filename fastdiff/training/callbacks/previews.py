@@ -228,7 +228,7 @@ def draw_together(
         log.info(f"drawing {count} pictures of {sampler.steps} steps to {_path(state)}")
 
     def draw() -> None:
-        with memory_beside_training(state):
+        with memory_beside_training(state, halves=True):
             images[mine] = sample(
                 model,
                 state.config.objective,
@@ -245,13 +245,13 @@ def draw_together(
     return world.sum_(images)
 
 
-def memory_beside_training(state: TrainState) -> AbstractContextManager[None]:
-    """Explain a lack of memory for the averaged model or its use (``memory.explanation``)."""
+def memory_beside_training(state: TrainState, *, halves: bool = False) -> AbstractContextManager[None]:
+    """Explain a lack of memory for the averaged model, or for its use in micro-batches (``halves``)."""
     advice = (
         "leave it more room with more ranks, a higher ZeRO stage or offloading (--deepspeed_config), or do without, "
         "with --validation.every 0 and --output.sample_every 0. The checkpoints are intact"
     )
-    return explaining_memory(state, "the averaged model beside the training", advice)
+    return explaining_memory(state, "the averaged model beside the training", advice, halves=halves)
 
 
 def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Model:

@@ -142,8 +142,9 @@ class ValidationLoss(Callback):
         """Measure loss and squared error of x0 of the samples of these batches: ``[2, N]`` float64, 0 for the rest."""
         world = state.world
         found = torch.zeros(2, len(self._index), dtype=torch.float64, device=world.device)
-        with memory_beside_training(state):
-            for rows in batches:
+        most = state.config.batch.per_rank(world.size)
+        with memory_beside_training(state, halves=True):
+            for rows in (whole[first : first + most] for whole in batches for first in range(0, len(whole), most)):
                 batch = read_batch(self._reader, self._index, rows, self._scales)
                 corruption = self._objective.add_noise(batch, native=self._levels[batch.position])
                 prediction = model(corruption.noisy, corruption.time, **corruption.condition)

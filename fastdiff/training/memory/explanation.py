@@ -18,13 +18,16 @@ from fastdiff.training.state import TrainState
 
 
 @contextmanager
-def explaining_memory(state: TrainState, phase: str | None = None, advice: str | None = None) -> Iterator[None]:
+def explaining_memory(
+    state: TrainState, phase: str | None = None, advice: str | None = None, *, halves: bool = True
+) -> Iterator[None]:
     """Turn an allocator's error into the one that ends this rank; any other passes.
 
     Args:
         state: of the run.
         phase: the part of the run that needs the memory; None: that of the heartbeat.
         advice: what helps at a single sample; None: the changes of the training that are predicted to fit.
+        halves: whether a smaller micro-batch needs less.
 
     Raises:
         OutOfMemoryRestart: a smaller micro-batch may fit; the run folder remembers it (``memory.smaller_batch``).
@@ -33,12 +36,14 @@ def explaining_memory(state: TrainState, phase: str | None = None, advice: str |
     try:
         yield
     except Exception as error:
-        if (told := _explained(error, phase or state.heartbeat.phase, state, advice)) is None:
+        if (told := _explained(error, phase or state.heartbeat.phase, state, advice, halves=halves)) is None:
             raise
         raise told from error
 
 
-def _explained(error: Exception, phase: str, state: TrainState, advice: str | None) -> FastdiffError | None:
+def _explained(
+    error: Exception, phase: str, state: TrainState, advice: str | None, *, halves: bool
+) -> FastdiffError | None:
     whose = None if isinstance(error, FastdiffError) else memory.exhausted(error)
     if whose is None:
         return None
@@ -48,7 +53,7 @@ def _explained(error: Exception, phase: str, state: TrainState, advice: str | No
         return NoMemoryError(memory.explain_host(phase, online=online, offload=offload, cause=str(error)))
     reason = (str(error).strip() or "no reason given").splitlines()[0]
     what = f"out of memory in {phase} on {device} ({reason})"
-    if (restart := halve(state, what)) is not None:
+    if halves and (restart := halve(state, what)) is not None:
         return restart
     return NoMemoryError(f"{what}: {advice}") if advice else _without_a_smaller(error, phase, state)
 

@@ -7,6 +7,7 @@ checkpoint: a supervisor starts the ranks again by itself, and under any other l
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,12 @@ def halve(state: TrainState, what: str) -> OutOfMemoryRestart | None:
     """
     config, world = state.config, state.world
     micro = config.batch.per_rank(world.size)
+    path = state.folder / FILE
     if micro == 1:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)  # less did not help: a run that needs less elsewhere may take more again
         return None
-    half, path = half_of(micro), state.folder / FILE
+    half = half_of(micro)
     found = _found(config.optim, config.performance, state.engine.ds_config, world.size, half)
     try:
         publish(path, json.dumps(asdict(found), indent=1).encode() + b"\n")
@@ -92,10 +96,11 @@ def limited(config: RunConfig, ds_config: DsConfig, world: World) -> RunConfig:
     """
     run, ranks = Path(config.output.folder), world.size
     found = world.on_rank0(lambda: _read(run))
-    micro = 0 if found is None else int(found["micro"])
-    own, this = config.batch.per_rank(ranks), _found(config.optim, config.performance, ds_config, ranks, micro)
-    if found is None or own <= micro or found != asdict(this):
+    most, own = 0 if found is None else found["micro"], config.batch.per_rank(ranks)
+    this = _found(config.optim, config.performance, ds_config, ranks, most)
+    if found is None or own <= most or found != asdict(this):
         return config
+    micro = max(size for size in range(1, most + 1) if own % size == 0)  # the batch may be another than that run's
     if world.is_first:
         log.warning(
             f"in micro-batches of {micro} samples per rank, not {own} (--batch.micro): memory did not suffice for more "
@@ -108,7 +113,8 @@ def _read(run: Path) -> dict[str, Any] | None:
     """Return what the folder remembers; None without a file."""
     try:
         found = json.loads(read_inside(run, FILE, _MOST))
-        int(found["micro"])
+        if type(found["micro"]) is not int or found["micro"] < 1:
+            raise ValueError(f"micro is {found['micro']}")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastdiff import sanitize
 from fastdiff.config.run_record import as_json
 from fastdiff.console import log
-from fastdiff.errors import Preempted
+from fastdiff.errors import OutOfMemoryRestart, Preempted
 from fastdiff.training.state import TrainState
 from fastdiff.training.trackers.background import BackgroundTracker, Tracker
 from fastdiff.training.trackers.tags import shown
@@ -62,7 +62,7 @@ class Trackers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        failed = kind is not None and not issubclass(kind, Preempted)
+        failed = kind is not None and not issubclass(kind, (Preempted, OutOfMemoryRestart))
         for tracker in self._trackers:
             with suppress(OSError):  # a failed write was reported when it happened
                 tracker.close(failed=failed, patience_s=tracker.finish_s if kind is None else BROKEN_OFF_S)
