@@ -4,7 +4,7 @@ The optimizers of this package are listed in ``_BUILT_IN``. One of another packa
 every command knows it:
 
     [project.entry-points."fastdiff.optimizers"]
-    lion = "my_package.lion:LION"
+    lion = "my_package.family:LION"
 
 The entry point names an ``OptimizerFamily``. Within one process ``register(LION)`` is enough.
 """
