@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -250,18 +249,6 @@ def test_better_new_and_missing_kernels_are_named_and_are_no_regression(tmp_path
         "gone: old (philox wide float32 sm_90)",
         "0 worse, 1 better, 1 compared",
     ]
-
-
-def test_the_newest_record_of_a_folder_counts(tmp_path: Path) -> None:
-    for name, date, value in (("a", "2026-03-01T00:00:00+00:00", 1), ("b", "2026-01-01T00:00:00+00:00", 2)):
-        with Log(tmp_path / name / "aot.jsonl") as log:
-            log.write(row("k", "registers", value))
-        lines = log.path.read_text().splitlines()
-        first = json.loads(lines[0])
-        first["fingerprint"]["date"] = date
-        log.path.write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
-    baseline = aot.read_baseline(tmp_path, [LAUNCHING["wide"]], [90])
-    assert [m.value for m in baseline.measurements] == [1]
 
 
 def test_a_baseline_without_these_kernels_is_refused(tmp_path: Path) -> None:

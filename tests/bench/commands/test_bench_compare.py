@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from fastdiff_bench.measure import roofline as limits
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.records import record
 from fastdiff_bench.records.record import Failure, Log, Measurement, Record
-from tests.support.benches import bench_records
 
 
 def row(value: float, low: float | None = None, high: float | None = None, **other: object) -> Measurement:
@@ -64,14 +62,6 @@ def test_what_counts_as_a_change(a: tuple[float, ...], b: tuple[float, ...], bet
     assert Change(row(*a, better=better), row(*b, better=better), 0.03).verdict == verdict
 
 
-def test_the_tolerance_is_a_share_of_the_baseline() -> None:
-    assert [Change(row(100), row(110), tolerance).verdict for tolerance in (0.0, 0.09, 0.11)] == [
-        "worse",
-        "worse",
-        "same",
-    ]
-
-
 def test_measurements_are_joined_by_name(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", row(1), row(5, case="x"), row(7, quantity="phase data"))
     b = write(tmp_path / "b.jsonl", row(9, provider="plain"), row(5, case="x"), row(2))
@@ -100,14 +90,8 @@ def test_a_new_failure_is_worse(tmp_path: Path) -> None:
         assert worse(Failure(bench="op", case="adaln dit bf16", provider=provider, reason="wrong"))
     assert not worse(Failure(bench="op", case="adaln dit bf16", provider="liger", reason="not installed"))
     assert not worse(Failure(bench="op", case="adaln unet bf16", provider="every", reason="wrong"))
-
-
-def test_an_old_failure_is_not_reported(tmp_path: Path) -> None:
-    failure = Failure(bench="step", case="dit-s-2-256", provider="apex", reason="not installed")
-    both = [write(tmp_path / name, row(1), failure) for name in ("a.jsonl", "b.jsonl")]
-    found = compare(both[:1], both[1:], tolerance=0.03)
-    assert found.new_failures == ()
-    assert not found.worse
+    old = write(tmp_path / "c.jsonl", other, Failure(bench="op", case="adaln", provider="triton", reason="wrong"))
+    assert not compare([old], [old], tolerance=0.03).worse
 
 
 def test_missing_measurements_are_worse_unless_only_a_part_was_measured(tmp_path: Path) -> None:
@@ -190,16 +174,3 @@ def test_bad_input_is_exit_code_2(tmp_path: Path, flags: list[str], capsys: pyte
     (tmp_path / "damaged.jsonl").write_text("{")
     assert main(["compare", str(tmp_path / "a.jsonl"), str(tmp_path / flags[0]), *flags[1:]]) == 2
     assert "Traceback" not in capsys.readouterr().err
-
-
-def test_a_slower_machine_is_worse_in_everything_that_is_timed(tmp_path: Path) -> None:
-    records = []
-    for speed in (1.0, 0.8):
-        path = tmp_path / f"{speed}.jsonl"
-        records.append(write(path, *bench_records.step(random.Random(1), speed)))
-    found = compare(records[:1], records[1:], tolerance=0.03)
-    verdicts = {change.a.quantity: change.verdict for change in found.changes}
-    assert {quantity for quantity, verdict in verdicts.items() if verdict == "worse"} == {
-        "step time", "throughput", "mfu", *(quantity for quantity in verdicts if quantity.startswith("phase ")),
-    }  # fmt: skip
-    assert found.worse

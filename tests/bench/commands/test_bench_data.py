@@ -205,14 +205,9 @@ def test_processor_time_counts_the_processes_of_a_program() -> None:
         assert 0.18 < session.cpu_seconds < 1.0, "without the imports of the process"
 
 
-def test_smoke(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nightly: bool
-) -> None:
-    """Of all readers at night, by day of some."""
+@pytest.mark.nightly
+def test_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     names = {name for name in READERS if "not mapped" not in name}
-    if not nightly:
-        names, programs = {READER, "webdataset", "webdataset 2 workers"}, data._programs
-        monkeypatch.setattr(data, "_programs", lambda case: [one for one in programs(case) if one.name in names])
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     assert main(["data", "--smoke", "--device", "cpu", "--out", str(tmp_path / "out")]) == 0

@@ -142,18 +142,6 @@ def test_wrong_results_are_refused_without_assertions_too() -> None:
         names["assert_no_worse"]({"out0": right}, {"out0": right, "dx": right}, {"out0": exact})
 
 
-def test_a_time_that_may_be_that_of_launching_is_marked() -> None:
-    time = Timing(1e-5, 1e-5, 1e-5, 20)
-    limit = limits.Limits(Timing(1e12, 1e12, 1e12, 20), {})
-    marked = op.Result(
-        case=squaring(), provider="triton", direction="backward", time=replace(time, launch_bound=True), bytes=1,
-        operations=None, compiled=time, default="triton",
-    )  # fmt: skip
-    for result, bound in ((marked, True), (replace(marked, time=time), False)):
-        assert op._line(result, limit, compared=True).endswith("triton  launch bound") == bound
-        assert {m.facts["launch bound"] for m in result.measurements(limit)} == {bound}
-
-
 def test_optimizers_of_others_get_gradients_only_of_their_dtype() -> None:
     compared = [case for case in cases(("adamw8bit",)) if case.other_libraries]
     assert compared

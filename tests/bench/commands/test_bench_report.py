@@ -145,20 +145,6 @@ def test_unrelated_measurements_are_in_tables_of_their_own() -> None:
     }
 
 
-def test_cases_with_a_column_in_common_by_way_of_others_are_in_one_table() -> None:
-    quantities = {"first": "ae", "second": "bd", "both": "ab", "apart": "c", "again": "a"}
-    measured = [
-        Measurement(
-            bench="step", case=case, provider="p", quantity=quantity, unit="1", value=1.5 + place, better="lower"
-        )
-        for place, (case, case_values) in enumerate(quantities.items())
-        for quantity in case_values
-    ]
-    found = tables.tables(measured)
-    assert [[quantity for quantity, _ in table.columns] for table in found] == [["a", "e", "b", "d"], ["c"]]
-    assert [[case for case, _ in table.groups] for table in found] == [["first", "second", "both", "again"], ["apart"]]
-
-
 @pytest.mark.parametrize(
     ("git", "warning"),
     [
@@ -237,16 +223,6 @@ def test_a_logarithmic_axis_says_so_and_has_round_ticks() -> None:
             assert axis.place(float(text)) == place
 
 
-def test_plots_have_the_values_of_the_measurements() -> None:
-    sweep = [m for m in rows("step") if m.provider == "fastdiff ddp"]
-    with charts.style():
-        figure, _ = next(plots._over_batch(sweep, charts.WIDE))
-    for axes, quantity in zip(figure.axes, ("throughput", "peak allocated"), strict=True):
-        curve = axes.lines[0]
-        values = {m.facts["batch"]: m.value for m in sweep if m.quantity == quantity}
-        assert dict(zip(curve.get_xdata(), curve.get_ydata(), strict=True)) == values
-
-
 def test_the_roofline_has_the_measured_limits() -> None:
     measured = rows("op")
     with charts.style():
@@ -260,18 +236,6 @@ def test_the_roofline_has_the_measured_limits() -> None:
     for m in (m for m in measured if m.quantity == "rate"):
         assert (m.facts["operations"] / m.facts["bytes"], m.value) in points
     assert caption.endswith(": 1 attention.")
-
-
-def test_the_efficiency_has_a_curve_per_stage_and_says_what_it_assumes() -> None:
-    predicted = [m for m in rows("scale") if m.quantity == "predicted efficiency"]
-    with charts.style():
-        figure, caption = next(plots._efficiency(predicted, charts.NARROW))
-    curves = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 11]
-    for stage, curve in enumerate(curves):
-        values = {m.facts["gpus"]: m.value for m in predicted if m.facts["stage"] == stage}
-        assert dict(zip(curve.get_xdata(), curve.get_ydata(), strict=True)) == values
-    assert len(curves) == 4
-    assert caption.endswith("Assumed: links h200.")
 
 
 def test_markup_in_a_record_is_text(tmp_path: Path) -> None:
@@ -425,21 +389,6 @@ def test_the_page_shows_the_fastest_step_of_each_network_and_device() -> None:
     assert table.groups[0][0] == "NVIDIA H200"
 
 
-def test_one_comparison_is_open_and_the_rest_is_folded(written: tuple[Path, str]) -> None:
-    folds = [attributes for tag, attributes in Page(written[1]).elements if tag == "details"]
-    assert ["open" in attributes for attributes in folds[:2]] == [True, False]
-    assert sum("open" in attributes for attributes in folds) == 1
-    assert written[1].index("Measured on") < written[1].index("<details")
-
-
-def test_lines_of_the_machine_that_say_none_are_left_out(tmp_path: Path) -> None:
-    bench_records.write(tmp_path, "peer")
-    texts = Page(report.page(record.read_all([tmp_path]))).texts
-    assert "none" not in texts
-    assert {"cpu", "torch"} <= set(texts)
-    assert {"driver", "cuda"}.isdisjoint(texts)
-
-
 @pytest.mark.parametrize(
     ("recorded", "today", "note"),
     [
@@ -549,12 +498,6 @@ def test_the_tables_of_a_readme_are_rewritten(tmp_path: Path) -> None:
     assert f"| adaln dit-xl-256 bfloat16 forward | {number(time.value)} | {interval(time)} | {share} |" in text
     assert "- apex (adaln dit-xl-256 bfloat16): not installed" in text
     assert "(`all/step.jsonl`: " in text
-
-
-def test_a_changed_number_is_put_right(tmp_path: Path) -> None:
-    bench_records.write(tmp_path / "all")
-    right = readme.rendered(TABLES, tmp_path)
-    assert readme.rendered(right.replace("1.90", "2.90"), tmp_path) == right != right.replace("1.90", "2.90")
 
 
 @pytest.mark.parametrize(

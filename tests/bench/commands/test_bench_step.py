@@ -49,19 +49,13 @@ def values(read: Record, case: str) -> dict[str, Measurement]:
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("watched") / "memory.json"
-
-
-@pytest.fixture(scope="module")
-def swept(watched: Path, tmp_path_factory: pytest.TempPathFactory) -> Record:
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Record:
     """The record of a batch for which there is not enough memory, and of one for which there is."""
     out = tmp_path_factory.mktemp("swept")
     command = ["step", "--smoke", "--device", "cpu", "--sweep", f"batch={BROKEN_BATCH},16", "--micro", "8", "--trace"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stepping, "run_fastdiff", programs.ours_watched)
+        patch.setattr(stepping, "run_fastdiff", programs.ours)
         patch.setattr(roofline, "measure", programs.small_limits)
-        patch.setenv(programs.WATCHED, str(watched))
         assert main([*command, "--out", str(out)]) == 0
     return record.read(out / "step.jsonl")
 
@@ -131,14 +125,6 @@ def test_utilisation_is_operations_over_the_measured_limit(swept: Record, found:
 def test_launches_on_a_cpu_are_operators(found: dict[str, Measurement]) -> None:
     assert found["launches"].value > 500
     assert found["launches"].facts["launched"] == "operators that no other operator called"
-
-
-def test_peak_memory_is_the_high_water_mark_of_the_process(found: dict[str, Measurement], watched: Path) -> None:
-    """As the system keeps it, and as a thread of the process saw the memory grow."""
-    high_water, seen = json.loads(watched.read_text())
-    peak = 2**30 * found["peak resident"].value
-    assert peak == pytest.approx(high_water, rel=0.1)
-    assert peak == pytest.approx(seen, rel=0.1)
 
 
 def test_only_what_no_operator_calls_is_counted() -> None:

@@ -13,15 +13,13 @@ import torch
 from fastdiff.config.presets import preset
 from fastdiff_bench import BenchError
 from fastdiff_bench.correctness.baseline import Baseline
-from fastdiff_bench.emission import budget, lowering, network, report
-from fastdiff_bench.emission.blocks import Block, Emission, Layout, Node, Opaque, Pass, Product
+from fastdiff_bench.emission import budget, report
+from fastdiff_bench.emission.blocks import Block, Emission, Layout, Node, Pass, Product
 from fastdiff_bench.emission.command import PRESETS
 from fastdiff_bench.emission.subject import Subject
 from fastdiff_bench.emission.worker import emitted
 from fastdiff_bench.records.fingerprint import ROOT
 from fastdiff_bench.records.record import RESULTS, Measurement, read_all
-from fastdiff_kernels import attention, packed_attention
-from fastdiff_kernels.attention import Machine
 from tests.support.waiting import LIMIT_S
 
 KEPT = RESULTS / "emission"
@@ -194,24 +192,6 @@ def test_operations_of_products_convolutions_and_attention() -> None:
     convolution = Product("convolution", (maps, weight), (2, 640, 64, 64))
     assert budget.operations(convolution) == 2 * 640 * 320 * 9 * 2 * 64 * 64
     assert budget.operations(Product("addmm", ((8,), (4, 6), (6, 8)), (4, 8))) == 2 * 4 * 6 * 8
-
-
-def test_attention_of_packed_projections_is_chosen_for_the_gpu_and_is_a_product() -> None:
-    here, cpu = Machine("cuda", (9, 0), network.CUDNN), torch.device("cpu")
-    with network._attention_on(here):
-        assert attention.machine(cpu) == packed_attention.machine(cpu) == here
-    assert attention.machine(cpu) == packed_attention.machine(cpu) == Machine("cpu")
-    graph = torch.fx.Graph()
-    packed = graph.placeholder("qkv")
-    node = graph.call_function(torch.ops.fastdiff.short_attention.default, (packed,))
-    assert [lowering._is_product(one) for one in (packed, node)] == [False, True]
-    op = Opaque(str(node.target), 1, 100, copied_bytes=10)
-    forward = block().forward
-    assert forward is not None
-    before = forward.streamed
-    forward.nodes.append(op.counted())
-    forward.opaque.append(op)
-    assert forward.streamed == before + 10, "its copies stream, its products do not"
 
 
 def test_attention_in_blocks_leaves_the_operations_outside() -> None:

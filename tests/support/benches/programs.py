@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import threading
 import time
 from pathlib import Path
 from unittest import mock
 
-import psutil
 import torch
 
 from fastdiff_bench.measure import roofline
@@ -26,8 +23,6 @@ PER_SAMPLE = 2**22
 """Bytes."""
 _KEPT: list[object] = []
 _measure = roofline.measure
-WATCHED = "FASTDIFF_TESTS_WATCHED"
-"""Variable with the name of a file."""
 
 
 def writing(timer: StepTimer, file: Path, word: str) -> None:
@@ -121,8 +116,8 @@ def allocating(timer: StepTimer) -> None:
             raise
 
 
-def ours_watched(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
-    """fastdiff's own loop, its memory watched from another thread; it has too little for one batch size.
+def ours(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
+    """fastdiff's own loop; it has too little memory for one batch size.
 
     Its times are those of the processor, which other processes on the machine do not stretch.
     """
@@ -131,14 +126,7 @@ def ours_watched(timer: StepTimer, workload: Workload, data: Path, phases: bool)
         raise torch.OutOfMemoryError("CUDA out of memory")
     from fastdiff_bench.trainers import ours
 
-    seen = [0]
-    threading.Thread(target=_watch, args=(seen,), daemon=True).start()
-    try:
-        ours.run(timer, workload, data, phases, launched=phases)
-    except Enough:
-        if not phases:
-            Path(os.environ[WATCHED]).write_text(json.dumps([_high_water(), seen[0]]))
-        raise
+    ours.run(timer, workload, data, phases, launched=phases)
 
 
 def growing(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
@@ -172,13 +160,6 @@ def small_limits(device: str, care: Effort) -> Limits:
     copied, side = roofline._COPIED_BYTES, roofline._SIDE
     with mock.patch.dict(copied, {device: 2**20}), mock.patch.dict(side, {device: 64}):
         return _measure(device, care)
-
-
-def _watch(seen: list[int]) -> None:
-    process = psutil.Process()
-    while True:
-        seen[0] = max(seen[0], process.memory_info().rss)
-        time.sleep(0.005)
 
 
 def _high_water() -> int:
