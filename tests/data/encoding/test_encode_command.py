@@ -16,11 +16,9 @@ from PIL import Image
 
 from fastdiff.cli.main import main
 from fastdiff.data.encoding import builtin
-from fastdiff.data.encoding.images import _Expectation, encode_images
+from fastdiff.data.encoding.images import encode_images
 from fastdiff.data.encoding.options import EncodeOptions
-from fastdiff.data.encoding.plan import BadRecord, EncodeFolder, PartitionRecord
-from fastdiff.data.images.options import SourceOptions
-from fastdiff.data.images.sources import open_source
+from fastdiff.data.encoding.plan import EncodeFolder
 from fastdiff.data.selection import Selection
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import StorageError
@@ -50,6 +48,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("images", ["--shape", "4,8,8"], "--shape is for the source synthetic"),
         ("digits", ["--resolution", "512"], "--resolution is for images, and digits is none"),
         ("digits", ["--flip"], "--flip is for images"),
+        ("digits", ["--pretrained", "x"], "./digits"),
         ("digits", ["--samples", "7"], "--samples is for the source synthetic, and the source is digits; leave it out"),
         ("synthetic", ["--max-samples", "7"], "--max-samples is for images, and synthetic is none"),
         ("synthetic", ["--bucket-step", "8"], "as ./synthetic"),
@@ -142,16 +141,6 @@ def test_a_rank_says_that_it_waits_for_the_count_of_captions(images: Path, pipel
     assert DatasetInfo.read(tmp_path / "out").captions == 2
 
 
-def test_the_number_of_images_is_not_guessed_where_it_is_known(images: Path) -> None:
-    source = open_source(SourceOptions(source=str(images), samples_per_shard=2))
-    expected = _Expectation(source, 2, range(1, 2), {})
-    assert expected.images == 1, "the last partition is not full"
-    whole = _Expectation(source, 2, range(2), {})
-    assert whole.images == 3
-    whole.add(PartitionRecord((), (BadRecord("0", ""), BadRecord("1", ""))))
-    assert (whole.images, whole.done) == (3, 2)
-
-
 def test_a_file_that_cannot_be_read_is_not_blamed_on_the_folder(tmp_path: Path) -> None:
     def count() -> int:
         return len((tmp_path / "captions.txt").read_bytes())
@@ -239,6 +228,8 @@ def test_images_alone_are_an_unconditional_data_set_or_have_one_caption(
     (tmp_path / "images").mkdir()
     Image.new("RGB", (32, 32)).save(tmp_path / "images" / "a.png")
     command = ["encode", str(tmp_path / "images"), str(tmp_path / "out"), "--resolution", "32"]
+    assert main(command) == 2
+    assert "--pretrained is missing" in capsys.readouterr().err
     assert main([*command[:2], str(tmp_path / "one"), *command[3:], "--autoencoder", "identity"]) == 0
     assert main([*command[:2], str(tmp_path / "two"), *command[3:], "--pretrained", str(pipeline / "vae")]) == 0
     said = capsys.readouterr()

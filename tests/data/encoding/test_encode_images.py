@@ -16,7 +16,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from fastdiff.cli.main import main
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.data.encoding.options import EncodeOptions, Rank
 from fastdiff.data.encoding.plan import EncodeFolder, PartitionRecord
@@ -515,14 +514,3 @@ def test_a_wrong_pipeline_is_told_before_the_source_is_opened(tmp_path: Path) ->
     """The source may be on the hub, whose silence takes half a minute."""
     with pytest.raises(ConfigError, match="--pretrained no such folder: neither a folder on this machine nor an id"):
         EncodeOptions(source="some/images", out=tmp_path / "out", pretrained="no such folder")
-
-
-def test_command_line(tmp_path: Path, source: Path, sd: Path, plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--resolution", "32", "--decode", "pillow", "--batch", "3", "--samples-per-shard", "4"]
-    assert main(["encode", str(source), str(tmp_path / "out"), "--pretrained", str(sd), *given]) == 0
-    assert "is complete: 6 samples" in capsys.readouterr().out
-    assert files(tmp_path / "out") == files(plain)
-    assert main(["encode", str(source), str(tmp_path / "other")]) == 2
-    assert "--pretrained is missing" in capsys.readouterr().err
-    assert main(["encode", "digits", str(tmp_path / "other"), "--pretrained", str(sd)]) == 2
-    assert "./digits" in capsys.readouterr().err

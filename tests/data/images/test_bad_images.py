@@ -13,7 +13,6 @@ import pytest
 from fastdiff.data.images.decode import BadImage, Decoded, ImageTransform, open_decoder
 from fastdiff.data.images.decode_dali import BATCH_IMAGES, DaliPixels, Job
 from fastdiff.data.images.geometry import Placement
-from fastdiff.data.images.header import read_header
 from tests.support.inputs import images
 from tests.support.inputs.images import PIXELS, PLAIN, SIDE, SPECIAL
 from tests.support.scripts import run_script
@@ -81,17 +80,6 @@ def test_no_image_depends_on_its_batch_mates(name: str) -> None:
             assert isinstance(result, Decoded)
             np.testing.assert_array_equal(result.pixels, expected.pixels)
             assert result.crop == expected.crop
-
-
-def test_dali_goes_on_after_an_image_that_breaks_its_pipeline() -> None:
-    dali = DaliPixels("bicubic", 1)
-    place = Placement((SIDE, SIDE), (0, 0), (SIDE, SIDE))
-    broken, good = BAD["png of a wrong crc"][0], PLAIN["png"]
-    assert read_header(broken).plain, "else DALI would not see it"
-    results = dali.decode([Job(data, (SIDE, SIDE), place) for data in (good, broken, good, good, broken)])
-    assert [result is None for result in results] == [False, True, False, False, True]
-    for number in (0, 2, 3):
-        np.testing.assert_array_equal(results[number], PIXELS)
 
 
 def test_batches_of_dali_are_bounded_in_pixels(monkeypatch: pytest.MonkeyPatch) -> None:

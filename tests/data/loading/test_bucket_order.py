@@ -1,7 +1,6 @@
 """The order of samples of several sizes: every global batch of one bucket, a pure function of the seed."""
 
 import re
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -155,24 +154,6 @@ def test_an_order_without_any_batch_is_refused():
     with pytest.raises(ValueError, match=r"must not be negative"):
         order().samples([-1])
     assert order().samples([]).shape == (0,)
-
-
-def test_threads_share_an_order():
-    shared, wanted = order(), epochs(8)
-    wrong = []
-
-    def work(numbers):
-        for epoch in numbers:
-            found = shared.samples(epoch * EPOCH + np.arange(EPOCH))
-            if found.tolist() != wanted[epoch].ravel().tolist():
-                wrong.append(epoch)
-
-    threads = [threading.Thread(target=work, args=(numbers,)) for numbers in (range(8), reversed(range(8)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 def test_a_huge_data_set_needs_the_memory_of_windows():

@@ -104,35 +104,6 @@ def test_batches_are_the_normalised_samples_at_their_positions(latents, loader, 
         assert batch.condition["label"].tolist() == (ids % 11).tolist()
 
 
-@pytest.mark.parametrize("where", [{}, {"start": 24}, {"rank": 1, "ranks": 2, "micro": 3, "start": 36}])
-def test_dali_and_prefetch_give_identical_batches(latents, where, device):
-    reader, order, _ = latents
-    taken = [take(12, reader, order, loader, device=device, **where) for loader in LOADERS]
-    for dali, plain in zip(*taken, strict=True):
-        assert torch.equal(dali.latents, plain.latents)
-        assert torch.equal(dali.position, plain.position)
-        assert torch.equal(dali.condition["label"], plain.condition["label"])
-
-
-@pytest.mark.parametrize("loader", LOADERS)
-def test_a_start_in_the_middle_continues_the_stream(latents, loader, device):
-    reader, order, _ = latents
-    from_start = take(12, reader, order, loader, device=device)
-    from_middle = take(4, reader, order, loader, start=48, device=device)
-    for whole, tail in zip(from_start[8:], from_middle, strict=True):
-        assert torch.equal(whole.latents, tail.latents)
-        assert torch.equal(whole.position, tail.position)
-
-
-@pytest.mark.parametrize("loader", LOADERS)
-def test_two_ranks_see_what_one_rank_sees(latents, loader, device):
-    reader, order, _ = latents
-    one = take(6, reader, order, loader, micro=6, device=device)
-    two = [take(6, reader, order, loader, rank=rank, ranks=2, micro=3, device=device) for rank in (0, 1)]
-    for index, batch in enumerate(one):
-        assert torch.equal(batch.latents, torch.cat([two[0][index].latents, two[1][index].latents]))
-
-
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_unconditional_data_has_no_label(tmp_path, loader, dtype, device):
@@ -213,16 +184,6 @@ def test_auto_takes_dali_where_it_works(latents, monkeypatch):
         batches(reader, order, "dali")
 
 
-def test_dali_is_looked_for_without_importing_it(monkeypatch):
-    assert dali_trial.dali_installed()
-
-    def nothing_named_nvidia(name):
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr("importlib.util.find_spec", nothing_named_nvidia)
-    assert not dali_trial.dali_installed()
-
-
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -235,13 +196,6 @@ def test_wrong_settings_are_refused(latents, change, problem):
     reader, order, _ = latents
     with pytest.raises(ConfigError, match=problem):
         batches(reader, order, **change)
-
-
-def test_the_reader_of_the_caller_is_not_changed(latents):
-    reader, _, _ = latents
-    before = reader.open_shards
-    batches(reader, Order(0, reader.shard_sizes, 100), "prefetch").close()
-    assert reader.open_shards == before
 
 
 def test_a_run_keeps_two_windows_of_shards_open(tmp_path):

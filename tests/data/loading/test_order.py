@@ -20,14 +20,6 @@ def take(order, count, **share):
     return [order.samples(own[index]) for index in range(count)]
 
 
-def test_every_epoch_is_another_permutation():
-    order = Order(3, SIZES, 2)
-    epochs = order.samples(np.arange(5 * 24)).reshape(5, 24)
-    for epoch in epochs:
-        assert sorted(epoch.tolist()) == list(range(24))
-    assert len({tuple(epoch.tolist()) for epoch in epochs}) == 5
-
-
 def test_the_order_is_frozen():
     # Written down once: a change of numpy or of this code must not change the order of a run that is resumed.
     order = Order(1234, SIZES, 2)
@@ -71,13 +63,6 @@ def test_sample_order_is_the_same_for_1_2_3_4_ranks(micro):
         sequences.append(together.tolist())
     assert sequences[0] == Order(11, SIZES, 2).samples(np.arange(steps * global_batch)).tolist()
     assert sequences[1:] == sequences[:1] * 3
-
-
-def test_a_start_in_the_middle_continues_the_sequence():
-    share = {"rank": 1, "ranks": 2, "micro": 3, "global_batch": 12}
-    whole = take(Order(5, SIZES, 2), 20, start_samples=0, **share)
-    tail = take(Order(5, SIZES, 2), 10, start_samples=5 * 12, **share)
-    assert np.array_equal(np.stack(whole[10:]), np.stack(tail))
 
 
 def test_positions_follow_the_formula():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import math
 import shutil
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.encoding.images import encode_images
 from fastdiff.data.encoding.options import EncodeOptions
 from fastdiff.data.loading.build import build_batches, build_order
-from fastdiff.data.shards.cache import open_shards_folder
 from fastdiff.data.shards.format import DatasetInfo, Normalisation, Provenance
 from fastdiff.data.shards.index import ShardIndex
 from fastdiff.data.shards.reader import LatentReader
@@ -39,7 +36,6 @@ from fastdiff_kernels.noising import dequantised
 from tests.support.inputs.encoding import captioned, files, picture
 from tests.support.inputs.images import natural
 from tests.support.runs import hexes, launch, losses, tiny
-from tests.support.servers.web_servers import http_server
 
 SIDE = 16
 SIZES = [(16, 16), (40, 52), (70, 33), (13, 90), (128, 64), (31, 32), (10, 12)]
@@ -111,16 +107,6 @@ def test_pixels_are_those_of_adms_crop_and_classes_those_of_the_prefixes(images:
     assert "x0 = pixel / 127.5 - 1" in made.transform
 
 
-def test_a_npy_in_a_shard_is_one_that_numpy_reads(encoded: Path) -> None:
-    with tarfile.open(encoded / "train-000000.tar") as archive:
-        member = next(name for name in archive.getnames() if name.endswith(".latent.npy"))
-        file = archive.extractfile(member)
-        assert file is not None
-        array = np.load(io.BytesIO(file.read()))
-    assert array.dtype == np.uint8
-    assert np.array_equal(array, stored(encoded)["latent"][0])
-
-
 def test_classes_come_from_where_they_are_said_to_come_from(images: Path, tmp_path: Path) -> None:
     for source, options, classes in (
         (images, {"classes_from": "none"}, ()),
@@ -181,18 +167,6 @@ def test_sources_without_classes(images: Path, tmp_path: Path) -> None:
         encode(tmp_path / "images.tar", tmp_path.with_name("out"), classes_from="prefix")
 
 
-def test_ranks_write_the_same_files_as_one(
-    images: Path, encoded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank in "10":
-        monkeypatch.setenv("RANK", rank)
-        encode(images, tmp_path / "out", classes_from="prefix")
-    assert files(tmp_path / "out") == files(encoded)
-    with pytest.raises(ConfigError, match="already holds a data set with another source or other options"):
-        encode(images, tmp_path / "out", classes_from="none")
-
-
 def take(folder: Path, loader: Any, count: int, *, flip: bool = False, seed: int = 5, **reader: Any) -> list[Batch]:
     with LatentReader(folder, **reader) as opened:
         order = build_order(opened.info, seed=seed, window_shards=2, global_batch=4)
@@ -247,21 +221,6 @@ def test_a_damaged_sample_is_replaced(encoded: Path, tmp_path: Path, loader: str
     assert 0 < sum(map(sum, different)) < 24
     with pytest.raises(DataError, match="crc32"):
         take(folder, loader, 6)
-
-
-def test_shards_come_from_http(encoded: Path, tmp_path: Path) -> None:
-    with http_server(encoded) as server:
-        folder, ensure = open_shards_folder(server.url, str(tmp_path / "cache"))
-        near, far = take(encoded, "prefetch", 3), take(folder, "prefetch", 3, fetch=ensure)
-    assert all(
-        torch.equal(a.latents, b.latents) and b.latents.dtype == torch.uint8 for a, b in zip(near, far, strict=True)
-    )
-
-
-def test_a_flip_needs_pixels_or_flipped_latents(digits: Path, encoded: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no flipped latents"):
-        take(digits, "prefetch", 1, flip=True)
-    assert len(take(encoded, "prefetch", 1, flip=True)) == 1
 
 
 @pytest.mark.parametrize(
