@@ -169,6 +169,7 @@ def test_an_installed_network_that_cannot_be_imported_is_named(tmp_path: Path, m
         networks()
 
 
+@pytest.mark.nightly
 def test_a_network_from_another_package_trains_resumes_samples_and_is_exported(
     world: World, digits: Path, tmp_path: Path
 ) -> None:

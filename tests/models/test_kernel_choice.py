@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from fastdiff.checkpoint.unchanged import config_changes
 from fastdiff.cli.machines import doctor
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
-from fastdiff.config.run_record import as_json
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.errors import ConfigError
@@ -74,16 +71,6 @@ def test_every_op_of_every_preset_is_named(name: str) -> None:
     assert len(layers) == config.model.depth
     assert {choice.op for _, choice in rows} == {"attention", "adaln", "philox", "noising", "loss", config.optim.name}
     assert all(choice.forward and choice.backward and choice.why for _, choice in rows)
-
-
-def test_the_optimizer_is_asked_about_where_it_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = preset("digits")
-    config = replace(config, optim=replace(config.optim, name="adamw8bit"))
-    asked = []
-    monkeypatch.setattr(dispatch, "explained", lambda op, tensor: asked.append((op, tensor.device)) or ("triton", ""))
-    kernel_choice.choices(config, CPU, optimizer_device=torch.device("meta"))
-    assert ("adamw8bit", torch.device("meta")) in asked
-    assert ("loss", CPU) in asked
 
 
 CUDA = torch.device("cuda")
@@ -325,13 +312,3 @@ def test_a_run_with_forced_backends_is_sampled_where_they_cannot_run(
     labels = torch.tensor([0, 1])
     images = run.draw(labels, SamplerConfig(scheduler="dpmsolver++", steps=2, cfg=1.0), progress=False)
     assert images.isfinite().all()
-
-
-def test_a_run_older_than_these_flags_resumes_with_their_defaults_only() -> None:
-    now = as_json(preset("digits"))
-    saved = json.loads(json.dumps(now))
-    for name in ("kernels", "attention"):
-        del saved["performance"][name]
-    assert config_changes(saved, now, ()) == {}
-    now["performance"]["kernels"] = "triton"
-    assert config_changes(saved, now, ()) == {"performance.kernels": '"auto" -> "triton"'}

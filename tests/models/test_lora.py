@@ -183,8 +183,13 @@ def test_the_dequantized_weight_is_not_kept_for_the_backward_pass() -> None:
     assert sum(kept) == 64 * 64 // 2 + 64 * 64 // 64 * 4
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize(("quantize", "error"), [("8bit", 0.03), ("4bit", 0.3)])
+@pytest.mark.parametrize(
+    ("kind", "quantize", "error"),
+    by_day(
+        [("dit", "8bit", 0.03), ("sdxl", "4bit", 0.3)],
+        *(("dit", "4bit", 0.3), ("sd15", "8bit", 0.03), ("sd15", "4bit", 0.3), ("sdxl", "8bit", 0.03)),
+    ),
+)
 def test_a_quantized_base_trains_the_same_adapter(kind: str, quantize: Any, error: float) -> None:
     model = MODELS[kind]
     exact, near = (adapted(model, LoraConfig(rank=2, quantize=q)) for q in ("none", quantize))

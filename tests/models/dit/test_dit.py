@@ -345,18 +345,3 @@ def test_attention_is_what_was_asked_for() -> None:
         assert dict(dispatch.explain(model, torch.zeros(1)))["blocks.1.attn"].forward == "reference"
     with pytest.raises(RuntimeError, match="flash"):
         trained(attention="flash")(*inputs())
-
-
-def test_load_model_gives_the_network_of_these_weights_and_refuses_others() -> None:
-    config = dit_config("DiT-S/8")
-    built = build_model(config, seed=3)
-    weights = {name: parameter.detach() for name, parameter in built.named_parameters()}
-    loaded = load_model(config, weights)
-    assert loaded.state_dict().keys() == built.state_dict().keys()
-    assert all(
-        torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), built.state_dict().values(), strict=True)
-    )
-    assert all(parameter.requires_grad for parameter in loaded.parameters())
-    weights.pop("final_layer.linear.bias")
-    with pytest.raises(RuntimeError, match=r"final_layer\.linear\.bias"):
-        load_model(config, weights)

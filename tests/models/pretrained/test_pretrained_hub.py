@@ -135,6 +135,7 @@ def test_what_a_run_needs_is_downloaded_once_and_its_export_is_whole(
     assert loaded("a cat", num_inference_steps=1).images[0].size == (32, 32)
 
 
+@pytest.mark.nightly
 def test_a_safety_checker_and_the_variant_of_the_unet_come_along(
     server: Any, user: subprocess.Popen[str], published: Path, tmp_path: Path
 ) -> None:
