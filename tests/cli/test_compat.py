@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from argparse import Action, ArgumentParser
 from operator import attrgetter
 from pathlib import Path
@@ -383,20 +382,6 @@ def test_the_command_prints_lines_for_a_shell(capsys: pytest.CaptureFixture[str]
     assert "# Not the same:" in printed
     assert "--performance.device auto" in printed, "the other script runs on a CPU, too, where the preset refuses to"
     assert "secret" not in in_words(translate("t2i", [*T2I, "--hub_token", "secret"], gpus=1))
-
-
-def test_comments_fit_a_terminal_and_long_arguments_have_lines_of_their_own() -> None:
-    folder = f"/data/{'a-long-name/' * 6}run"
-    translation = translate("t2i-lora", [*T2I, "--output_dir", folder], gpus=1)
-    commands, _, notes = in_words(translation, 60).partition("\n\n# Not the same:\n")
-    assert max(map(len, notes.splitlines())) <= 60
-    assert all(line.startswith("# ") for line in notes.splitlines())
-    assert " ".join(in_words(translation).partition("same:\n")[2].split()) == " ".join(
-        notes.replace("\n#     ", " ").split()
-    )
-    export = commands[commands.index(f"{program()} export") :]
-    assert f"export \\\n    {folder} \\\n    {folder}/export \\\n" in export
-    assert shlex.split(export.replace("\\\n", ""))[2:4] == [folder, f"{folder}/export"]
 
 
 def test_flags_are_abbreviated_as_argparse_allows_it() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from fastdiff.cli.compat.run import SCRIPTS, translate
-from fastdiff.cli.compat.translation import program
 from fastdiff.cli.main import _parser, main
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.presets import preset
@@ -367,17 +366,3 @@ def test_differences_of_images_and_sampling_are_reported() -> None:
         ):  # fmt: skip
             assert word in notes, word
         assert ("--base_samples" in notes) == (script == "iddpm-sr")
-
-
-def test_the_command_prints_all_four(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compat", "--gpus", "8", "iddpm", "--", *DATA, "--batch_size", "16"]) == 0
-    printed = capsys.readouterr().out
-    words = printed.replace("\\\n", " ").split()  # where lines break depends on the length of the folder
-    folders = [f"{os.getcwd()}/path/to/images", f"{os.getcwd()}/data/images-64"]
-    assert words[:6] == [program(), "encode", *folders, "--autoencoder", "identity"]
-    assert "--batch.samples 128 \\\n    --batch.micro 16 \\\n" in printed
-    assert "--format iddpm" in printed
-    assert "--scheduler ddpm \\\n    --respacing 1000 \\\n    --num 10000" in printed
-    assert "# Not the same:" in printed
-    assert main(["compat", "iddpm-sr", "--", *DATA]) == 0
-    assert "--model.low_res_size 64" in capsys.readouterr().out

@@ -11,6 +11,7 @@ import pytest
 
 from fastdiff.cli import main as command
 from fastdiff.config.command_line import train_flags
+from tests.support.nights import by_day
 from tests.support.runs import flags, tiny
 from tests.support.scripts import COMMAND, run_with_forks
 
@@ -36,7 +37,7 @@ def test_every_command_has_both() -> None:
         assert {"--quiet", "--verbose"} <= parser._option_string_actions.keys(), parser.prog
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before the command", "among its flags"])
+@pytest.mark.parametrize("before", by_day([False], True))
 def test_a_quiet_run_of_two_ranks_tells_warnings_alone(digits: Path, tmp_path: Path, before: bool) -> None:
     config = flags(tiny(digits, tmp_path / "run", steps=2))
     words = ["--quiet", "train", *config] if before else ["train", *config, "--quiet"]

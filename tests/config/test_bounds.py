@@ -9,9 +9,7 @@ import pytest
 
 from fastdiff.cli.main import main
 from fastdiff.cluster.launchers.hostfile import read_hostfile
-from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.arguments import types as argument_types
-from fastdiff.config.command_line import train_flags
 from fastdiff.config.presets import preset
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.images.options import SourceOptions
@@ -67,38 +65,6 @@ def test_shapes_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["encode", "synthetic", "out", "--shape", "99999,99999,99999"]
     assert "expected C,H,W" in refused(argv, capsys)
     assert argument_types.shape("4,128,128") == (4, 128, 128)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("model: 2026-01-01", "model: a date, expected a text or a number"),
-        ("model:\n  kind: 2026-01-01 10:00:00", "model.kind: a datetime"),
-        ("output:\n  folder: !!binary aGFsbG8=", "output.folder: a bytes"),
-        ("lora:\n  targets: !!set {a: null}", "lora.targets: a set"),
-        ("optim:\n  betas: [0.9, 2026-01-01]", "optim.betas: a date"),
-        ("2026-01-01: 1", "expected the name of a field"),
-        ("model:\n  3: 1", "model.3: expected the name of a field"),
-        ("model:\n  kind: [dit]", "model.kind: expected the name of a network"),
-    ],
-)
-def test_values_that_json_lacks_are_named(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
-        train_flags.parse(["--preset", "digits", "--config", str(tmp_path / "run.yaml")])
-
-
-@pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])
-@pytest.mark.parametrize("value", [3, "cpu", [], True])
-def test_offload_that_is_no_object_is_named(name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf'"zero_optimization.{name}": .*expected an object'):
-        deepspeed_config.resolve({"zero_optimization": {"stage": 3, name: value}}, preset("digits"), 1)
-
-
-@pytest.mark.parametrize("stage", [True, "3", 4, None, [1]])
-def test_a_stage_that_is_none_is_named(stage: object) -> None:
-    with pytest.raises(ConfigError, match=r"zero_optimization.stage"):
-        deepspeed_config.resolve({"zero_optimization": {"stage": stage}}, preset("digits"), 1)
 
 
 @pytest.mark.fault(28)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -81,11 +82,6 @@ def test_a_wrong_file_is_explained(tmp_path: Path, text: str, message: str) -> N
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         train_flags.parse(["--preset", "digits", "--config", str(tmp_path / "run.yaml")])
-
-
-def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean digits"):
-        train_flags.parse(["--preset", "digist"])
 
 
 def test_a_missing_preset_lists_them() -> None:
@@ -267,18 +263,17 @@ def test_samples_must_be_whole_steps() -> None:
         RunConfig(samples=1000, batch=BatchConfig(samples=256))
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
 @pytest.mark.parametrize("file", sorted((ROOT / "deepspeed_configs").glob("*.json")), ids=lambda f: f.stem)
-@pytest.mark.parametrize("ranks", [1, 8])
-def test_every_deepspeed_file_resolves_for_every_preset(name: str, file: Path, ranks: int) -> None:
-    config = preset(name)
-    resolved = deepspeed_config.resolve(deepspeed_config.read(str(file)), config, ranks)
-    assert resolved["train_batch_size"] == config.batch.samples
-    assert resolved["bf16"]["enabled"] == (config.performance.precision == "bf16")
-    left = {key for key, value in resolved.items() if value == "auto"}
+def test_every_deepspeed_file_resolves_for_every_preset(file: Path) -> None:
     decided = {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}  # at the start, by memory
-    assert left == (decided if config.batch.micro == "auto" else set())
-    assert json.dumps(resolved).count('"auto"') == len(left)
+    for name, ranks in product(sorted(PRESETS), (1, 8)):
+        config = preset(name)
+        resolved = deepspeed_config.resolve(deepspeed_config.read(str(file)), config, ranks)
+        assert resolved["train_batch_size"] == config.batch.samples, name
+        assert resolved["bf16"]["enabled"] == (config.performance.precision == "bf16"), name
+        left = {key for key, value in resolved.items() if value == "auto"}
+        assert left == (decided if config.batch.micro == "auto" else set()), name
+        assert json.dumps(resolved).count('"auto"') == len(left), name
 
 
 def test_without_a_file_it_is_zero1() -> None:
@@ -310,7 +305,12 @@ def test_one_rank_shards_nothing(precision: Precision, optimizer: str) -> None:
         ({"bf16": {"enabled": True}}, r'"bf16.enabled": true, but --performance.precision gives false'),
         ({"optimizer": {"type": "Adam"}}, r"--optim\.\* decides"),
         ({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}, "which fastdiff does not fill"),
-        ({"zero_optimization": {"stage": 4}}, "expected 0, 1, 2 or 3"),
+        *(({"zero_optimization": {"stage": s}}, "expected 0, 1, 2 or 3") for s in (4, True, "3", None, [1])),
+        *(
+            ({"zero_optimization": {"offload_param": o}}, 'offload_param": .*expected an object')
+            for o in (3, "cpu", True)
+        ),
+        ({"zero_optimization": {"offload_optimizer": []}}, 'offload_optimizer": .*expected an object'),
         ({"bf16": True}, r'"bf16": true; expected an object'),
         ({"zero_optimization": True}, r'"zero_optimization": true; expected an object'),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "not supported"),
@@ -432,6 +432,9 @@ def test_a_file_names_preset_and_length_as_the_flags_do(
         ("seed: 1\x00", "not a readable YAML or JSON file"),
         ("seed: 1\n---\nseed: 2", "not a readable YAML or JSON file"),
         ("1: 2", "1: expected the name of a field"),
+        ("model: {3: 1}", "model.3: expected the name of a field"),
+        ("model: {kind: [dit]}", "model.kind: expected the name of a network"),
+        ("lora: {targets: !!set {a: null}}", "lora.targets: a set"),
         ("", "it is empty; expected fields of a run"),
         ("seed: !!binary aGVsbG8=", "seed: a bytes, expected a text or a number"),
         ("data: {path: 's3://key:SECRET@bucket/x'}\nseed: x", "seed: "),

@@ -323,25 +323,6 @@ def test_a_run_whose_images_would_come_from_predicted_noise_is_refused_at_once(o
 
 
 @pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (["--objective.process", "flow", "--objective.prediction", "flow", "--objective.variance", "learned_range"],
-         "--objective.variance learned_range is for --objective.process ddpm, given flow; leave it out"),
-        (["--objective.process", "flow", "--objective.prediction", "flow", "--timesteps.density", "importance"],
-         "draws discrete timesteps by the past losses of each"),
-        (["--objective.min_snr_gamma", "0"], "--objective.min_snr_gamma 0.0: above 0"),
-        (["--objective.variance", "learned_range"], "--model.learn_sigma"),
-        (["--objective.loss", "kl", "--objective.min_snr_gamma", "5"], "the bound has its own weights"),
-        (["--timesteps.density", "mode", "--timesteps.mode_scale", "2"], "from -1 to 1.75"),
-        (["--timesteps.shift", "3"], "is for --objective.process flow"),
-    ],
-)  # fmt: skip
-def test_the_command_line_refuses_them(flags: list[str], reason: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(reason)):
-        parse(["--preset", "digits", *flags])
-
-
-@pytest.mark.parametrize(
     ("flags", "remedy"),
     [
         ("--preset dit-b-2-256 --objective.noise_offset 0.1", "--objective.variance fixed_small"),
