@@ -19,6 +19,7 @@ from fastdiff.config.run_record import claim
 from fastdiff.dashboard.folders import key_of
 from fastdiff.dashboard.report import write_report
 from tests.dashboard.folders import ledger, lines, picture, record, run_folder, validation
+from tests.support.nights import by_day
 from tests.support.processes import ON_CPU, stop
 from tests.support.runs import flags, tiny
 from tests.support.scripts import COMMAND, TRAIN, Script
@@ -111,6 +112,7 @@ def texts(page: Page, selector: str) -> list[str]:
     return [text.strip() for text in page.locator(selector).all_inner_texts()]
 
 
+@pytest.mark.nightly
 def test_a_training_run_is_shown_live_and_over_a_death_of_the_server(
     context: BrowserContext, digits: Path, tmp_path: Path
 ) -> None:
@@ -401,7 +403,7 @@ def test_a_hundred_thousand_records_are_thinned(page: Page, tmp_path: Path) -> N
     assert page.evaluate("Math.max(...Store.runs[0].columns.loss.max)") == 50
 
 
-@pytest.mark.parametrize("width", [320, 390, 768, 1920])
+@pytest.mark.parametrize("width", by_day([320, 1920], 390, 768))
 def test_it_fits_every_width(page: Page, report_of_two: Path, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 800})
     page.goto(report_of_two.as_uri())

@@ -53,6 +53,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def once(world: World, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step, alone in its folder, which tests only read."""
+    folder = tmp_path_factory.mktemp("once") / "run"
+    train(tiny(digits, folder, steps=1), launch(1), world)
+    return folder
+
+
 def trained(world: World, made: Path, kind: Kind, run_folder: Path, **changes: Any) -> Path:
     train(text_run(made / f"{kind}-data", made / kind, run_folder, kind=kind, **changes), launch(1), world)
     return run_folder
@@ -256,20 +264,12 @@ def test_the_dtype_and_the_step_are_those_asked_for(world: World, digits: Path, 
     ],
 )
 def test_impossible_exports_are_refused(
-    world: World,
-    digits: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
-    options: list[str],
-    message: str,
+    once: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, options: list[str], message: str
 ) -> None:
-    train(tiny(digits, tmp_path / "run", steps=1), launch(1), world)
-    monkeypatch.chdir(tmp_path)
-    capsys.readouterr()
+    monkeypatch.chdir(once.parent)
     assert main(["export", "run", *options]) == 2
     assert message in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    assert [path.name for path in once.parent.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize(
@@ -279,22 +279,17 @@ def test_impossible_exports_are_refused(
         ("/dev/null/x", "Not a directory; /dev/null/x is not written: a file stands where its path needs a folder"),
     ],
 )
-def test_an_export_where_no_folder_can_be_made_ends(
-    world: World, digits: Path, tmp_path: Path, capsys: Any, out: str, message: str
-) -> None:
-    train(tiny(digits, tmp_path / "run", steps=1), launch(1), world)
-    capsys.readouterr()
-    assert main(["export", str(tmp_path / "run"), out, "--format", "safetensors"]) == 74
+def test_an_export_where_no_folder_can_be_made_ends(once: Path, capsys: Any, out: str, message: str) -> None:
+    assert main(["export", str(once), out, "--format", "safetensors"]) == 74
     assert message in capsys.readouterr().err
 
 
-def test_a_full_disk_leaves_nothing(world: World, digits: Path, tmp_path: Path) -> None:
-    train(tiny(digits, tmp_path / "run", steps=1), launch(1), world)
-    weights = sum(value.numel() * 4 / 2**20 for value in newest(tmp_path / "run").weights().values())
+def test_a_full_disk_leaves_nothing(once: Path, tmp_path: Path) -> None:
+    weights = sum(value.numel() * 4 / 2**20 for value in newest(once).weights().values())
     for name, room in (("safetensors", 0.5), ("dit", 0.5), ("dit", 1.5), ("dit-training", 5.0)):
         with tiny_disk(tmp_path / f"{name}-{room}", room * weights) as disk:
             with pytest.raises(StorageError, match=r"free some space|free twice the size"):
-                export(tmp_path / "run", disk / "out", Choice(format=name))  # type: ignore[arg-type]
+                export(once, disk / "out", Choice(format=name))  # type: ignore[arg-type]
             assert list(disk.iterdir()) == []
 
 
@@ -356,32 +351,26 @@ def _peak_mb(world: World, folder: Path) -> float:
 
 
 def test_folders_of_the_user_beside_an_export_stay(
-    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    once: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(tiny(digits, tmp_path / "run", steps=1), launch(1), world)
     for name in ("out.tmp", "out.unfinished"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").write_text("years of work")
-    command = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "safetensors"]
+    command = ["export", str(once), str(tmp_path / "out"), "--format", "safetensors"]
     assert main(command) == 2
     assert f"{tmp_path / 'out.unfinished'} exists and is not of fastdiff" in capsys.readouterr().err
     (tmp_path / "out.unfinished").rename(tmp_path / "out.other")
     assert main(command) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.other", "out.tmp", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.other", "out.tmp"]
     for name in ("out.tmp", "out.other"):
         assert (tmp_path / name / "mine").read_text() == "years of work"
 
 
 def test_the_second_of_two_exports_at_once_is_refused(
-    world: World,
-    digits: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first waits before its last file until the second has ended."""
-    train(tiny(digits, tmp_path / "run", steps=1), launch(1), world)
-    command = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "safetensors"]
+    command = ["export", str(once), str(tmp_path / "out"), "--format", "safetensors"]
     begun, ended, codes = threading.Event(), threading.Event(), list[int]()
     write_card = fastdiff.export.run.write_card
 
@@ -399,8 +388,8 @@ def test_the_second_of_two_exports_at_once_is_refused(
     first.join()
     assert (code, codes) == (2, [0])
     assert f"another process is writing {tmp_path / 'out'}" in said
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
-    assert load_file(tmp_path / "out" / "model.safetensors").keys() == newest(tmp_path / "run").weights().keys()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == newest(once).weights().keys()
 
 
 def test_the_streamed_file_is_a_safetensors_file(tmp_path: Path) -> None:
