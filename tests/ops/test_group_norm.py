@@ -219,14 +219,6 @@ def test_a_number_that_is_not_finite_spoils_its_group_and_no_other(bad, form, de
         assert torch.equal(results[name], clean[name]), name
 
 
-def test_the_mean_is_within_one_unit_of_the_last_place(form, device):
-    inputs, _ = problem((2, 120, 16, 24), FP32, device, mean=1e4)
-    x, weight, bias = (value.detach() for value in inputs.values())
-    mean = op._group_norm_triton(x, None, None, weight, bias, 4, 1e-5, True)[2]
-    exact = x.double().reshape(2, 4, -1).mean(-1)
-    assert (mean - exact).abs().max() <= 2**-10  # of numbers in [2**13, 2**14)
-
-
 @pytest.mark.parametrize("value", [0.0, 3.7, 1.1e10])
 def test_a_constant_input_gives_the_bias(value, form, device):
     inputs, upstream = problem((1, 12, 5, 31), FP32, device)

@@ -76,9 +76,6 @@ def covering(names):
         yield pytest.param(name, dtype, marks=() if by_day else pytest.mark.nightly)
 
 
-PIXELS = [name for name, (_, _, options) in SHAPES.items() if not options.get("posterior")]
-
-
 @pytest.mark.parametrize(("name", "dtype"), list(covering(SHAPES)))
 def test_loss_and_gradient_are_as_accurate_as_eager(name, dtype, device):
     shape, channels, options = SHAPES[name]
@@ -86,14 +83,6 @@ def test_loss_and_gradient_are_as_accurate_as_eager(name, dtype, device):
     assert_as_accurate_as_eager(
         by("triton", **options), by("reference", **options), inputs_of(shape, channels, device, dtype), [upstream]
     )
-
-
-@pytest.mark.parametrize(("name", "dtype"), list(zip(PIXELS, 3 * DTYPES, strict=False)))
-def test_loss_and_gradient_of_pixels(name, dtype, device):
-    shape, channels, options = SHAPES[name]
-    inputs = with_pixels(inputs_of(shape, channels, device, dtype))
-    upstream = torch.linspace(0.3, 0.7, 2 * shape[0], device=device)[::2]
-    assert_as_accurate_as_eager(by("triton", **options), by("reference", **options), inputs, [upstream])
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])

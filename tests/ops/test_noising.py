@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 
 from fastdiff.rng import Stream
-from fastdiff_bench.correctness.accuracy import assert_as_accurate_as_eager, poisoned_memory
+from fastdiff_bench.correctness.accuracy import assert_as_accurate_as_eager
 from fastdiff_kernels import noising, philox
 from fastdiff_kernels.noising import Streams, corrupt, corrupt_reference, dequantised
 from tests.support.references.timesteps import uniform_timesteps
@@ -226,14 +226,6 @@ def test_the_result_does_not_depend_on_the_batch_it_comes_in(device):
         assert torch.equal(whole[index], torch.cat([part[index] for part in parts]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_dtype_of_the_result_is_a_rounding_and_nothing_else(dtype, device):
-    inputs = (latents_of((2, 4, 8, 8), device, torch.bfloat16), places(2, device), table_of(device))
-    exact, _ = corrupt(*inputs, seed=0, backend="triton")
-    rounded, _ = corrupt(*inputs, seed=0, dtype=dtype, backend="triton")
-    assert torch.equal(rounded, exact.to(dtype))
-
-
 @pytest.mark.parametrize(("shape", "options"), [((2, 3, 5, 7), {"offset": 0.1}), ((2, 4, 27, 19), {})])
 def test_the_kernel_writes_every_element_and_nothing_else(shape, options, monkeypatch, device):
     latents, position, table = latents_of(shape, device), places(2, device), table_of(device)
@@ -313,13 +305,6 @@ def test_bytes_per_element(dtype, noisy, channels, options, each, device):
     with counting() as traffic:
         corrupt(latents, position, table, seed=0, dtype=noisy, backend="triton", **options)
     assert each <= traffic.bytes / (4 * 64 * 64) < 1.02 * each
-
-
-def test_poison_reaches_the_kernels_outputs(device):
-    """Otherwise an element that is not written would not be seen by the test of accuracy."""
-    with poisoned_memory():
-        noisy, _ = noising._empty(torch.zeros(1, 1, 2, 2, device=device), None, False, torch.bfloat16)
-    assert noisy.isnan().all()
 
 
 LATENTS = torch.zeros(2, 4, 8, 8)

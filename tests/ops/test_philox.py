@@ -231,11 +231,14 @@ def _python(code: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_without_triton_the_package_imports_and_the_reference_runs():
+def test_without_triton_and_xformers_the_package_imports_and_the_references_run():
     code = """
-sys.modules["triton"] = None
+sys.modules["triton"] = sys.modules["xformers"] = None
 import torch
 from fastdiff_kernels import philox
+from fastdiff_kernels.attention import attention, xformers_problem
+assert torch.equal(attention(*torch.ones(3, 1, 2, 5, 8)), torch.ones(1, 2, 5, 8))
+assert "pip install 'xformers>=" in xformers_problem()
 print(philox.bits(0, 0, torch.tensor([0]), 1).item())
 try:
     philox.bits(0, 0, torch.tensor([0]), 1, "triton")
@@ -245,28 +248,6 @@ except RuntimeError as error:
     words, message = _python(code).splitlines()
     assert int(words) == 0x6627E8D5
     assert "Triton is not installed" in message
-
-
-def test_kernel_compiles_ahead_of_time_with_stores_of_16_bytes(tmp_path):
-    code = """
-import re
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from fastdiff_kernels.philox import _philox_kernel
-names = ["out_ptr", "position_ptr", "seed", "stream", "count", "tiles", "KIND", "BLOCK_GROUPS"]
-by_16 = [["tt.divisibility", 16]]
-for arch, kind, out in ((80, "normal", "*fp32"), (90, "bits", "*i64"), (100, "normal", "*fp32")):
-    # Seed 1 and stream 1 are compiled as constants, as the launcher does with an argument that is 1.
-    types = [out, "*i64", "constexpr", "constexpr", "i32", "i32", "constexpr", "constexpr"]
-    source = ASTSource(
-        _philox_kernel, dict(zip(names, types)), {"seed": 1, "stream": 1, "KIND": kind, "BLOCK_GROUPS": 256},
-        {(0,): by_16, (1,): by_16, (4,): by_16},
-    )
-    ptx = compile(source, target=GPUTarget("cuda", arch, 32)).asm["ptx"]
-    print(*sorted(set(re.findall(r"st\\.global\\S*", ptx))), "call" if "call.uni" in ptx else "inline")
-"""
-    lines = _python(code, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0").splitlines()
-    assert lines == ["st.global.v4.b32 inline", "st.global.v2.b64 inline", "st.global.v4.b32 inline"]
 
 
 @pytest.mark.gpu
