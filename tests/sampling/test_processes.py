@@ -89,12 +89,16 @@ def test_dpmsolver_follows_the_probability_flow(objective: ObjectiveConfig) -> N
     assert flow_error(objective, 0.4, scheduler="dpmsolver++", steps=80) < 0.006
 
 
-@pytest.mark.parametrize("objective", [*PATHS, OBJECTIVES[-1]], ids=name)
+@pytest.mark.parametrize("objective", [*OBJECTIVES[:3], *PATHS, OBJECTIVES[-1]], ids=name)
 def test_ddim_follows_it_too(objective: ObjectiveConfig) -> None:
     assert flow_error(objective, 0.4, scheduler="ddim", steps=400) < 0.03
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=name)
+@pytest.mark.parametrize(
+    "objective",
+    [*OBJECTIVES, DdpmConfig(schedule="cosine"), DdpmConfig(schedule="scaled_linear", prediction="v")],
+    ids=name,
+)
 @pytest.mark.parametrize("scheduler", ["ddim", "dpmsolver++", "ddpm"])
 def test_one_point_is_recovered_in_any_number_of_steps(objective: ObjectiveConfig, scheduler: SchedulerName) -> None:
     # Of the mean of the step before x0 is a ten thousandth, in the noisiest ones.
@@ -104,7 +108,7 @@ def test_one_point_is_recovered_in_any_number_of_steps(objective: ObjectiveConfi
         torch.testing.assert_close(images, MEANS[LABELS].view(-1, 1, 1, 1).expand_as(images), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("objective", [OBJECTIVES[3], PATHS[0], OBJECTIVES[-2]], ids=name)
+@pytest.mark.parametrize("objective", [OBJECTIVES[0], OBJECTIVES[3], PATHS[0], OBJECTIVES[-2]], ids=name)
 def test_ancestral_sampling_has_the_right_spread(objective: ObjectiveConfig) -> None:
     mean, spread = statistics(objective, 0.6, scheduler="ddpm", steps=150)
     assert mean == pytest.approx(float(MEANS[1]), abs=0.02)
@@ -146,9 +150,15 @@ def test_processes_without_timesteps_refuse_respacing(objective: ObjectiveConfig
 
 
 @pytest.mark.parametrize("scheduler", ["ddim", "dpmsolver++", "ddpm"])
-@pytest.mark.parametrize("prediction", ["v", "x0", "previous_x"])
-def test_jsd_ends_in_pure_noise(prediction: Any, scheduler: SchedulerName) -> None:
-    objective = DdpmConfig(schedule="jsd", prediction=prediction)
+@pytest.mark.parametrize(
+    "objective",
+    [
+        *(DdpmConfig(schedule="jsd", prediction=prediction) for prediction in ("v", "x0", "previous_x")),
+        *(DdpmConfig(schedule="scaled_linear", zero_terminal_snr=True, prediction=each) for each in ("v", "x0")),
+    ],
+    ids=name,
+)
+def test_schedules_that_end_in_pure_noise(objective: DdpmConfig, scheduler: SchedulerName) -> None:
     mean, spread = statistics(objective, 0.6, scheduler=scheduler, steps=150)
     assert mean == pytest.approx(float(MEANS[1]), abs=0.02)
     assert spread == pytest.approx(0.6, rel=0.05)
@@ -171,6 +181,8 @@ def test_pure_noise_of_the_last_step_is_no_image() -> None:
     objective = DdpmConfig(schedule="jsd", prediction="epsilon")
     with pytest.raises(ConfigError, match=r"jsd schedule is pure noise.*--objective.prediction v or x0"):
         draw(Gaussian(objective, 0.4), objective, LABELS)
+    with pytest.raises(ConfigError, match=r"--objective.prediction v or x0"):
+        draw(Gaussian(objective, 0.4), DdpmConfig(prediction="epsilon", zero_terminal_snr=True), LABELS)
 
 
 # ---- respacing and variances ---------------------------------------------------------------------------

@@ -90,15 +90,15 @@ def test_a_file_draws_what_its_network_draws(tmp_path: Path, name: str) -> None:
     file, out = write(tmp_path / name, content, flags), tmp_path / "out.npz"
     options = [
         "--steps",
-        3,
+        "3",
         "--seed",
-        4,
+        "4",
         "--cfg",
-        1.5,
+        "1.5",
         "--classes",
         "0-2",
         "--per-class",
-        2,
+        "2",
         "--autoencoder",
         "identity",
     ]

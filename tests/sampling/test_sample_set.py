@@ -38,6 +38,7 @@ from fastdiff.sampling.text import as_bytes
 from fastdiff.training.loop import train
 from tests.support.forked import fork_server, forked_ranks, values
 from tests.support.injected.durable_calls import DURABLE, REMOVING, dying_at
+from tests.support.nights import by_day
 from tests.support.processes import BIN, Finished, run
 from tests.support.runs import launch, tiny
 from tests.support.scripts import COMMAND, run_job
@@ -108,7 +109,7 @@ def drawn_in_bf16(world: World, folder: Path, out: Path) -> torch.dtype:
     return next(run.model.parameters()).dtype
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", by_day([3], 2))
 def test_any_number_of_ranks_writes_the_same_file(trained: Path, undisturbed: Path, tmp_path: Path, ranks: int) -> None:
     out = tmp_path / "new" / "out.npz"
     finished = values(forked_ranks(drawn_by, trained, out, ranks=ranks))
@@ -290,23 +291,30 @@ def test_a_set_that_another_rank_finishes_during_the_start_is_complete(
 # ---- refused -------------------------------------------------------------------------------------------
 
 
+OTHER_SETTINGS = [
+    (["--seed", "1"], "seed: 0 there, 1 now"),
+    (["--steps", "5"], "steps: 4 there, 5 now"),
+    (["--scheduler", "ddpm"], "scheduler: ddim there, ddpm now"),
+    (["--cfg", "2"], "cfg: 1.5 there, 2.0 now"),
+    (["--cfg-channels", "1"], "cfg_channels: None there, 1 now"),
+    (["--no-clip-denoised"], "clip: True there, False now"),
+    (["--num", "999"], "images: 1000 there, 999 now"),
+    (["--batch", "32"], "batch: 64 there, 32 now"),
+    (["--precision", "bf16"], "precision: fp32 there, bf16 now"),
+    (["--classes", "0-3"], r"classes: drawn from all 10 there, drawn from \[0, 1, 2, 3\] now"),
+    (["--ema", "0.5"], r"weights: step 2, EMA of rate 0.9 there, step 2, EMA of rate 0.5 now"),
+]
+
+
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "message", "begun"),
     [
-        (["--seed", "1"], "seed: 0 there, 1 now"),
-        (["--steps", "5"], "steps: 4 there, 5 now"),
-        (["--scheduler", "ddpm"], "scheduler: ddim there, ddpm now"),
-        (["--cfg", "2"], "cfg: 1.5 there, 2.0 now"),
-        (["--cfg-channels", "1"], "cfg_channels: None there, 1 now"),
-        (["--no-clip-denoised"], "clip: True there, False now"),
-        (["--num", "999"], "images: 1000 there, 999 now"),
-        (["--batch", "32"], "batch: 64 there, 32 now"),
-        (["--precision", "bf16"], "precision: fp32 there, bf16 now"),
-        (["--classes", "0-3"], r"classes: drawn from all 10 there, drawn from \[0, 1, 2, 3\] now"),
-        (["--ema", "0.5"], r"weights: step 2, EMA of rate 0.9 there, step 2, EMA of rate 0.5 now"),
+        # By day each of them once.
+        pytest.param(*setting, begun, marks=() if begun == number % 2 else pytest.mark.nightly)
+        for number, setting in enumerate(OTHER_SETTINGS)
+        for begun in (True, False)
     ],
 )
-@pytest.mark.parametrize("begun", [True, False], ids=["begun", "complete"])
 def test_other_settings_do_not_go_on(
     trained: Path, undisturbed: Path, tmp_path: Path, capsys: Any, changed: list[str], message: str, begun: bool
 ) -> None:
@@ -425,14 +433,6 @@ def test_the_number_of_images_of_each_class(trained: Path, tmp_path: Path) -> No
     assert labels is not None
     assert labels.tolist() == [7, 2, 7, 2, 7, 2]
     assert len(images) == 6
-
-
-def test_only_some_classes_are_drawn(trained: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.npz"
-    assert main(["sample", str(trained), "--classes", "7,2", "--num", "40", "--steps", "1", "--npz", str(out)]) == 0
-    labels = read_npz(out)[1]
-    assert labels is not None
-    assert set(labels.tolist()) == {2, 7}
 
 
 def test_pixels_are_clamped_unless_it_is_turned_off(trained: Path, tmp_path: Path) -> None:
