@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +15,6 @@ from fastdiff.batch import Batch
 from fastdiff.config.sections.objective import DdpmConfig, ObjectiveConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.schedules import betas
-from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
 from fastdiff.rng import Stream, normal
 from fastdiff.training.engines.deepspeed import DeepSpeedEngine
@@ -133,30 +131,6 @@ def test_an_input_of_another_dtype_keeps_it_and_loses_no_more() -> None:
     assert after.correction.dtype == torch.float32
     sigma = before.levels.table[before.levels.row, 1].view(-1, 1, 1, 1)
     assert torch.equal(after.noisy, (before.noisy.float() + sigma * after.correction).bfloat16())
-
-
-def test_a_perfect_model_is_corrected_by_nothing() -> None:
-    objective, batch = _objective(noise_offset=0.1), _batch()
-    perfect = _noise(objective.config).float()
-    after = objective.add_noise(batch, lambda noisy, time, label: perfect)
-    assert after.correction is not None
-    assert after.correction.abs().max() < 8 * EPS
-    assert objective.loss(perfect, batch, after).max() < (64 * EPS) ** 2
-
-
-@pytest.mark.parametrize("prediction", ["v", "x0"])
-def test_dream_needs_the_prediction_of_noise(prediction: Any) -> None:
-    message = rf"--objective\.dream needs --objective\.prediction epsilon, given {prediction}"
-    with pytest.raises(ConfigError, match=message):
-        DdpmConfig(dream=True, prediction=prediction)
-    undecided = DdpmConfig(dream=True, prediction="auto")
-    with pytest.raises(ConfigError, match=message):  # once the pipeline's scheduler has decided it
-        replace(undecided, prediction=prediction)
-
-
-def test_a_negative_exponent_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--objective\.dream_detail_preservation -1"):
-        DdpmConfig(dream=True, dream_detail_preservation=-1)
 
 
 class Counting(DeepSpeedEngine):

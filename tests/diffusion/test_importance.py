@@ -16,7 +16,7 @@ from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.processes import build_process
-from fastdiff.diffusion.timesteps import HISTORY, UNIFORM_PROB, Timesteps, build_timesteps
+from fastdiff.diffusion.timesteps import HISTORY, Timesteps, build_timesteps
 from fastdiff.parallel.world import World
 from tests.support.processes import run_ranks
 
@@ -98,10 +98,6 @@ def warm(seed: int = 0, **config: object) -> tuple[Timesteps, Tensor]:
     drawn.end_step(ALONE)
     root = loss.view(12, T)[-10:].double().square().mean(dim=0).sqrt()
     return drawn, (1 - 0.001) * root / root.sum() + 0.001 / T
-
-
-def test_the_published_constants() -> None:
-    assert (HISTORY, UNIFORM_PROB) == (10, 0.001)
 
 
 @pytest.mark.parametrize("stratified", [False, True])

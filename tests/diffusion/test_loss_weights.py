@@ -144,17 +144,6 @@ def weight_of(kind, prediction, snr):
     return OF_X0[kind](snr, USUAL.get(kind)) / {"epsilon": snr, "v": snr + 1, "x0": 1.0}[prediction]
 
 
-@pytest.mark.parametrize("schedule", ["linear", "scaled_linear", "cosine"])
-@pytest.mark.parametrize("prediction", ["epsilon", "v", "x0"])
-def test_min_snr_weights_are_their_closed_form(schedule, prediction):
-    """Its gamma on its own asks for it."""
-    weights, snr = tables(DdpmConfig(schedule=schedule, prediction=prediction, min_snr_gamma=5.0))
-    for step in range(0, 1000, 37):
-        clamped = min(float(snr[step]), 5.0)
-        divisor = {"epsilon": float(snr[step]), "v": float(snr[step]) + 1, "x0": 1.0}[prediction]
-        assert weights[step].item() == pytest.approx(clamped / divisor, rel=1e-7)
-
-
 def test_the_gamma_of_the_configuration_is_used():
     for kind in ("auto", "min_snr", "soft_min_snr"):
         weights, snr = tables(DdpmConfig(weighting=kind, min_snr_gamma=2.5))
@@ -173,17 +162,3 @@ def test_p2_has_the_exponent_of_the_configuration(zero_terminal, gamma):
         options = {"weighting": "p2", "p2_gamma": gamma, "zero_terminal_snr": zero_terminal}
         found, _ = tables(DdpmConfig(prediction=prediction, **options))
         np.testing.assert_allclose(found, weights, rtol=1e-6, atol=1e-12)
-
-
-def test_without_a_weighting_every_weight_is_one():
-    for zero_terminal in (False, True):
-        for kind in ("auto", "none"):
-            weights, _ = tables(DdpmConfig(zero_terminal_snr=zero_terminal, weighting=kind))
-            assert (weights == 1).all()
-
-
-@pytest.mark.parametrize("kind", ["none", "p2", "debiased", "snr"])
-def test_a_gamma_for_a_weighting_that_has_none_is_refused(kind):
-    message = rf"--objective.min_snr_gamma 5.0: --objective.weighting {kind} does not use it; set --objective"
-    with pytest.raises(ConfigError, match=message):
-        DdpmConfig(weighting=kind, min_snr_gamma=5.0)

@@ -7,7 +7,6 @@ import torch
 
 from fastdiff.batch import Batch
 from fastdiff.config.networks.dit import DiTConfig
-from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.diffusion.levels import loss_weights
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.schedules import Schedule, betas
@@ -18,7 +17,6 @@ from fastdiff.rng import Stream, normal
 from fastdiff.training.metrics import Meters
 from fastdiff_kernels import dispatch
 from tests.support.inputs.objectives import objective_of
-from tests.support.references.timesteps import uniform_timesteps
 
 PREDICTIONS = ("epsilon", "v", "x0")
 CLASSES = 10
@@ -44,10 +42,6 @@ def _batch(size=16, dtype=torch.float32, position=None, posterior=False):
 def _on(batch, device):
     condition = {name: value.to(device) for name, value in batch.condition.items()}
     return Batch(batch.latents.to(device), batch.position.to(device), condition)
-
-
-def _rows(batch, rows):
-    return Batch(batch.latents[rows], batch.position[rows], {n: v[rows] for n, v in batch.condition.items()})
 
 
 def _exact(config, time):
@@ -80,21 +74,6 @@ def _exact_target(objective, batch, corruption):
     return {"epsilon": noise, "v": alpha * noise - sigma * clean, "x0": clean}[objective.config.prediction]
 
 
-def test_sigma_at_time_zero_is_positive_for_bf16_latents():
-    candidates = torch.arange(20_000)
-    first = candidates[uniform_timesteps(0, candidates, 1000) == 0]
-    assert len(first) > 5
-    for schedule, sigma in (("linear", 1e-2), ("scaled_linear", 0.00085**0.5), ("cosine", 6.425e-3)):
-        objective = _objective(schedule=schedule)
-        batch = _batch(dtype=torch.bfloat16, position=first)
-        corruption = objective.add_noise(batch)
-        assert corruption.noisy.dtype == torch.float32
-        added = corruption.noisy - (1 - sigma**2) ** 0.5 * batch.latents.float()
-        noise = _noise(objective, batch)
-        ratio = (added * noise).sum() / noise.square().sum()
-        assert ratio.item() == pytest.approx(sigma, rel=1e-3)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("zero_terminal", [False, True])
 @pytest.mark.parametrize("posterior", [False, True])
@@ -109,47 +88,6 @@ def test_noisy_latents_are_within_rounding_of_fp64(dtype, zero_terminal, posteri
     bound = 3.01 * EPS * (clean.abs() + added.abs()) + 1.01 * alpha * of_sample
     assert corruption.noisy.shape == (256, 4, 8, 8)
     assert ((corruption.noisy.double() - clean - added).abs() <= bound).all()
-
-
-def test_the_time_comes_from_its_stream():
-    batch = _batch()
-    assert torch.equal(_objective(seed=77).add_noise(batch).time, uniform_timesteps(77, batch.position, 1000))
-
-
-def test_noisy_latents_of_another_dtype_are_the_same_ones_rounded():
-    batch, config = _batch(), DdpmConfig(noise_offset=0.1)
-    objective = Objective(config, seed=0, null=NULL, device="cpu", dtype=torch.bfloat16)
-    noisy = objective.add_noise(batch).noisy
-    assert noisy.dtype == torch.bfloat16
-    assert torch.equal(noisy, _objective(noise_offset=0.1).add_noise(batch).noisy.bfloat16())
-
-
-def test_a_corruption_does_not_depend_on_the_split_of_the_batch():
-    objective = _objective(noise_offset=0.1, input_perturbation=0.1, condition_dropout=0.5)
-    whole = _batch()
-    expected = objective.add_noise(whole)
-    parts = [objective.add_noise(_rows(whole, rows)) for rows in (slice(0, 5), slice(5, 6), slice(6, 16))]
-    for name in ("noisy", "time"):
-        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(expected, name))
-    assert torch.equal(torch.cat([part.condition["label"] for part in parts]), expected.condition["label"])
-
-
-def test_noise_offset_is_one_constant_per_sample_and_channel():
-    batch = _batch(500)
-    plain, shifted = _objective().add_noise(batch), _objective(noise_offset=0.1).add_noise(batch)
-    constant = 0.1 * normal(0, Stream.OFFSET, batch.position, (4, 1, 1)).double()
-    sigma = _exact(DdpmConfig(), plain.time)[1]
-    difference = (shifted.noisy - plain.noisy).double()
-    torch.testing.assert_close(difference, (sigma * constant).expand_as(difference), rtol=0, atol=64 * EPS)
-
-
-def test_input_perturbation_is_added_to_the_noise():
-    batch = _batch(64)
-    plain, perturbed = _objective().add_noise(batch), _objective(input_perturbation=0.2).add_noise(batch)
-    extra = normal(0, Stream.PERTURBATION, batch.position, (4, 8, 8)).double()
-    sigma = _exact(DdpmConfig(), plain.time)[1]
-    difference = (perturbed.noisy - plain.noisy).double()
-    torch.testing.assert_close(difference, sigma * 0.2 * extra, rtol=0, atol=64 * EPS)
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)

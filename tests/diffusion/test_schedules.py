@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdiff.config.sections.objective import DdpmConfig, ObjectiveConfig
-from fastdiff.diffusion.schedules import Schedule, alpha_bar_of, betas, zero_terminal_snr
+from fastdiff.diffusion.schedules import Schedule, alpha_bar_of, betas
 from fastdiff.errors import ConfigError
 
 OF_DIFFUSERS = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine": "squaredcos_cap_v2"} | {
@@ -139,15 +139,6 @@ def test_other_schedules_of_diffusers_are_read() -> None:
     given = torch.rand(30, dtype=torch.float64) / 10
     assert torch.equal(alpha_bar_of({"trained_betas": given.tolist()}), torch.cumprod(1 - given, 0))
     assert len(alpha_bar_of({"beta_schedule": "of tomorrow"})) == 0
-
-
-def test_zero_terminal_snr_keeps_the_first_step() -> None:
-    plain = betas(DdpmConfig())
-    torch.testing.assert_close(zero_terminal_snr(plain)[0], plain[0], rtol=1e-10, atol=0)
-
-
-def test_cosine_betas_are_capped() -> None:
-    assert betas(DdpmConfig(schedule="cosine")).max() == 0.999
 
 
 @pytest.mark.parametrize("schedule", ["linear", "quad", "const", "warmup10", "warmup50"])

@@ -98,13 +98,6 @@ def test_input_time_and_loss_of_training_are_those_of_its_transport(path: FlowPa
     torch.testing.assert_close(ours.loss(output, batch, corruption), expected, rtol=1e-5, atol=0)
 
 
-def test_the_linear_velocity_is_data_minus_noise() -> None:
-    t = torch.tensor([0.0, 0.25, 1.0])
-    levels = Objective(SIT, seed=0, null={}, device="cpu").process.levels(1 - t)
-    assert torch.equal(levels.time, t)
-    assert levels.table.tolist() == [pytest.approx([float(a), float(1 - a), 1.0, -1.0]) for a in t]
-
-
 @pytest.mark.parametrize("steps", [1, 4, 50])
 def test_sampling_is_an_euler_integration_in_its_own_time(steps: int) -> None:
     """On the linear path a step of DDIM is a step of Euler."""

@@ -122,21 +122,6 @@ def test_the_gradient_agrees_with_the_equations(
         assert (np.abs(along - slope) <= (1e-5 + 2.0**-22 / case.error) * size + bound).all()
 
 
-@pytest.mark.parametrize("loss", ["mse", "rescaled_mse"])
-@pytest.mark.parametrize("variance", LEARNED)
-def test_the_bound_of_a_hybrid_does_not_train_the_mean(loss: str, variance: str) -> None:
-    hybrid, plain = Case(loss=loss, variance=variance), Case()
-    found, channels = gradient(hybrid, hybrid.prediction), SHAPE[0]
-    assert torch.equal(found[:, :channels], gradient(plain, hybrid.prediction[:, :channels]))
-    assert found[:, channels:].abs().amax(dim=(1, 2, 3)).min() > 0
-
-
-@pytest.mark.parametrize("variance", ["fixed_small", "fixed_large"])
-def test_with_a_fixed_variance_rescaled_mse_is_mse(variance: str) -> None:
-    rescaled, plain = Case(loss="rescaled_mse", variance=variance), Case(variance=variance)
-    assert torch.equal(rescaled.loss(rescaled.prediction), plain.loss(plain.prediction))
-
-
 @pytest.mark.parametrize("prediction", ["epsilon", "x0", "v"])
 def test_a_weighting_weighs_the_squared_error_of_a_hybrid_only(prediction: str) -> None:
     options = {"prediction": prediction, "min_snr_gamma": 5.0}
