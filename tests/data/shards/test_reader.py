@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import threading
+from itertools import product
 
 import numpy as np
 import pytest
@@ -227,10 +228,12 @@ def test_an_intact_data_set_has_no_problems(intact):
 
 
 @pytest.mark.fault(17)
-@pytest.mark.parametrize("row", [0, 3, PER_SHARD - 1])
-@pytest.mark.parametrize("where", [0, 9, 20, 127, 128, 150, 128 + 63])
-def test_a_flipped_bit_of_a_latent_is_named(folder, truth, row, where):
-    place = index_of(folder).place("latent.npy", row)
+@pytest.mark.parametrize(
+    ("component", "row", "where"),
+    [*product(["latent.npy"], [0, 3, PER_SHARD - 1], [0, 9, 20, 127, 128, 150, 128 + 63]), ("cls", 4, 0)],
+)
+def test_a_flipped_bit_is_named(folder, truth, component, row, where):
+    place = index_of(folder).place(component, row)
     flip(folder / BAD, place.offset + where)
     with (
         LatentReader(folder) as reader,
@@ -241,17 +244,6 @@ def test_a_flipped_bit_of_a_latent_is_named(folder, truth, row, where):
     assert "fastdiff verify" in str(caught.value)
     assert_all_others_are_exact(folder, truth, [FIRST + row])
     assert len(assert_found_by_verify(folder, place).problems) == 1
-
-
-@pytest.mark.fault(17)
-def test_a_flipped_bit_of_a_class_is_named(folder, truth):
-    place = index_of(folder).place("cls", 4)
-    flip(folder / BAD, place.offset)
-    with LatentReader(folder) as reader, pytest.raises(DataError, match=r"crc32") as caught:
-        reader.read([FIRST + 4])
-    assert_named(str(caught.value), place)
-    assert_all_others_are_exact(folder, truth, [FIRST + 4])
-    assert_found_by_verify(folder, place)
 
 
 def test_verify_lists_all_damage(folder):
@@ -346,24 +338,6 @@ def test_a_shard_truncated_under_an_open_reader_is_a_data_error(folder, truth):
         assert reader.read(before)["latent"].tobytes() == truth["latent"][before].tobytes()
 
 
-@pytest.mark.fault(17)
-def test_a_missing_shard_is_named_at_open(folder):
-    (folder / BAD).unlink()
-    with pytest.raises(DataError, match=rf"shard {BAD}: the file is missing"):
-        LatentReader(folder)
-    [problem] = verify(folder).problems
-    assert (problem.shard, problem.what) == (BAD, "the file is missing")
-
-
-@pytest.mark.fault(17)
-def test_a_missing_index_is_named(folder, truth):
-    (folder / BAD).with_suffix(".index.json").unlink()
-    with LatentReader(folder) as reader, pytest.raises(DataError, match=r"index.json is missing"):
-        reader.read([FIRST])
-    assert_all_others_are_exact(folder, truth, list(range(FIRST, FIRST + PER_SHARD)))
-    assert "index.json is missing" in str(verify(folder))
-
-
 def rewrite_index(folder, part, row, change):
     path = (folder / BAD).with_suffix(".index.json")
     content = json.loads(path.read_bytes())
@@ -387,17 +361,6 @@ def test_one_wrong_number_in_an_index_is_named(folder, truth, part, row):
 
 
 @pytest.mark.fault(17)
-def test_the_index_of_another_shard_is_named(folder, truth):
-    shutil.copy(folder / "train-000002.index.json", folder / "train-000001.index.json")
-    with LatentReader(folder) as reader, pytest.raises(DataError, match=r"index and tar differ") as caught:
-        reader.read([FIRST])
-    assert_named(str(caught.value), index_of(folder, "train-000002.tar").place("latent.npy", 0))
-    assert "key 000000008" in str(caught.value)
-    assert_all_others_are_exact(folder, truth, list(range(FIRST, FIRST + PER_SHARD)))
-    assert_found_by_verify(folder, index_of(folder).place("latent.npy", 0))
-
-
-@pytest.mark.fault(17)
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"format": "fastdiff-shard-index"'])
 def test_an_unreadable_index_is_named(folder, content):
     place = index_of(folder).place("latent.npy", 0)
@@ -412,25 +375,23 @@ def test_an_unreadable_index_is_named(folder, content):
 
 
 @pytest.mark.fault(17)
-def test_a_shard_replaced_by_another_valid_shard_is_named(folder, truth):
+@pytest.mark.parametrize(
+    ("suffixes", "problem"),
+    [
+        (["tar"], "crc32"),
+        (["index.json"], "index and tar differ"),
+        (["tar", "index.json", "idx"], "from another encode"),
+    ],
+)
+def test_a_shard_replaced_by_another_valid_one_is_named(folder, truth, suffixes, problem):
+    for suffix in suffixes:
+        shutil.copy(folder / f"train-000002.{suffix}", folder / f"train-000001.{suffix}")
     place = index_of(folder).place("latent.npy", 0)
-    shutil.copy(folder / "train-000002.tar", folder / BAD)
-    with LatentReader(folder) as reader, pytest.raises(DataError, match=r"crc32") as caught:
+    with LatentReader(folder) as reader, pytest.raises(DataError, match=problem) as caught:
         reader.read(np.arange(SAMPLES))
     assert_named(str(caught.value), place)
     assert_all_others_are_exact(folder, truth, list(range(FIRST, FIRST + PER_SHARD)))
     assert_found_by_verify(folder, place)
-
-
-@pytest.mark.fault(17)
-def test_a_shard_replaced_with_its_index_is_named(folder, truth):
-    for suffix in ("tar", "index.json", "idx"):
-        shutil.copy(folder / f"train-000002.{suffix}", folder / f"train-000001.{suffix}")
-    with LatentReader(folder) as reader, pytest.raises(DataError, match=r"from another encode") as caught:
-        reader.read([FIRST])
-    assert_named(str(caught.value), index_of(folder).place("latent.npy", 0))
-    assert_all_others_are_exact(folder, truth, list(range(FIRST, FIRST + PER_SHARD)))
-    assert_found_by_verify(folder, index_of(folder).place("latent.npy", 0))
 
 
 @pytest.mark.fault(17)
