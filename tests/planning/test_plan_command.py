@@ -86,7 +86,7 @@ def test_a_lora_is_counted_apart_from_the_weights_that_it_is_added_to(capsys: py
 
 def test_a_lora_is_told_in_the_heading_and_smaller_if_quantised(capsys: pytest.CaptureFixture[str]) -> None:
     start = ("--lora.rank", "16", "--pretrained.path", "base.pt", "--pretrained.weights")
-    few = ("--preset", "dit-s-8-256", *start, "--batch.micro", "1", "--gpus", "1xH100")
+    few = ("--preset", "dit-s-8-256", *start, "--batch.micro", "1", "--performance.recompute", "--gpus", "1xH100")
     packed = ("--lora.quantize", "4bit")
     heading = plan(capsys, *few, *packed).splitlines()[0]
     assert "LoRA of rank 16, 0.44 M trained and 33.1 M frozen parameters, its large matrices in 4bit, bf16" in heading
