@@ -83,16 +83,6 @@ def test_an_average_is_the_integral_of_the_profile() -> None:
         )
 
 
-def test_closed_forms() -> None:
-    """Constant weights; weights i in step i, whose plain mean is (t + 1) / 2, with gamma 1 (t + 1)(4 t - 1) / (6 t)."""
-    t = 50
-    for found in averages(torch.full((t, 2), 0.3), 0.05, 0.25):
-        assert torch.equal(found, torch.full((2,), 0.3))
-    mean, first = averages(torch.arange(1.0, t + 1)[:, None], 12**-0.5, math.sqrt(2) / 6)
-    assert float(mean) == pytest.approx((t + 1) / 2, rel=1e-6)
-    assert float(first) == pytest.approx((t + 1) * (4 * t - 1) / (6 * t), rel=1e-6)
-
-
 def test_products_of_profiles_against_integrals() -> None:
     tau = (np.arange(400_000) + 0.5) / 400_000 * 30.0
     for (g, s), (h, t) in (((6.94, 10.0), (16.97, 30.0)), ((16.97, 20.0), (6.94, 20.0)), ((2.0, 30.0), (9.0, 12.0))):

@@ -76,15 +76,6 @@ def test_groups_are_those_of_numpy(weighted: bool) -> None:
     assert {again[name] for name in BY_LEVEL} == {None}
 
 
-def test_a_weighted_group_has_the_mean_of_an_even_draw() -> None:
-    """A level that is drawn three times as often, each time with a third of the weight, counts once."""
-    meters = Meters(ALONE)
-    rows, loss, importance = [8, 9, 9, 9], [3.0, 1.0, 1.0, 1.0], [2.0, 2 / 3, 2 / 3, 2 / 3]
-    weights = torch.tensor(importance)
-    meters.add(torch.tensor(loss) * weights, torch.arange(4), levels_of(torch.tensor(rows)), weights)
-    assert meters.read()["loss_q0"] == pytest.approx(2.0)
-
-
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_parts_of_a_loss(weighted: bool) -> None:
     meters = Meters(ALONE, parts=("mse", "vb"))
@@ -117,15 +108,6 @@ def test_nothing_is_read_from_the_device() -> None:
         assert meters.sums.shape == (2, 1 + len(BY_LEVEL))
         with pytest.raises(DataDependentOutputException):
             meters.read()
-
-
-def test_sums_of_an_older_checkpoint_start_anew() -> None:
-    meters = Meters(ALONE)
-    meters.sums += 1
-    meters.restore(torch.full_like(meters.sums, 2.0))
-    assert meters.read()["loss"] == 1.0
-    meters.restore(torch.tensor([5.0, 2.0], dtype=torch.float64))
-    assert math.isnan(meters.read()["loss"])
 
 
 def test_the_log_has_the_losses_by_level(world: World, digits: Path, tmp_path: Path) -> None:

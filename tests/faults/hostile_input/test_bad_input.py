@@ -24,14 +24,14 @@ from fastdiff.data.loading.order import Order
 from fastdiff.data.shards.format import Provenance
 from fastdiff.data.shards.integrity import load_index
 from fastdiff.data.shards.reader import LatentReader
-from fastdiff.errors import ConfigError, DataError, DivergedError, FastdiffError, StorageError, report
+from fastdiff.errors import ConfigError, DivergedError, StorageError
 from fastdiff.parallel.world import World
 from fastdiff.train import main
 from fastdiff.training.loop import train
 from tests.support.injected.tiny_disk import tiny_disk
 from tests.support.processes import deepspeed, start, stop
 from tests.support.runs import flags, hexes, intact, launch, losses, records, tiny, train_losses
-from tests.support.scripts import COMMAND, TRAIN, deepspeed_with_forks, run_job, run_script
+from tests.support.scripts import COMMAND, deepspeed_with_forks, run_script
 
 
 @pytest.fixture(scope="module")
@@ -71,34 +71,6 @@ def grown(config: RunConfig, steps: int) -> RunConfig:
 # --- the command line --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--preset", "digist"], "did you mean digits?"),
-        (["--preset", "digits", "--optim.lrr", "1"], "--optim.lr"),
-        (["--preset", "digits", "--batch.micro", "7"], "--batch.samples 64 is not divisible by 7"),
-    ],
-)
-def test_a_wrong_command_exits_2(
-    world: World, given: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        raise SystemExit(main(given))  # which a wrong flag makes itself
-    assert stopped.value.code == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert "Traceback" not in said
-
-
-@pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_two_ranks_print_one_message(launcher: bool) -> None:
-    """Both have the same error; by night through DeepSpeed's launcher."""
-    wrong = ("--preset", "digist")
-    done = deepspeed(*wrong, ranks=2) if launcher else run_job(TRAIN, *wrong, ranks=2)
-    assert done.code == 2
-    assert done.output.count("did you mean digits?") == 1
-
-
 def test_a_wrong_fastdiff_command_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["encode", "digist", str(tmp_path / "out")]) == 2
     assert commands.main(["sample", str(tmp_path / "nothing")]) == 2
@@ -110,11 +82,6 @@ def test_a_wrong_fastdiff_command_exits_2(tmp_path: Path, capsys: pytest.Capture
 
 
 # --- data ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_missing_data_set_exits_65(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(flags(tiny(tmp_path / "nothing", tmp_path / "run"))) == 65
-    assert "fastdiff encode" in capsys.readouterr().err
 
 
 @pytest.mark.fault(17)
@@ -454,9 +421,3 @@ def test_no_intact_checkpoint_is_an_error_and_not_a_new_start(world: World, trai
         os.truncate(file, 100)
     with pytest.raises(StorageError, match="none of the 2 checkpoints"):
         train(grown(trained, 6), launch(), world)
-
-
-def test_every_error_class_has_its_own_exit_code() -> None:
-    codes = {e: e.exit_code for e in (ConfigError, DataError, DivergedError, StorageError)}
-    assert codes == {ConfigError: 2, DataError: 65, DivergedError: 70, StorageError: 74}
-    assert report(FastdiffError("x")) == 70

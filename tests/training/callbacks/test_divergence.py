@@ -34,7 +34,6 @@ from fastdiff.errors import ConfigError, DivergedError, Preempted
 from fastdiff.ledger.reader import read_ledger
 from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
-from fastdiff.progress import Progress
 from fastdiff.training import build as training_build
 from fastdiff.training.build import Run
 from fastdiff.training.callbacks.base import Callback
@@ -636,21 +635,6 @@ def test_a_rewind_in_the_engine_equals_a_new_start(
     assert hexes(losses(tmp_path / "rewound")) == hexes(losses(tmp_path / "started"))
     assert lines(tmp_path / "rewound") == lines(tmp_path / "started")
     assert_same_checkpoint(tmp_path / "rewound", tmp_path / "started")
-
-
-def test_the_progress_behind_a_spike() -> None:
-    before = Progress(samples=80, steps=5, skipped=1, skipped_in_a_row=1, rewinds=0)
-    spiked = Progress(samples=144, steps=9, skipped=2, rewinds=1)
-    assert before.behind(spiked) == Progress(samples=144, steps=9, skipped=5, skipped_in_a_row=0, rewinds=2)
-    assert before.behind(spiked).applied == before.applied
-    assert spiked.after(16, applied=True).rewinds == 1
-
-
-def test_discarded_spikes_are_no_steps_that_are_not_finite() -> None:
-    found = Progress(skipped_in_a_row=1).after(16, applied=False, discarded=True)
-    assert (found.skipped, found.skipped_in_a_row) == (1, 1)
-    assert found.after(16, applied=False).skipped_in_a_row == 2
-    assert found.after(16, applied=True).skipped_in_a_row == 0
 
 
 @pytest.mark.fault(20)

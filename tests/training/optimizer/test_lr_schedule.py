@@ -49,22 +49,6 @@ def test_equal_to_the_bit(name: str, library: str) -> None:
             assert lr_after(config, steps, applied) == expected
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_step_by_step(name: str) -> None:
-    """As a training calls it."""
-    warmup = 0 if name == "constant" else 5
-    mine, other = optimizer(1e-3), optimizer(1e-3)
-    config = AdamWConfig(lr=1e-3, schedule=name, warmup_steps=warmup)  # type: ignore[arg-type]
-    ours = build_lr_schedule(mine, config, 20)
-    theirs = get_scheduler("transformers")(name, other, num_warmup_steps=warmup, num_training_steps=20)
-    for _ in range(25):
-        assert mine.param_groups[0]["lr"] == other.param_groups[0]["lr"]
-        mine.step()
-        other.step()
-        ours.step()
-        theirs.step()
-
-
 def test_polynomial_needs_a_rate_above_its_end() -> None:
     with pytest.raises(ConfigError, match=r"--optim.lr 1e-07 with --optim.schedule polynomial"):
         AdamWConfig(lr=1e-7, schedule="polynomial")
