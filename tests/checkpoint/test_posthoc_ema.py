@@ -57,13 +57,6 @@ def test_the_exponent_of_a_std(std: float, gamma: float) -> None:
     assert math.sqrt(g + 1) / (g + 2) / math.sqrt(g + 3) == pytest.approx(std, rel=1e-12)
 
 
-def test_the_std_is_the_deviation_of_the_profile() -> None:
-    edges = np.linspace(0.0, 1.0, 200_001)
-    middles, mass = (edges[1:] + edges[:-1]) / 2, np.diff(edges ** (exponent(0.08) + 1))
-    mean = (mass * middles).sum()
-    assert math.sqrt((mass * (middles - mean) ** 2).sum()) == pytest.approx(0.08, rel=1e-6)
-
-
 def test_the_share_is_one_less_the_paper_s_beta() -> None:
     for t in (1, 2, 10, 1000):
         assert share(6.94, t) == pytest.approx(1 - (1 - 1 / t) ** 7.94, rel=1e-12)

@@ -213,16 +213,6 @@ def test_a_chart_has_the_order_and_the_numbers_of_its_table() -> None:
                 assert [(row.name, row.value) for row in group] == in_table[case]
 
 
-def test_a_logarithmic_axis_says_so_and_has_round_ticks() -> None:
-    wide, narrow = row_charts.axis([1.2, 300.0], "ms"), row_charts.axis([0.8, 1.3], "times", reference=1.0)
-    assert (wide.title, narrow.title) == ("ms (logarithmic)", "times")
-    for axis in (wide, narrow):
-        assert 2 <= len(axis.ticks) <= 6
-        assert [place for place, _ in axis.ticks] == sorted({place for place, _ in axis.ticks})
-        for place, text in axis.ticks:
-            assert axis.place(float(text)) == place
-
-
 def test_the_roofline_has_the_measured_limits() -> None:
     measured = rows("op")
     with charts.style():
@@ -323,22 +313,6 @@ def test_no_race_is_between_two_parts_of_fastdiff() -> None:
     assert {found.rival for found in comparisons.of_record(record_of)} == {
         "dali webdataset", "webdataset", "webdataset 2 workers", "npy dataloader", "npy dataloader 2 workers",
     }  # fmt: skip
-
-
-def test_the_page_begins_with_the_verdict_and_ends_with_registers(tmp_path: Path) -> None:
-    registers = Measurement(
-        bench="aot", case="philox sm_90", provider="_kernel", quantity="registers", unit="1", value=32, better="lower"
-    )
-    with Log(tmp_path / "a" / "aot.jsonl") as log:
-        log.write(registers)
-    bench_records.write(tmp_path / "b", "peer")
-    page = Page(report.page(record.read_all([tmp_path])))
-    headings = [
-        text for text in page.texts if text.startswith(("fastdiff against", "All comp", "Training", "Registers"))
-    ]
-    assert headings[0] == "fastdiff against other programs: faster in 3, no clear difference in 1 of 4."
-    assert headings[-1].startswith("Registers of the compiled kernels")
-    assert "n" not in page.texts[page.texts.index("registers") :], "nothing was repeated: no column of repetitions"
 
 
 def test_the_page_names_every_device_with_a_measurement_also_without_comparisons(tmp_path: Path) -> None:
