@@ -101,9 +101,6 @@ _SCHEMA = TypeAdapter(Manifest)
 def committed(checkpoints: Path) -> list[Path]:
     """Return the committed checkpoints of a run, newest first; only committed ones have a manifest.
 
-    Args:
-        checkpoints: a folder in that of the run.
-
     Raises:
         ConfigError: the folder is a link.
         OSError: it cannot be read.

@@ -86,9 +86,6 @@ class StepFolders:
     def commit(self, draft: Draft) -> Path:
         """Write and commit ``step-N``; called by all ranks, from any thread.
 
-        Returns:
-            The committed folder.
-
         Raises:
             StorageError: on every rank, if any rank could not write. Committed folders are unchanged.
         """

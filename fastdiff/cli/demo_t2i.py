@@ -84,14 +84,7 @@ def write_pipeline(folder: Path, *, steps: int = _STEPS) -> float:
 
 
 def judge(pipeline: Path, picture: Path, *, per_class: int = 20, seed: int = 0) -> dict[str, float | int]:
-    """Draw digits from their captions with diffusers' own pipeline, and measure them as ``fastdiff evaluate`` does.
-
-    Args:
-        pipeline: folder that ``fastdiff export --format diffusers`` wrote.
-        picture: PNG to write, one column per digit.
-        per_class: images per digit.
-        seed: of the noise.
-    """
+    """Draw digits from their captions with diffusers' own pipeline, and measure them as ``fastdiff evaluate`` does."""
     from diffusers import DPMSolverMultistepScheduler, StableDiffusionPipeline
 
     pipe = StableDiffusionPipeline.from_pretrained(pipeline)

@@ -48,12 +48,7 @@ def problems(report_to: Sequence[str]) -> Iterator[str]:
 
 
 def warn_of_problems(report_to: Sequence[str], seen_from: str = "") -> None:
-    """Write a line for each problem, where no run starts on this machine.
-
-    Args:
-        report_to: names of the trackers.
-        seen_from: begins the lines.
-    """
+    """Write a line for each problem, where no run starts on this machine."""
     for problem in problems(report_to):
         write_line(f"fastdiff: warning: {seen_from}{problem}")
 

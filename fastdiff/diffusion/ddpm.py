@@ -17,10 +17,6 @@ _USUAL_STEPS = 1000.0
 class Ddpm:
     """Tables of a run; ``native`` levels are timesteps, int64 in [0, T).
 
-    Args:
-        config: schedule, prediction and weighting.
-        device: where the tables are placed, once.
-
     Raises:
         ConfigError: unknown schedule.
     """

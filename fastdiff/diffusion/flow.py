@@ -23,11 +23,7 @@ _BETA_MIN, _BETA_MAX = 0.1, 20.0
 
 
 class Flow:
-    """Path from data to noise; ``native`` levels are t, fp32 in ``interval``, on any device.
-
-    Args:
-        config: path, convention, prediction and weighting.
-    """
+    """Path from data to noise; ``native`` levels are t, fp32 in ``interval``, on any device."""
 
     interval: tuple[float, float]
     """Range of t; as in SiT it leaves out the ends where coefficients or weights are infinite. The vp path starts at

@@ -213,12 +213,7 @@ UNIFORM_PROB = 0.001
 
 
 class LossHistory:
-    """The last losses of each timestep, on the device; no method synchronises with it.
-
-    Args:
-        timesteps: number of timesteps T.
-        device: device of the losses.
-    """
+    """The last losses of each timestep, on the device; no method synchronises with it."""
 
     def __init__(self, timesteps: int, device: torch.device | str) -> None:
         # The additional last row takes losses that are not kept, so that every shape is static.

@@ -40,10 +40,6 @@ _LARGEST_LOG_VARIANCE = 80.0
 class Variational:
     """Terms of the bound on the negative log-likelihood.
 
-    Args:
-        config: schedule, prediction, variance and loss are read.
-        device: where the tables are placed, once.
-
     Raises:
         ConfigError: unknown schedule.
     """

@@ -69,10 +69,6 @@ class Forecast:
 def look_ahead(run: Path, steps: int) -> Forecast:
     """Return what ``steps`` more steps are expected to gain.
 
-    Args:
-        run: a run folder with a validation.
-        steps: from the last validation on.
-
     Raises:
         StorageError: a file of a validation is damaged.
     """

@@ -64,9 +64,6 @@ class UserMetric:
 def open_metrics(names: Sequence[str]) -> list[UserMetric]:
     """Open metrics.
 
-    Args:
-        names: ``PATH.py:FUNCTION``, or names of entry points.
-
     Raises:
         ConfigError: a metric cannot be opened; or two have one name, or one that of another figure.
     """

@@ -31,10 +31,6 @@ Int64 = npt.NDArray[np.int64]
 def open_validation(config: RunConfig, training: DatasetInfo) -> LatentReader:
     """Open ``--validation.data``.
 
-    Args:
-        config: the run, resolved.
-        training: the training data.
-
     Raises:
         ConfigError: the data do not fit the model, have a class that the training data have not, were encoded
             differently from these, or are these.

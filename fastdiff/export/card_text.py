@@ -88,16 +88,7 @@ def load_pickle(
     *,
     namespace: bool = False,
 ) -> str:
-    """Return Markdown that loads a ``.pt`` file, with the class that takes it.
-
-    Args:
-        network: the run's.
-        objective: the run's.
-        place: of the file.
-        name: of the file.
-        entry: code that selects the state dict.
-        namespace: whether the file contains an ``argparse.Namespace``.
-    """
+    """Return Markdown that loads a ``.pt`` file, with the class that takes it."""
     load = f"torch.load({place.file(name)}, weights_only=True){entry}"
     code = f"{place.imports}import torch\n\nstate_dict = {load}"
     if namespace:
@@ -117,13 +108,7 @@ def names(model: ModelConfig) -> str:
 
 
 def conventions(model: ModelConfig, objective: ObjectiveConfig, *, diffusers: bool = False) -> str:
-    """Time and output conventions that differ from those of the sampler of the published class.
-
-    Args:
-        model: the run's.
-        objective: the run's.
-        diffusers: whether the network is one of diffusers, with its schedulers.
-    """
+    """Time and output conventions that differ from those of the sampler of the published class."""
     if (published := family_of(model).published(model)) is None:
         return ""
     where = " in the first half of its channels" if model.learn_sigma else ""

@@ -66,14 +66,6 @@ def write_model(
 ) -> None:
     """Write ``config.json`` and the weights, one tensor at a time.
 
-    Args:
-        folder: is created.
-        kind: the class of diffusers.
-        config: its arguments.
-        sources: of all its weights.
-        weights: ours.
-        dtype: of the file.
-
     Raises:
         OSError: a file cannot be written, for example because the disk is full.
     """

@@ -37,16 +37,7 @@ _NORMAL = {"logit_normal": (0.0, 1.0), "log_normal": (-1.2, 1.2)}
 
 
 def write_card(folder: Path, run: Path, exported: Exported, format_: str, dtype: str, place: Place) -> None:
-    """Write the card, and copy the newest sample picture up to the step of the checkpoint.
-
-    Args:
-        folder: of the exported files.
-        run: run folder, or published file of weights.
-        exported: the content.
-        format_: of the exported files.
-        dtype: of the exported weights.
-        place: location of the model in the examples.
-    """
+    """Write the card, and copy the newest sample picture up to the step of the checkpoint."""
     config, saved = exported.config, exported.saved
     step = 0 if saved is None else int(saved.manifest["progress"]["steps"])
     title, origin, heading = (

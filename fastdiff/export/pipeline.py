@@ -70,10 +70,6 @@ def scheduler_config(base: Mapping[str, Any], objective: ObjectiveConfig) -> dic
     become DDIM: prediction of x0, and a schedule that ends in pure noise, which must also be sampled from its last
     step (Lin et al. 2023, arXiv:2305.08891, sections 3.1 and 3.3).
 
-    Args:
-        base: configuration of the pretrained pipeline.
-        objective: the run's.
-
     Raises:
         ConfigError: no scheduler of such a pipeline supports the process or the prediction of the run.
     """

@@ -104,11 +104,6 @@ def drawing_loop(config: RunConfig, place: Place, classes: bool) -> tuple[str, s
     """Return code that draws one ``image`` with ``model``, and its imports after a class of diffusers.
 
     Images of pixels are saved. Both are empty without a sampler.
-
-    Args:
-        config: of the run.
-        place: of the export.
-        classes: whether the network takes a class.
     """
     if (content := sampler_config(config)) is None:
         return "", ""

@@ -87,10 +87,6 @@ def _explicit(config: RunConfig) -> RunConfig:
 def download(config: PretrainedConfig, *, online: bool) -> None:
     """Download the weights that every rank reads, unless they are on this machine.
 
-    Args:
-        config: pipeline of a run.
-        online: whether the ranks encode images, and read its encoders.
-
     Raises:
         ConfigError: a part of the pipeline of the run is missing or cannot be reached.
     """
@@ -121,11 +117,6 @@ def base_digest(config: PretrainedConfig, lora: LoraConfig) -> str | None:
 
 def check_base(config: PretrainedConfig, lora: LoraConfig, recorded: str | None) -> None:
     """Refuse base weights that differ from those in the training of the adapter.
-
-    Args:
-        config: base of a run.
-        lora: adapter of the run.
-        recorded: digest of the base weights in the checkpoint.
 
     Raises:
         ConfigError: they differ, or cannot be read.

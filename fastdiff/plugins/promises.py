@@ -42,7 +42,6 @@ class NoHostSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation."""
         name = func.name().partition("::")[2].split(".")[0]
         if func.namespace == "aten" and name in _FORBIDDEN:
             raise HostSyncError(f"{func.name()} {_FORBIDDEN[name]}")

@@ -68,11 +68,6 @@ class Conditions:
 def conditions(run: Run, request: SampleRequest, seed: int) -> Conditions:
     """Build the conditions of all images.
 
-    Args:
-        run: provides the model.
-        request: the requested content.
-        seed: of the classes that are drawn at random.
-
     Raises:
         ConfigError: the model does not support the request, or the number of images is missing.
         DataError: the npz of small images cannot be read.

@@ -65,10 +65,6 @@ def image_grid(images: Tensor, rows: int | None = None, scale: int | None = None
 def encoded(picture: Image, suffix: str) -> bytes:
     """Return a picture as the content of a file.
 
-    Args:
-        picture: the picture.
-        suffix: of the file, such as ".png"; it chooses the format.
-
     Raises:
         ConfigError: Pillow writes no format with this suffix.
     """

@@ -135,7 +135,6 @@ class PngFiles(SharedSet):
         return name == _UNFINISHED or (_NAME.fullmatch(name) is not None and _plan_of(self.out / name) is not None)
 
     def _listed(self) -> list[str]:
-        """Return the names in the folder."""
         with suppress(FileNotFoundError):
             return os.listdir(self.out)
         return []

@@ -123,15 +123,6 @@ def draw_in_memory(
 ) -> npt.NDArray[np.uint8]:
     """Draw images in this process, with the pixels that ``draw_set`` writes.
 
-    Args:
-        run: opened on its device.
-        request: the requested content.
-        sampler: solver, steps, guidance and seed.
-        batch: images per forward pass.
-        precision: of the model.
-        autoencoder: see ``PixelDecoder``.
-        progress: show a bar.
-
     Returns:
         ``[N, H, W, C]`` uint8.
 

@@ -95,13 +95,7 @@ class _Parts:
 
 
 class Run:
-    """A run in memory: its state, and the batches and callbacks from its current position on.
-
-    Args:
-        parts: those that precede the model.
-        state: new or restored.
-        stack: closes everything opened here.
-    """
+    """A run in memory: its state, and the batches and callbacks from its current position on."""
 
     batches: Batches
     callbacks: Callbacks
@@ -151,13 +145,6 @@ class Run:
 
 def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, stop: StopRequest | None = None) -> Run:
     """Build the run, or restore it from its newest intact checkpoint; called by all ranks.
-
-    Args:
-        config: of the run.
-        launch: the DeepSpeed JSON, and how to treat an existing run in the folder.
-        world: the ranks.
-        stack: closes everything opened here.
-        stop: requests to save and end that reach this rank.
 
     Raises:
         FastdiffError: a part does not fit the others, the folder is in use, or the data are damaged.

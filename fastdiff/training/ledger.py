@@ -12,13 +12,7 @@ from fastdiff.parallel.world import World
 
 
 def start_ledger(run: Path, samples: int, world: World) -> Ledger:
-    """Return the account of this process, which rank 0 writes; called by all ranks, after ``run`` is claimed.
-
-    Args:
-        run: the run folder.
-        samples: of an optimizer step.
-        world: the ranks.
-    """
+    """Return the account of this process, which rank 0 writes; called by all ranks, after ``run`` is claimed."""
     nodes = world.gather(socket.gethostname())
     lines: JsonLines | None = None
 

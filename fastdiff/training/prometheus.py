@@ -31,12 +31,7 @@ _SECONDS = "fastdiff_seconds_total"
 
 
 class PrometheusFile:
-    """A file that is replaced as a whole; what keeps it from being written is a warning.
-
-    Args:
-        path: of the file.
-        run: value of the label ``run``.
-    """
+    """A file that is replaced as a whole; what keeps it from being written is a warning."""
 
     def __init__(self, path: Path, run: str) -> None:
         self._path, self._files = path, WholeFiles(buffered=True)

@@ -106,11 +106,6 @@ def _run(given: argparse.Namespace) -> int:
 def outcome(flags: Sequence[str], data: Path, folder: Path) -> Outcome:
     """Train to the end, resuming the run in ``folder`` if there is one, and measure.
 
-    Args:
-        flags: of the trainer, besides the preset and the folders.
-        data: the encoded digits.
-        folder: of the run.
-
     Raises:
         BenchError: the trainer failed; it has printed the error.
     """
@@ -177,7 +172,6 @@ def _measurements(name: str, one: Outcome) -> Iterator[Measurement]:
 
 
 def _train(*flags: str) -> None:
-    """Run the trainer on one rank, with its output visible."""
     launcher = Path(sysconfig.get_path("scripts")) / "deepspeed"
     command = [
         str(launcher), "--num_accelerators", "1", "--master_port", str(free_port()),

@@ -165,14 +165,7 @@ def main(cases: Sequence[Case], device: str, log: Log, *, smoke: bool, large: bo
 
 
 def run(case: Case, device: str, stopwatch: Stopwatch, *, large: bool) -> Iterator[Result | Failure]:
-    """Check and time one case; if the whole case fails, yield one failure of provider ``every``.
-
-    Args:
-        case: the case.
-        device: ``cuda`` or ``cpu``.
-        stopwatch: of that device.
-        large: use the batch of a training step.
-    """
+    """Check and time one case; if the whole case fails, yield one failure of provider ``every``."""
     try:
         yield from _run(case, device, stopwatch, large)
     except Exception as error:  # one failure must not stop the other cases

@@ -25,11 +25,6 @@ class Baseline:
     def read(cls, path: Path, bench: str, counted: Callable[[Measurement], bool]) -> Baseline:
         """Read a record, or of a folder the newest one that has a case that is counted now.
 
-        Args:
-            path: record file or folder.
-            bench: command that wrote it.
-            counted: whether a measurement is of a case that is counted now.
-
         Raises:
             BenchError: there is no record, or it lacks these cases.
         """

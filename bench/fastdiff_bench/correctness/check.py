@@ -70,7 +70,6 @@ def reason(error: Exception) -> str:
 
 
 def _results(case: Case, inputs: Inputs, provider: Prepare) -> dict[str, Tensor]:
-    """Return outputs and gradients by name."""
     outputs = as_sequence(provider(inputs)())
     gradients = case.gradients(inputs, outputs, upstream_of(outputs))
     results = {f"out{i}": output.detach() for i, output in enumerate(outputs)}

@@ -34,13 +34,6 @@ def start(
 ) -> Start:
     """Run ``command`` until ``stepped`` and end it.
 
-    Args:
-        command: the program.
-        stepped: whether it has taken its first step.
-        log: file for its output.
-        environment: of the program.
-        limit_s: after which it is ended.
-
     Raises:
         BenchError: it ended, or took longer.
     """

@@ -129,9 +129,6 @@ def run_interleaved(
         effort: number of steps.
         device: ``cuda`` or ``cpu``.
         before_session: called here before every session except the warm-up, while all programs wait.
-
-    Returns:
-        Results by name, in the given order.
     """
     results = {program.name: Result() for program in programs}
     workers: dict[str, _Worker] = {}

@@ -16,10 +16,6 @@ _OPERATOR = "aten::"
 def count(step: Callable[[], object], device: torch.device) -> tuple[int, str]:
     """Take one step under torch's profiler and count its launches.
 
-    Args:
-        step: a whole step, with warm caches.
-        device: where it computes.
-
     Returns:
         The number and its kind: kernel launches on a GPU; on a CPU, operators that no other operator called.
     """

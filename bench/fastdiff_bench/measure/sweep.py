@@ -57,10 +57,6 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 def workloads(arguments: argparse.Namespace, device: str) -> list[Workload]:
     """Return the workloads requested by the flags of ``add_workload``, validated.
 
-    Args:
-        arguments: of a command that also has ``--smoke`` and ``--find-batch``.
-        device: ``cuda`` or ``cpu``.
-
     Raises:
         BenchError: a name or a value does not exist, a combination is invalid, or two have the same name in the
             record.

@@ -24,12 +24,6 @@ def write(folder: Path, model: ModelConfig, samples: int, *, seed: int = 0) -> P
 
     A UNet gets posteriors (mean and deviation) with a text embedding each, in 16 bits, as ``fastdiff encode`` stores
     them; another network gets normal latents with random classes.
-
-    Args:
-        folder: new.
-        model: determines the shapes.
-        samples: number of samples.
-        seed: of the numbers.
     """
     if isinstance(model, UNetConfig):
         _write_captioned(folder, model, samples, seed)

@@ -20,12 +20,7 @@ _LEGEND = (
 
 
 def of_comparisons(found: Sequence[Comparison], titles: Mapping[str, str]) -> Iterator[tuple[str, RowChart]]:
-    """Yield each bench with a chart of its comparisons, all on one scale.
-
-    Args:
-        found: the comparisons.
-        titles: of the benches, in the order of the page.
-    """
+    """Yield each bench with a chart of its comparisons, all on one scale."""
     if not found:
         return
     on = row_charts.axis((end for one in found for end in (one.low, one.high)), "times as fast", reference=1.0)

@@ -48,12 +48,7 @@ def device(fingerprint: Fingerprint) -> str:
 
 
 def devices(records: Sequence[Record], titles: Mapping[str, str]) -> Iterator[Device]:
-    """Yield the devices of all measurements, GPUs first.
-
-    Args:
-        records: to look through.
-        titles: of the benches, in the order of the page.
-    """
+    """Yield the devices of all measurements, GPUs first."""
     for name, own in _by_device(records).items():
         names = dict.fromkeys(m.bench for one in own for m in one.measurements)
         benches = sorted(names, key=[*titles, *names].index)

@@ -152,7 +152,6 @@ def _efficiency(measurements: Sequence[Measurement], layout: Layout) -> Iterator
 
 
 def _common_facts(measurements: Sequence[Measurement]) -> dict[str, Fact]:
-    """Return the facts that all measurements share."""
     first, *rest = (m.facts for m in measurements)
     return {name: value for name, value in first.items() if all(facts.get(name) == value for facts in rest)}
 

@@ -128,16 +128,7 @@ def points(
     ours: Mapping[str, Kind],
     reference: float | None = None,
 ) -> RowChart:
-    """Return a chart of measurements by case and provider, in the given order.
-
-    Args:
-        title: its heading.
-        caption: what it shows.
-        groups: provider and measurement of each row, by case.
-        label: quantity and unit.
-        ours: colour by provider.
-        reference: value with a line across all rows.
-    """
+    """Return a chart of measurements by case and provider, in the given order."""
     every = [m for rows in groups.values() for _, m in rows]
     on = axis((end for m in every for end in m.interval), label, reference=reference)
     made = {
@@ -156,11 +147,6 @@ def stacks(title: str, caption: str, found: Mapping[tuple[str, str], Mapping[str
     """Return the phases of a step as stacked bars, one per configuration; None without phases.
 
     Each bar is as long as the step: what its phases leave is drawn as "other".
-
-    Args:
-        title: its heading.
-        caption: what it shows.
-        found: measurements by case and provider, then by quantity.
     """
     bars = {names: parts_of(of_one) for names, of_one in found.items()}
     bars = {names: parts for names, parts in bars.items() if parts}

@@ -117,7 +117,6 @@ def _table(title: str, measurements: Sequence[Measurement]) -> Table:
 def _best_first(
     providers: Iterable[tuple[str, dict[str, Measurement]]], first: Measurement
 ) -> list[tuple[str, dict[str, Measurement]]]:
-    """Sort by the first quantity of the table."""
     sign = {"lower": 1, "higher": -1, "neither": 0}[first.better]
 
     def place(provider: tuple[str, dict[str, Measurement]]) -> float:

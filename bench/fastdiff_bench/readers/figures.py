@@ -54,13 +54,7 @@ class Case:
         return f"{self.samples.kilobytes} KB samples, batch {self.samples.batch}, {self.heat}"
 
     def report(self, results: Mapping[str, interleaved.Result], cached: float, log: Log) -> None:
-        """Write the measurements, and print them as a table.
-
-        Args:
-            results: by reader.
-            cached: share of the files in the page cache, in the worst session.
-            log: target of the measurements.
-        """
+        """Write the measurements, and print them as a table."""
         heading = ["reader", "samples/s", "[p20,", "p80]", "MB/s", "CPU us/sample", "peak GiB", f"{READER} over it"]
         rows = [heading]
         settled = {name: self._settled(result) for name, result in results.items() if result.failure is None}

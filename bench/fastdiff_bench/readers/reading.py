@@ -28,12 +28,6 @@ def run(timer: StepTimer, reader: Reader, samples: Samples, ahead: int) -> None:
 
     One batch is read before the first step. Facts: ``read ahead``; ``workers' memory``, the unshared bytes of its
     worker processes at the end.
-
-    Args:
-        timer: of this process.
-        reader: the reader.
-        samples: its samples.
-        ahead: batches that may be prefetched at the start of a session.
     """
     batches = reader(samples, timer.device, ENDLESS)
     next(batches)  # starts its threads and processes

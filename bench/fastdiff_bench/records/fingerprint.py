@@ -141,7 +141,6 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """Return the first output line of a command; empty if it fails or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -51,11 +51,6 @@ def rewrite(path: Path, root: Path = ROOT) -> bool:
 def rendered(text: str, root: Path = ROOT, name: str = "README.md") -> str:
     """Return the text with its tables updated from the records.
 
-    Args:
-        text: of the file.
-        root: base of the folders in the markers.
-        name: of the file, for errors.
-
     Raises:
         BenchError: a marker is wrong, or a record is missing.
     """

@@ -21,25 +21,13 @@ def log_variance(predicted: Tensor, smallest: Tensor, largest: Tensor) -> Tensor
 
 
 def divergence(error: Tensor, true: Tensor, estimated: Tensor) -> Tensor:
-    """Return KL(true || estimated) of Gaussians.
-
-    Args:
-        error: difference of their means.
-        true: logarithm of the true variance.
-        estimated: logarithm of the estimated variance.
-    """
+    """Return KL(true || estimated) of Gaussians."""
     nats = 0.5 * (estimated - true + torch.exp(true - estimated) + error**2 * torch.exp(-estimated) - 1.0)
     return nats / math.log(2.0)
 
 
 def decoder(clean: Tensor, error: Tensor, estimated: Tensor) -> Tensor:
-    """Return -log p(x0 | x1) of 8-bit pixels (Ho et al. 2020, arXiv:2006.11239, eq. 13); outermost bins are open.
-
-    Args:
-        clean: x0.
-        error: x0 minus the mean.
-        estimated: logarithm of the variance.
-    """
+    """Return -log p(x0 | x1) of 8-bit pixels (Ho et al. 2020, arXiv:2006.11239, eq. 13); outermost bins are open."""
     per_deviation = torch.exp(-0.5 * estimated)
     above, below = (_normal_cdf(per_deviation * (error + side)) for side in (_HALF_BIN, -_HALF_BIN))
     inside = torch.where(clean < -_EDGE, above, torch.where(clean > _EDGE, 1.0 - below, above - below))

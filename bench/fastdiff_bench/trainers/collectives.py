@@ -78,11 +78,6 @@ def run_apart(timer: StepTimer, workload: Workload, data: Path) -> None:
     """Step until ``Enough``, each process as the only rank of its own run, at the same time as the other processes.
 
     They share the machine but do not communicate.
-
-    Args:
-        timer: of this process.
-        workload: what each process trains.
-        data: folder of shards that fit its model.
     """
     if timer.device.type == "cuda":  # nothing has started CUDA in this process yet
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]

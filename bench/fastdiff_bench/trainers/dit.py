@@ -38,13 +38,7 @@ def run(timer: StepTimer, workload: Workload, data: Path, best: bool) -> None:
 
 
 class Dit:
-    """DiT's training step; see ``Peer``.
-
-    Args:
-        config: the run, of a DiT.
-        device: where it computes.
-        best: with the common optimizations.
-    """
+    """DiT's training step; see ``Peer``."""
 
     def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:
         self._best, self._rate = best, config.ema.rates[0]

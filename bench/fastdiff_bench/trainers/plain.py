@@ -33,13 +33,7 @@ def run(timer: StepTimer, workload: Workload, data: Path, best: bool) -> None:
 
 
 class Plain:
-    """Plain PyTorch's training step; see ``Peer``.
-
-    Args:
-        config: the run.
-        device: where it computes.
-        best: with torch's fastest options.
-    """
+    """Plain PyTorch's training step; see ``Peer``."""
 
     def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:
         self._config, self._best = config, best

@@ -25,13 +25,7 @@ _NORM_EPS = 1e-6
 
 
 def network(config: RunConfig, device: torch.device, *, best: bool) -> Any:
-    """Return the network of the run in fp32, with fastdiff's initial weights and parameter names.
-
-    Args:
-        config: the run.
-        device: where it computes.
-        best: a UNet in channels_last.
-    """
+    """Return the network of the run in fp32, with fastdiff's initial weights and parameter names."""
     weights = build_network(config).state_dict()
     recompute = config.performance.recompute
     if isinstance(config.model, DiTConfig):

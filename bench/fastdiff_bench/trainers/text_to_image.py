@@ -62,13 +62,7 @@ def not_in_script(objective: ObjectiveConfig, timesteps: TimestepConfig) -> list
 
 
 class TextToImage:
-    """Training step of diffusers' script; see ``Peer``.
-
-    Args:
-        config: the run, of a UNet without pooled embeddings.
-        device: where it computes.
-        best: with all optimizations.
-    """
+    """Training step of diffusers' script; see ``Peer``."""
 
     def __init__(self, config: RunConfig, device: torch.device, *, best: bool) -> None:
         from accelerate import Accelerator  # type: ignore[import-untyped,unused-ignore]

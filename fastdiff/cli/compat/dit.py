@@ -96,7 +96,6 @@ def _name(flags: argparse.Namespace) -> str:
 
 
 def _flags(flags: argparse.Namespace, steps: int, latents: str, run: str) -> list[list[str]]:
-    """Return the flags of the training."""
     batch, every = flags.global_batch_size, flags.ckpt_every
     return [
         flag("preset", f"{_name(flags)}-256"),

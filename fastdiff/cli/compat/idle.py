@@ -15,13 +15,7 @@ from fastdiff.errors import FastdiffError
 def idle_flags(
     parser: argparse.ArgumentParser, given: argparse.Namespace, translated: Callable[[argparse.Namespace], Translation]
 ) -> Iterator[argparse.Action]:
-    """Yield the flags that have another value than their default, and the same translation as with it.
-
-    Args:
-        parser: of the script.
-        given: its flags.
-        translated: translates flags, without looking at the images.
-    """
+    """Yield the flags that have another value than their default, and the same translation as with it."""
     defaults, whole = _defaults(parser, given), translated(given)
     for action in parser._actions:
         value, default = getattr(given, action.dest), getattr(defaults, action.dest)

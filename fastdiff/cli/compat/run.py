@@ -79,10 +79,6 @@ def translate(script: str, flags: Sequence[str], *, gpus: int) -> Translation:
 def train_flags(script: str, flags: Sequence[str]) -> list[str]:
     """Return the trainer's flags for a run of ``script`` with one process.
 
-    Args:
-        script: a key of ``SCRIPTS``.
-        flags: its command line, without the script's own name.
-
     Raises:
         ConfigError: as for ``translate``.
     """

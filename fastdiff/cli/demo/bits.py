@@ -27,10 +27,6 @@ class Difference:
 def compare(first: Path, second: Path) -> Difference:
     """Compare the newest checkpoints of two runs: weights, averages, optimizer states and sums of the log.
 
-    Args:
-        first: run folder.
-        second: run folder.
-
     Raises:
         StorageError: a run has no checkpoint, or they are of different steps or numbers of ranks.
     """

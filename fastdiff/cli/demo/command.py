@@ -46,15 +46,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 class Demo:
-    """One demo.
-
-    Args:
-        data: shards of the digits, encoded if they are missing.
-        runs: folder of both new runs, ``demo-1`` and ``demo-1-undisturbed``.
-        steps: of each run.
-        flags: further flags of both.
-        watch: open the live page.
-    """
+    """One demo."""
 
     def __init__(self, data: Path, runs: Path, steps: int, flags: Sequence[str], *, watch: bool) -> None:
         from fastdiff.cli.demo.training import Training

@@ -24,13 +24,7 @@ _LAST_LINES = 12
 
 
 class Training:
-    """``fastdiff train`` with the output in a file.
-
-    Args:
-        folder: run folder.
-        flags: of ``fastdiff train``, without the folder.
-        steps: of the whole run.
-    """
+    """``fastdiff train`` with the output in a file."""
 
     def __init__(self, folder: Path, flags: Sequence[str], steps: int) -> None:
         self.folder, self.steps = folder, steps

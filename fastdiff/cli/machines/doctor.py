@@ -40,9 +40,6 @@ def examine(name: str | None = None) -> Iterator[str]:
 
     In place of an "OK" line stand its problems, lines that begin with "PROBLEM" and name the remedy.
 
-    Args:
-        name: preset to explain; None: none.
-
     Raises:
         ConfigError: there is no such preset.
     """

@@ -74,12 +74,7 @@ class Job:
         return replace(self, flags=(*self.flags, "--performance.device", "cuda"))
 
     def arguments(self, master: str, port: int | str) -> list[str]:
-        """Return the arguments of the supervisors, without ``--node-rank``, which precedes them.
-
-        Args:
-            master: address of node 0.
-            port: port of node 0's supervisor.
-        """
+        """Return the arguments of the supervisors, without ``--node-rank``, which precedes them."""
         sizes = ["--nodes", str(self.nodes), "--ranks-per-node", str(self.ranks_per_node)]
         preflight = [] if self.preflight else ["--no-preflight"]
         return [*sizes, "--master", master, "--port", str(port), *preflight, "--", *self.flags]
@@ -120,12 +115,6 @@ def random_port() -> int:
 
 def require_name(flag: str, value: str, pattern: str, expected: str) -> None:
     """Require a value that is safe in a script, a manifest and a command line.
-
-    Args:
-        flag: name of the flag, for the message.
-        value: the given value.
-        pattern: regular expression of the whole value.
-        expected: the pattern in words.
 
     Raises:
         ConfigError: the value does not match.

@@ -86,14 +86,7 @@ def _noted(error: Path) -> dict[str, Any]:
 def of_hang(
     statuses: Mapping[str, Iterable[RankStatus]], silent_nodes: Iterable[str], hang_timeout_s: float, run: Path
 ) -> Outcome:
-    """Return the outcome after a hang.
-
-    Args:
-        statuses: state of the ranks, by name of the node.
-        silent_nodes: nodes that do not answer.
-        hang_timeout_s: the hang timeout.
-        run: the run folder.
-    """
+    """Return the outcome after a hang."""
     for node in silent_nodes:
         return Outcome(UNAVAILABLE, f"fastdiff: {node} failed first: it does not answer", abrupt=True)
     everyone = [(status, node) for node, found in statuses.items() for status in found]

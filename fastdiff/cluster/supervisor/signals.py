@@ -37,13 +37,11 @@ class Signals:
         self._main = threading.main_thread().ident or 0
 
     def __enter__(self) -> Signals:
-        """Install the handlers."""
         self._before = {number: signal.signal(number, self._handle) for number in [*heeded(STOP), signal.SIGCHLD]}
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the previous handlers."""
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]

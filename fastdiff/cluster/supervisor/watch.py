@@ -46,18 +46,7 @@ class Limits:
 
 
 class Watch:
-    """The watch of one node.
-
-    Args:
-        ranks: the ranks of this node, just started.
-        nodes: the connection to the other supervisors.
-        signals: the signals of this process.
-        limits: time limits.
-        folder: folder of the ranks' beats and causes of failure.
-        name: name of this node in messages.
-        master: name of node 0 in messages.
-        request_dumps: lets NCCL write its records.
-    """
+    """The watch of one node."""
 
     def __init__(
         self,

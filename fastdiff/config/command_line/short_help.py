@@ -77,12 +77,7 @@ SHOWN: dict[str, dict[str, str]] = {
 
 
 def short_help(preset: str | None, default: RunConfig) -> str:
-    """Return the short help, in the width of the terminal.
-
-    Args:
-        preset: name of the preset; its description comes first.
-        default: the run that the flags change.
-    """
+    """Return the short help, in the width of the terminal."""
     room = get_terminal_size().columns
     about = [inspect.getdoc(PRESETS[preset]) or ""] if preset in PRESETS else []
     lines = ["usage: fastdiff train --preset NAME [FLAGS]", *about, "The same command again resumes the run."]

@@ -30,10 +30,6 @@ modules: dict[str, type[Any]] = {}
 def config_of(network: type[Any], flag: str) -> type[ModelConfig]:
     """Make the type of the configuration of a network.
 
-    Args:
-        network: class derived from ``torch.nn.Module``.
-        flag: origin of the network, for messages.
-
     Raises:
         ConfigError: an argument of its constructor has no default, or another type.
     """

@@ -18,9 +18,6 @@ def add_network(text: str, flag: str) -> str:
         text: ``PATH.py:NAME``, the type of a configuration (``ModelConfig``) or a ``torch.nn.Module``.
         flag: origin of ``text``, for messages.
 
-    Returns:
-        The kind of the network.
-
     Raises:
         ConfigError: the file cannot be executed, defines no network of this name, or one whose kind is taken.
     """

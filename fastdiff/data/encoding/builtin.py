@@ -94,9 +94,6 @@ def write(
         template: Content of dataset.json without the shards.
         total: Number of samples for the progress bar; None: unknown.
         samples_per_shard: Samples of every shard except the last.
-
-    Returns:
-        Content of dataset.json.
     """
     with (
         ShardWriter(out, template, samples_per_shard=samples_per_shard) as writer,
@@ -135,9 +132,6 @@ def digits_source(split: str) -> str:
 def digits(split: str = "all") -> Iterator[Sample]:
     """Yield the scans of handwritten digits that come with scikit-learn.
 
-    Args:
-        split: A key of ``DIGITS_SPLITS``.
-
     Yields:
         Samples with a latent ``[1, 8, 8]`` float16 in [-1, 1] (pixel / 8 - 1, exact in float16) and its class
         0-9.
@@ -153,17 +147,7 @@ def digits(split: str = "all") -> Iterator[Sample]:
 
 
 def synthetic(shape: tuple[int, int, int], samples: int, classes: int, seed: int) -> Iterator[Sample]:
-    """Yield standard normal noise with random classes, for benchmarks; deterministic in its arguments.
-
-    Args:
-        shape: Shape ``(C, H, W)`` of a latent.
-        samples: Number of samples.
-        classes: Number of classes.
-        seed: Non-negative integer.
-
-    Yields:
-        Samples with a float16 latent of this shape.
-    """
+    """Yield normal noise, float16 latents of ``shape`` (C, H, W), with random classes; a function of its arguments."""
     generator = np.random.Generator(np.random.Philox(seed))
     for number in range(samples):
         latent = generator.standard_normal(shape, dtype=np.float32).astype(np.float16)

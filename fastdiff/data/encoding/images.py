@@ -333,7 +333,6 @@ class _ImageEncode:
 
     @property
     def _dtype(self) -> Literal["float16", "float32", "uint8"]:
-        """Dtype of the stored latents."""
         return "uint8" if self._in_pixels else self._options.dtype
 
     @property

@@ -14,14 +14,7 @@ from fastdiff.data.shards.format import DatasetInfo
 def losses(
     item: ImageItem, decoded: Decoded, info: DatasetInfo, encoder: LatentEncoder | PixelEncoder
 ) -> Iterator[str]:
-    """Yield what is lost of an image, in words that a count follows.
-
-    Args:
-        item: The image in the source.
-        decoded: The image as it is encoded.
-        info: The data set; without a column of embeddings its captions are not embedded.
-        encoder: The encoder of the captions.
-    """
+    """Yield what is lost of an image, in words that a count follows."""
     height, width = decoded.pixels.shape[:2]
     if decoded.original_size[0] < height or decoded.original_size[1] < width:
         yield "pictures smaller than the resolution, so enlarged: they are blurred"

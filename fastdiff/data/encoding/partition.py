@@ -53,16 +53,6 @@ class PartitionEncoder:
     Batches follow the order of the images, so the shards depend only on the partition. While the device computes a
     batch, the previous one is written.
 
-    Args:
-        out: Folder of the shards.
-        info: Content of dataset.json without shards.
-        partition: Number of the partition.
-        encoder: The encoder of images and captions.
-        threads: Thread pool for the parts of a batch, used on a CPU.
-        batch: Images per batch.
-        stopwatch: Records the stages ``VAE``, ``text`` and ``write``.
-        bad: Called with the name of an unusable image and the reason.
-
     Raises:
         DataError: From every method: the embedding of a caption is not finite.
         OSError: From every method: a shard cannot be written.

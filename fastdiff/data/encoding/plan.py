@@ -215,10 +215,6 @@ class EncodeFolder:
     def publish(self, template: Callable[[], DatasetInfo], null: Callable[[], Mapping[str, npt.NDArray[Any]]]) -> int:
         """Write dataset.json if all partitions are finished; only then the arguments are called.
 
-        Args:
-            template: Returns the content of dataset.json without shards, samples and null.
-            null: Returns the embedding of the empty prompt, by column.
-
         Returns:
             Number of unfinished partitions; 0: the data set is complete.
 

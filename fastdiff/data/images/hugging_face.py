@@ -95,7 +95,6 @@ class HuggingFaceSource:
         return partition_count(len(self), self._per_partition)
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self._rows)
 
     def stamps(self, partition: int) -> dict[str, Any] | None:

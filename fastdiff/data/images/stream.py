@@ -107,9 +107,6 @@ def read_ahead(
         items: The generator; its exceptions are raised here, in order. It is closed together with the result.
         depth: Number of items, at least 1.
         start: Called first in that thread.
-
-    Yields:
-        The items, in order.
     """
     with ThreadPoolExecutor(1, initializer=start) as thread:
         try:

@@ -72,7 +72,6 @@ class UserSource:
         return partition_count(len(self), self._per_partition)
 
     def __len__(self) -> int:
-        """Return the number of images."""
         return self._count
 
     def stamps(self, partition: int) -> dict[str, Any] | None:
@@ -129,7 +128,6 @@ class UserSource:
         )
 
     def _raw(self, index: int) -> dict[str, Any]:
-        """Return an item of the user."""
         with self._plugin.blamed(f"{self.name}[{index}]"):
             item = self._items[index]
         fields = set(item) if isinstance(item, dict) else set()

@@ -175,14 +175,7 @@ class Batches(ABC):
 
 
 class ShardBatches(Batches):
-    """Batches from shards; a subclass moves them to the device.
-
-    Args:
-        reader: Reader of the shards.
-        order: As for ``Batches``.
-        own: As for ``Batches``.
-        options: As for ``Batches``.
-    """
+    """Batches from shards; a subclass moves them to the device."""
 
     def __init__(self, reader: LatentReader, order: SampleOrder, own: RankPositions, **options: Any) -> None:
         super().__init__(reader, order, own, **options)

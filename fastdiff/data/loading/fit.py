@@ -27,10 +27,6 @@ def check_data_set(config: RunConfig, preset: str | None) -> None:
     A remote data set is left to the ranks, which cache it, and so are images for online encoding. The network of a
     pipeline is not known before its weights are here.
 
-    Args:
-        config: the run, as parsed.
-        preset: its name, for the command that makes the data set.
-
     Raises:
         ConfigError: the data set does not fit the network.
         DataError: it is missing or damaged.

@@ -34,10 +34,6 @@ Data: TypeAlias = "LatentReader | OnlineImages"
 def open_data(config: RunConfig, device: torch.device) -> Data:
     """Open the local or cached remote shards of a run, or its images.
 
-    Args:
-        config: the run, resolved.
-        device: device for the online encoding of images.
-
     Raises:
         ConfigError: the data do not fit the model.
         DataError: the data are damaged.

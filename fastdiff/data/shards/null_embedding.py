@@ -24,9 +24,6 @@ def write_null(folder: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str
         folder: Folder of dataset.json.
         arrays: Embeddings and masks by column, with the column's dtype and shape.
 
-    Returns:
-        Content of ``DatasetInfo.null``.
-
     Raises:
         DataError: An array does not belong to a captioned column, or is not finite.
         OSError: A file cannot be written.
@@ -49,9 +46,6 @@ def write_null(folder: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str
 
 def read_null(folder: Path, info: DatasetInfo, name: str) -> npt.NDArray[Any]:
     """Read the embedding of the empty prompt for one column of ``info.null``.
-
-    Returns:
-        Array of the column's shape and dtype.
 
     Raises:
         DataError: The file is missing, or does not match dataset.json.

@@ -81,7 +81,6 @@ class LatentReader:
         return [shard.samples for shard in self.info.shards]
 
     def __len__(self) -> int:
-        """Return the number of samples of the data set."""
         return self.info.samples
 
     def read(

@@ -35,9 +35,6 @@ def components(
         captions: Number of captions of the sample, if the data set has several per sample.
         meta: Content of ``<key>.json``; give it for all samples or for none.
 
-    Returns:
-        Bytes by component, in the order of the tar.
-
     Raises:
         DataError: The sample does not fit the data set.
     """

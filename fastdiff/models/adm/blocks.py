@@ -157,16 +157,7 @@ class ModulatedGroupNorm(GroupNorm):
 
 
 class AttentionBlock(nn.Module):
-    """Self-attention over the positions of a map, with a shortcut.
-
-    Args:
-        channels: channels of the map.
-        heads: attention heads.
-        length: positions of the map, for ``choices``.
-        groups: groups of the norm.
-        backend: implementation of attention.
-        qkv_order: order of the output channels of ``qkv``.
-    """
+    """Self-attention over the positions of a map, with a shortcut."""
 
     def __init__(
         self, channels: int, heads: int, length: int, groups: int, backend: AttentionBackend, *, qkv_order: QkvOrder

@@ -68,11 +68,6 @@ class DiT(BlockwiseModel):
     A fresh network outputs exactly 0 and each of its blocks is the identity (adaLN-Zero, section 3.2).
     Initial weights are drawn from torch's global generator; ``fastdiff.models.build.build_model`` makes them a
     function of a seed.
-
-    Args:
-        config: Shape of the network.
-        recompute: Recompute each block in the backward pass instead of storing its activations.
-        attention: Implementation of attention, see ``fastdiff_kernels.attention``.
     """
 
     block_classes = (DiTBlock,)

@@ -30,11 +30,6 @@ Family = TypeVar("Family", AutoencoderFamily, TextEncoderFamily)
 def encoder_of(kind: type[Family], classes: tuple[str, ...], pipeline: str) -> Family:
     """Return the record of an autoencoder, or of text encoders, by their classes.
 
-    Args:
-        kind: type of the record.
-        classes: that the pipeline names.
-        pipeline: its name, for messages.
-
     Raises:
         ConfigError: there is no such record, two have the same classes, or an installed one cannot be imported.
     """

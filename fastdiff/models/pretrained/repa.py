@@ -15,10 +15,6 @@ _LEGACY = "decoder_blocks."
 def refuse_repa(path: Path, names: Iterable[str]) -> None:
     """Refuse the weights of a REPA training by their name.
 
-    Args:
-        path: of the file.
-        names: of its weights.
-
     Raises:
         ConfigError: some are of REPA.
     """

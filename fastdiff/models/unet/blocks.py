@@ -167,19 +167,7 @@ class ResBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Transformer blocks over the positions of a map, with a shortcut.
-
-    Args:
-        channels: channels of the map.
-        heads: heads of every attention.
-        layers: number of transformer blocks.
-        length: positions of the map, for ``choices``.
-        context_dim: width of the text embeddings.
-        groups: groups of the norm.
-        linear: linear layers instead of 1x1 convolutions around the transformer blocks.
-        attention: implementation of attention.
-        recompute: recompute each transformer block in the backward pass.
-    """
+    """Transformer blocks over the positions of a map, with a shortcut."""
 
     def __init__(
         self, channels: int, heads: int, layers: int, length: int, *, context_dim: int, groups: int, linear: bool,

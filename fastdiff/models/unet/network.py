@@ -44,11 +44,6 @@ class UNet(BlockwiseModel):
 
     Feature maps are channels_last from the first convolution to the last. Initial weights are torch's own for each
     layer, drawn from its global generator in the order in which diffusers draws them.
-
-    Args:
-        config: shape of the network.
-        recompute: recompute each block in the backward pass instead of storing its activations.
-        attention: implementation of attention, see ``fastdiff_kernels.attention``.
     """
 
     block_classes = (ResBlock, TransformerBlock)
@@ -196,13 +191,7 @@ class _Parts:
 
 
 class _Level(nn.Module):
-    """Residual blocks at one size of the maps, each optionally followed by a transformer.
-
-    Args:
-        parts: builder of the layers.
-        channels: input channels of each residual block.
-        layers: transformer blocks after each residual block; 0: no transformer.
-    """
+    """Residual blocks at one size of the maps, each optionally followed by a transformer."""
 
     def __init__(self, parts: _Parts, channels: Sequence[int], layers: Sequence[int]) -> None:
         super().__init__()

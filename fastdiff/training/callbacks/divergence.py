@@ -56,13 +56,7 @@ class NonFiniteGuard(Callback):
 
 
 def _told(keys: Sequence[str], bad: int, batch: int) -> tuple[str, str]:
-    """Return which of the losses of a step are not finite, and what to do if it goes on.
-
-    Args:
-        keys: names of the first samples with such losses.
-        bad: number of all.
-        batch: samples of the step.
-    """
+    """Return which of the losses of a step are not finite, and what to do if it goes on."""
     remedy = "lower --optim.lr, or use --performance.precision bf16"
     if bad == 0:
         return "all losses are finite, the gradient is not", remedy

@@ -34,13 +34,7 @@ _LONG_S = 60.0
 
 
 class Log(Callback):
-    """Progress bar, ``metrics.jsonl`` and the trackers, on rank 0.
-
-    Args:
-        state: of the run.
-        trackers: which get the numbers.
-        plan: figures that the run is compared with, on rank 0; None: there are none.
-    """
+    """Progress bar, ``metrics.jsonl`` and the trackers, on rank 0."""
 
     def __init__(self, state: TrainState, trackers: Trackers, plan: Figures | None) -> None:
         self._trackers = trackers
@@ -173,11 +167,7 @@ def planned(state: TrainState) -> Figures | None:
 
 
 class Closing(Callback):
-    """Last lines of a complete run, after all other callbacks.
-
-    Args:
-        log: the log of the run.
-    """
+    """Last lines of a complete run, after all other callbacks."""
 
     def __init__(self, log: Log) -> None:
         self._log = log

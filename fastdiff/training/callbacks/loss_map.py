@@ -34,10 +34,6 @@ class LossMap(Callback):
     """Heat map of the losses of ``metrics.jsonl``: one row per bin of the log SNR, one column per record or several.
 
     Each row has its own scale of colours, since the loss changes over the steps far less than between noise levels.
-
-    Args:
-        state: the run.
-        trackers: that show it.
     """
 
     account = "sampling"

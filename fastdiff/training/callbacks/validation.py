@@ -56,10 +56,6 @@ class ValidationLoss(Callback):
 
     It writes a line of ``validation.jsonl`` and ``validation/step-N.npz`` (``evaluation.validation_files``).
 
-    Args:
-        state: the run; all ranks construct this together.
-        trackers: trackers that show the losses too.
-
     Raises:
         FastdiffError: on every rank: the data cannot be read, or do not fit the model.
     """

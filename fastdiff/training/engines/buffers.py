@@ -50,12 +50,7 @@ class Place:
 
 
 def places_of(model: nn.Module, *, channels_last: bool = False) -> tuple[Place, ...]:
-    """Return the places of the trained parameters, in the order of the network.
-
-    Args:
-        model: the network.
-        channels_last: whether the weights of its convolutions are laid out so.
-    """
+    """Return the places of the trained parameters, in the order of the network."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     sizes = [_padded(p.numel()) for _, p in trained]
     return tuple(

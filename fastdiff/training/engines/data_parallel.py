@@ -25,11 +25,6 @@ class DataParallel:
 
     With several ranks a step has two more passes over the gradients: DDP copies them into its buckets, and the hook
     adds those to the flat buffer.
-
-    Args:
-        model: on its device.
-        places: of its parameters in the flat buffers.
-        gradients: receive the sums.
     """
 
     def __init__(self, model: nn.Module, places: Sequence[Place], gradients: Gradients) -> None:
@@ -56,12 +51,7 @@ class DataParallel:
 
 
 class Buckets:
-    """The reductions of a step.
-
-    Args:
-        places: of the parameters in the flat buffers.
-        gradients: receive the sums.
-    """
+    """The reductions of a step."""
 
     def __init__(self, places: Sequence[Place], gradients: Gradients) -> None:
         self._places, self._gradients = places, gradients

@@ -103,7 +103,6 @@ class FlatEngine(Engine):
 
     @property
     def _is_last(self) -> bool:
-        """Whether the micro-batch is the last of its step."""
         return self._micro == self._accumulation - 1
 
     def begin_last_micro_batch(self) -> None:

@@ -31,11 +31,6 @@ def build_forward_backward(
 def require_capture(performance: PerformanceConfig, engine: Kind, world: World) -> None:
     """Refuse ``--performance.cuda_graph`` where it cannot work; ``RunConfig`` refuses what needs no machine.
 
-    Args:
-        performance: of the run.
-        engine: of the run.
-        world: the ranks.
-
     Raises:
         ConfigError: with the reason and the remedy.
     """

@@ -13,14 +13,7 @@ from fastdiff.training.metrics import Meters
 
 
 class ForwardBackward:
-    """Both passes of a micro-batch, which add its gradient to the engine and its losses to the meters and the guard.
-
-    Args:
-        engine: of the run.
-        objective: of the run.
-        meters: of the run.
-        guard: of the run.
-    """
+    """Both passes of a micro-batch, which add its gradient to the engine and its losses to the meters and the guard."""
 
     def __init__(self, engine: Engine, objective: Objective, meters: Meters, guard: StepGuard) -> None:
         self._engine, self._objective, self._meters, self._guard = engine, objective, meters, guard

@@ -149,7 +149,6 @@ class WholeMatrices(torch.optim.Optimizer):
 
     @property
     def _names(self) -> list[str]:
-        """Names of the state with one entry per element."""
         return [tensor.name for tensor in self._family.elements]
 
     def _rows(self, piece: _Piece) -> list[Tensor]:

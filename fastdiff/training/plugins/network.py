@@ -28,10 +28,6 @@ def check_network(config: RunConfig, device: torch.device) -> None:
     that follow from each sample alone, no host synchronisation, and a gradient for every parameter. Classes and the
     null class are given.
 
-    Args:
-        config: of the run.
-        device: of the run, on which the network is called.
-
     Raises:
         ConfigError: it breaks a promise, or its code raises an exception.
     """

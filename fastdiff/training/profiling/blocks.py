@@ -22,14 +22,7 @@ class _Range(Protocol):
 
 
 class _Block:
-    """The ranges of one block.
-
-    Args:
-        number: of the block, in the order of the network.
-        path: of its module in the network.
-        opened: opens a range.
-        passes: of the whole network.
-    """
+    """The ranges of one block."""
 
     def __init__(self, number: int, path: str, opened: Callable[[str], _Range], passes: _Backward) -> None:
         self._name = (f"block {number}", f" ({path})")
@@ -101,11 +94,6 @@ class _Backward:
 
 def watch_blocks(network: BlockwiseModel, opened: Callable[[str], _Range], stack: ExitStack) -> Callable[[], None]:
     """Open a range for each pass of each block, until the stack is closed.
-
-    Args:
-        network: of the run.
-        opened: opens a range.
-        stack: removes the hooks of the modules.
 
     Returns:
         A function to call at the end of each backward pass.

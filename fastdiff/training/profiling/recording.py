@@ -55,11 +55,9 @@ class Recording:
         self._runs = True
 
     def __enter__(self) -> Self:
-        """Return itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it if it runs."""
         self.discard()
 
     def stop(self) -> None:

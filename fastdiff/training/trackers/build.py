@@ -30,9 +30,6 @@ class Trackers:
 
     Leaving the context closes them.
 
-    Args:
-        state: the run; all ranks construct this together.
-
     Raises:
         ConfigError: on every rank: wandb or trackio refuses the run.
     """

@@ -102,12 +102,7 @@ class WandbRun:
 
 
 def _options(state: TrainState, settings: Any) -> dict[str, Any]:
-    """Return the arguments of ``wandb.init``: what the run says, and defaults for what the user's settings leave open.
-
-    Args:
-        state: the run.
-        settings: of wandb, with its variables and settings files.
-    """
+    """Return the arguments of ``wandb.init``: those of the run, and defaults for what the user leaves open."""
     given = _given(settings)
     of_fields = {
         "project": ("project", PROJECT),

@@ -11,11 +11,7 @@ _REDUCTIONS = ("reduce_ipg_grads", "_DeepSpeedZeroOptimizer_Stage3__reduce_and_p
 
 
 def named_calls(engine: Any) -> dict[str, list[tuple[object, str]]]:
-    """Return (object, method) by the name of the range: ``hooks`` or ``reduce``.
-
-    Args:
-        engine: of DeepSpeed.
-    """
+    """Return (object, method) by the name of the range: ``hooks`` or ``reduce``."""
     optimizer = engine.optimizer
     hooks = [name for name in _HOOKS if hasattr(optimizer, name)][:1]
     reductions: list[tuple[object, str]] = [(optimizer, name) for name in _REDUCTIONS if hasattr(optimizer, name)]

@@ -26,15 +26,7 @@ _QUARTILES = 4
 
 
 def run(timer: StepTimer, network: AdmConfig, objective: DdpmConfig, images: Path, batch: int) -> None:
-    """Step until ``Enough``.
-
-    Args:
-        timer: of this process.
-        network: the UNet.
-        objective: ddpm with a learned range of variances and the mean squared error.
-        images: folder of images.
-        batch: images of a step.
-    """
+    """Step until ``Enough``."""
     script = _Script(network, objective)
     loader = DataLoader(_Images(images, network.size), batch, shuffle=True, num_workers=1, drop_last=True)
     batches = _endless(loader)

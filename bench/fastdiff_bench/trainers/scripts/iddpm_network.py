@@ -12,11 +12,7 @@ from fastdiff.config.networks.adm import AdmConfig
 
 
 class UNet(nn.Module):
-    """Unconditional network without resampling in residual blocks.
-
-    Args:
-        config: shape of the network, with scale and shift norms and queries, keys and values by head.
-    """
+    """Unconditional network without resampling in residual blocks."""
 
     def __init__(self, config: AdmConfig) -> None:
         super().__init__()

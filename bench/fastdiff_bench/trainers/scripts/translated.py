@@ -30,14 +30,7 @@ def prepare(script: str, flags: Sequence[str], folder: Path) -> None:
 
 
 def run(timer: StepTimer, script: str, flags: Sequence[str], folder: Path) -> None:
-    """Step until ``Enough``; see ``fastdiff_bench.trainers.ours``.
-
-    Args:
-        timer: of this process.
-        script: a key of ``fastdiff.cli.compat.run.SCRIPTS``.
-        flags: its command line.
-        folder: where it is given.
-    """
+    """Step until ``Enough``; see ``fastdiff_bench.trainers.ours``."""
     quieten()
     with chdir(folder):
         own = train_flags(script, flags)
