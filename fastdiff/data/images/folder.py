@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,9 +19,9 @@ from fastdiff.data.images.items import (
     BadCaptionError,
     BadItem,
     ImageItem,
+    ImageSource,
     clean_captions,
     digest_of,
-    partition_count,
     stamp,
 )
 from fastdiff.data.images.kinds import READ, UNPACKED, is_archive
@@ -52,7 +52,7 @@ class _Entry:
     label: int | None = None
 
 
-class ImageFolder:
+class ImageFolder(ImageSource):
     """A folder of images; by default its content decides the source of captions or classes.
 
     With ``metadata.jsonl`` or ``metadata.csv`` (Hugging Face's imagefolder), captions come from its rows, sorted by
@@ -83,7 +83,6 @@ class ImageFolder:
     def __init__(self, folder: Path, options: SourceOptions, *, metadata: Path | None = None) -> None:
         self.root = folder if metadata else _root(folder, options.split)
         self.name = f"images {f'of {escape(str(metadata))} ' if metadata else ''}in {escape(str(self.root))}"
-        self.class_names: tuple[str, ...] = ()
         self.captioned = False
         self._options, self._per_partition = options, options.samples_per_shard
         self._names = Names(self.root)
@@ -102,18 +101,13 @@ class ImageFolder:
         kind = "" if self.captioned or self.classes else ", no captions"
         self.digest = digest_of(f"folder, {self._per_partition} per unit, {self.classes} classes{kind}", facts)
 
-    @property
-    def partitions(self) -> int:
-        """Number of partitions."""
-        return partition_count(len(self), self._per_partition)
-
     def __len__(self) -> int:
         """Return the number of listed images, missing ones included."""
         return len(self._entries)
 
     def stamps(self, partition: int) -> dict[str, Any] | None:
         """See ``ImageSource``."""
-        entries = self._entries[partition * self._per_partition : (partition + 1) * self._per_partition]
+        entries = [self._entries[number] for number in self._numbers(partition)]
         listed = digest_of("listed", ([entry.path, entry.captions, entry.text, entry.label] for entry in entries))
         files = {file for entry in entries for file in self._files(entry)}
         return {"": listed} | {file: stamp(self.root / file) for file in sorted(files)}
@@ -124,15 +118,6 @@ class ImageFolder:
             self.captioned and self._options.needs_captions and entry.captions is None and entry.text is not None
         )
         return [entry.path, str(entry.text)] if reads_text else [entry.path]
-
-    def found_in(self, partition: int) -> Selection:
-        """See ``ImageSource``: the listing knows all."""
-        return Selection()
-
-    def items(self, partition: int) -> Iterator[ImageItem | BadItem]:
-        """Yield the images of a partition; StorageError if the storage fails."""
-        for index in range(partition * self._per_partition, min((partition + 1) * self._per_partition, len(self))):
-            yield self.item(index)
 
     def item(self, index: int) -> ImageItem | BadItem:
         """Return an image by number; StorageError if the storage fails."""
@@ -150,9 +135,9 @@ class ImageFolder:
     def most_captions(self, partition: int) -> int:
         """Return the largest number of captions per image in a partition, without reading images."""
         most = 0
-        for entry in self._entries[partition * self._per_partition : (partition + 1) * self._per_partition]:
+        for number in self._numbers(partition):
             with contextlib.suppress(BadCaptionError, _BadFileError):  # reported by ``item``
-                most = max(most, len(self._captions(entry)))
+                most = max(most, len(self._captions(self._entries[number])))
         return most
 
     def _image(self, path: str) -> bytes:

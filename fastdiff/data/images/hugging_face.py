@@ -13,9 +13,9 @@ from fastdiff.data.images.items import (
     BadCaptionError,
     BadItem,
     ImageItem,
+    ImageSource,
     clean_captions,
     digest_of,
-    partition_count,
     stamp,
 )
 from fastdiff.data.images.options import SourceOptions
@@ -34,7 +34,7 @@ _OF_ADDRESSES = frozenset({"url", "urls", "image_url"})
 """Columns with addresses of pictures, in lower case."""
 
 
-class HuggingFaceSource:
+class HuggingFaceSource(ImageSource):
     """A split of a data set with an image column, and a caption column or otherwise a ``label`` column of classes.
 
     With an image column alone, the images have neither.
@@ -63,8 +63,6 @@ class HuggingFaceSource:
         self._has_column, self._substitute = caption_column in found.column_names, caption
         self.captioned = self._has_column or bool(caption)
         label = found.features.get(_LABEL)
-        self.classes: int | None = None
-        self.class_names: tuple[str, ...] = ()
         if not self.captioned and isinstance(label, datasets.ClassLabel):
             self.classes = label.num_classes
             self.class_names = tuple(map(escape, label.names))
@@ -89,31 +87,16 @@ class HuggingFaceSource:
         kind = f"datasets, {split}, {image_column}, {self._per_partition} per unit{f', {caption}' if caption else ''}"
         self.digest = digest_of(kind, self._facts(described))
 
-    @property
-    def partitions(self) -> int:
-        """Number of partitions."""
-        return partition_count(len(self), self._per_partition)
-
     def __len__(self) -> int:
         return len(self._rows)
 
     def stamps(self, partition: int) -> dict[str, Any] | None:
         """See ``ImageSource``: the fingerprint of ``datasets``, and the pictures that the rows name by path."""
-        rows = slice(partition * self._per_partition, (partition + 1) * self._per_partition)
-        cells = self._in_arrow[rows][self._image]
+        cells = self._in_arrow[self._numbers(partition)][self._image]
         parts = dict(zip((part.name for part in cells.type), cells.flatten(), strict=True))
         paths = parts["path"].filter(parts["bytes"].is_null()).to_pylist()  # without reading the bytes
         listed = {"": [self._rows._fingerprint, partition, self._per_partition]}
         return listed | {path: stamp(path) for path in sorted(filter(None, paths))}
-
-    def found_in(self, partition: int) -> Selection:
-        """See ``ImageSource``."""
-        return Selection()
-
-    def items(self, partition: int) -> Iterator[ImageItem | BadItem]:
-        """Yield the rows of a partition; StorageError if they cannot be read."""
-        for index in range(partition * self._per_partition, min((partition + 1) * self._per_partition, len(self))):
-            yield self.item(index)
 
     def item(self, index: int) -> ImageItem | BadItem:
         """Return a row by number; StorageError if it cannot be read."""
@@ -139,9 +122,8 @@ class HuggingFaceSource:
         """Return the largest number of captions per row in a partition, without reading images."""
         if not self._has_column:
             return int(self.captioned)
-        rows = slice(partition * self._per_partition, (partition + 1) * self._per_partition)
         try:
-            cells = self._rows.select_columns([self._caption])[rows][self._caption]
+            cells = self._rows.select_columns([self._caption])[self._numbers(partition)][self._caption]
         except OSError as error:
             raise StorageError(f"cannot read {self.name}: {error}; check its disk or network") from error
         most = 0

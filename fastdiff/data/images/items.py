@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fastdiff.data.selection import Selection
 from fastdiff.sanitize import CONTROL
@@ -43,36 +44,33 @@ class BadItem:
     reason: str
 
 
-class ImageSource(Protocol):
-    """A source of images in a fixed order, divided into partitions for sequential reading."""
+class ImageSource(ABC):
+    """A source of images in a fixed order, divided into partitions for sequential reading.
 
-    @property
-    def name(self) -> str:
-        """Name for the provenance, without secrets."""
+    Unless a subclass says otherwise, ``samples_per_shard`` consecutive images are a partition.
+    """
 
-    @property
-    def classes(self) -> int | None:
-        """Number of classes; None: the images have none."""
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Names of the classes in the order of their numbers; empty: unknown."""
-
-    @property
-    def captioned(self) -> bool:
-        """Whether the images have captions."""
+    name: str
+    """Name for the provenance, without secrets."""
+    classes: int | None = None
+    """Number of classes; None: the images have none."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes in the order of their numbers; empty: unknown."""
+    captioned: bool
+    """Whether the images have captions."""
+    digest: str
+    """Sha256 of the listing; it changes with the partitions."""
+    selection: Selection
+    """What the listing left out."""
+    _per_partition: int
 
     @property
     def partitions(self) -> int:
-        """Number of partitions."""
+        """Number of partitions; the last one may be shorter."""
+        return -(-len(self) // self._per_partition)
 
-    @property
-    def digest(self) -> str:
-        """Sha256 of the listing; it changes with the partitions."""
-
-    @property
-    def selection(self) -> Selection:
-        """What the listing left out."""
+    def _numbers(self, partition: int) -> range:
+        return range(len(self))[partition * self._per_partition : (partition + 1) * self._per_partition]
 
     def stamps(self, partition: int) -> dict[str, Any] | None:
         """Return, as JSON values by name, what changes when a file of a partition is edited; None: it cannot tell.
@@ -80,9 +78,11 @@ class ImageSource(Protocol):
         The files themselves are not read. The names are those of the files; the name "" is for what is already listed.
         Called by several threads.
         """
+        return None
 
     def found_in(self, partition: int) -> Selection:
         """Return what ``items`` of this partition, read to its end, left out beyond the listing."""
+        return Selection()
 
     def items(self, partition: int) -> Iterator[ImageItem | BadItem]:
         """Yield the images of a partition, always the same.
@@ -91,7 +91,9 @@ class ImageSource(Protocol):
             DataError: A file of many images is damaged; images before the damage were yielded.
             StorageError: The storage cannot be read.
         """
+        return map(self.item, self._numbers(partition))
 
+    @abstractmethod
     def most_captions(self, partition: int) -> int:
         """Return the largest number of captions per image in a partition, 0 without captions; read no images.
 
@@ -100,9 +102,11 @@ class ImageSource(Protocol):
             StorageError: As ``items``.
         """
 
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of images; ConfigError if that would require reading all of them."""
 
+    @abstractmethod
     def item(self, index: int) -> ImageItem | BadItem:
         """Return an image by number, in the order of the partitions; ConfigError without random access."""
 
@@ -149,8 +153,3 @@ def stamp(path: str | os.PathLike[str]) -> list[int] | None:
     except (OSError, ValueError):
         return None
     return [status.st_size, status.st_mtime_ns]
-
-
-def partition_count(samples: int, per_partition: int) -> int:
-    """Return the number of partitions of ``per_partition`` samples, the last one possibly shorter."""
-    return -(-samples // per_partition)

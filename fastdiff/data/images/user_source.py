@@ -8,7 +8,6 @@ With labels the sequence has an attribute ``classes``, their number, and may hav
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from fastdiff.data.images.items import (
     BadCaptionError,
     BadItem,
     ImageItem,
+    ImageSource,
     clean_captions,
     digest_of,
-    partition_count,
 )
 from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.selection import Selection, Tally
@@ -31,7 +30,7 @@ from fastdiff.plugins.user_code import Plugin, load
 from fastdiff.sanitize import escape
 
 
-class UserSource:
+class UserSource(ImageSource):
     """The images of a user's sequence, read by number.
 
     Args:
@@ -56,8 +55,6 @@ class UserSource:
             self._count = max_samples
         first = self._raw(0)
         self.captioned = "caption" in first
-        self.classes: int | None = None
-        self.class_names: tuple[str, ...] = ()
         if not self.captioned:
             self._read_classes(first)
         for index in {0, self._count - 1}:
@@ -66,26 +63,8 @@ class UserSource:
         self.selection = Selection(left_out=left_out.counted())
         self.digest = digest_of(f"plug-in, {self._per_partition} per unit", facts)
 
-    @property
-    def partitions(self) -> int:
-        """Number of partitions."""
-        return partition_count(len(self), self._per_partition)
-
     def __len__(self) -> int:
         return self._count
-
-    def stamps(self, partition: int) -> dict[str, Any] | None:
-        """See ``ImageSource``: code cannot tell."""
-        return None
-
-    def found_in(self, partition: int) -> Selection:
-        """See ``ImageSource``."""
-        return Selection()
-
-    def items(self, partition: int) -> Iterator[ImageItem | BadItem]:
-        """Yield the images of a partition."""
-        for index in range(partition * self._per_partition, min((partition + 1) * self._per_partition, len(self))):
-            yield self.item(index)
 
     def item(self, index: int) -> ImageItem | BadItem:
         """Return an image by number; a ``BadItem`` also if the user's code raises an exception."""

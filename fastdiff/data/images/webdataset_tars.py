@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from fastdiff.data.images.items import BadItem, ImageItem, clean_captions, digest_of, stamp
+from fastdiff.data.images.items import BadItem, ImageItem, ImageSource, clean_captions, digest_of, stamp
 from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.images.tar_members import (
     KINDS,
@@ -40,7 +40,7 @@ _JUMP_BUFFER = 1 << 13
 _LOOKED_AT = 100
 
 
-class WebDatasetSource:
+class WebDatasetSource(ImageSource):
     """A source of tars with ``<key>.jpg`` (or another kind) and ``<key>.txt``, ``.caption``, ``.json`` or ``.cls``.
 
     The first usable sample decides whether the source has captions or classes; images alone have neither. Tars are
@@ -58,8 +58,6 @@ class WebDatasetSource:
         DataError: A tar is missing or damaged, there are none, or the first samples have texts without captions.
         StorageError: A tar cannot be read.
     """
-
-    class_names: tuple[str, ...] = ()
 
     def __init__(self, tars: Sequence[str], options: SourceOptions, *, beside: Selection | None = None) -> None:
         name, caption, max_samples = options.name, options.caption, options.max_samples
