@@ -108,11 +108,7 @@ def no_space(folder: Path, what: str, needed: int, free: int) -> StorageError:
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder and its missing parents, and wait until they are on the disk.
-
-    Raises:
-        OSError: one could not be made.
-    """
+    """Make a folder and its missing parents, and wait until they are on the disk; OSError if one could not be made."""
     if not path.exists():
         make_folders(path.parent)
         path.mkdir()
@@ -120,11 +116,7 @@ def make_folders(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link (never its target) or a folder with its content.
-
-    Raises:
-        OSError: it could not be removed.
-    """
+    """Remove a file, a link (never its target) or a folder with its content; OSError if it could not be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -44,11 +44,7 @@ class JsonLines(AppendedFile):
         self.append(json.dumps(clean).encode() + b"\n")
 
     def count(self) -> int:
-        """Return the number of records, also of those that wait for room.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Return the number of records, also of those that wait for room; OSError if the file cannot be read."""
         return sum(1 for _ in each_record(self._path)) + len(self._waiting)
 
     def last(self) -> Record | None:

@@ -35,11 +35,7 @@ def add_cases(parser: argparse.ArgumentParser, cases: Iterable[str]) -> None:
 
 
 def cases(arguments: argparse.Namespace, known: Iterable[str]) -> list[str]:
-    """Return the cases to measure.
-
-    Raises:
-        BenchError: one is unknown.
-    """
+    """Return the cases to measure; BenchError if one is unknown."""
     known = list(known)
     if unknown := [name for name in arguments.cases if name not in known]:
         raise BenchError(f"no such case: {', '.join(unknown)}; expected some of: {', '.join(known)}")

@@ -23,11 +23,7 @@ _STYLE = {
 
 
 def require_matplotlib() -> None:
-    """Check for matplotlib before anything is measured.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Check for matplotlib before anything is measured; ConfigError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

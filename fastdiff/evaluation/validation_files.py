@@ -59,12 +59,7 @@ def encode(validated: Validated) -> bytes:
 
 
 def read(run: Path, step: int) -> Validated:
-    """Read the file of a step.
-
-    Raises:
-        StorageError: the file is damaged.
-        OSError: the file cannot be read.
-    """
+    """Read the file of a step; StorageError if it is damaged, OSError if it cannot be read."""
     path = path_of(run, step)
     try:
         content = io.BytesIO(read_inside(run, path.relative_to(run), _MOST))

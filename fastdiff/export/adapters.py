@@ -130,11 +130,7 @@ def _write_kohya(folder: Path, exported: Exported) -> None:
 
 
 def write_scaled(folder: Path, exported: Exported) -> None:
-    """Write the names of diffusers and peft.
-
-    Raises:
-        OSError: it cannot be written, for example because the disk is full.
-    """
+    """Write the names of diffusers and peft; OSError if it cannot be written, for example because the disk is full."""
     config, model = exported.config.lora, exported.config.model
     _save(folder, scaled(_read(exported), config, model), scaled_metadata(config, model), exported.dtype)
 

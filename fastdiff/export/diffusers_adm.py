@@ -85,11 +85,7 @@ def to_diffusers(model: AdmConfig) -> dict[str, Any]:
 
 
 def write_unet2d(folder: Path, weights: ExportedWeights, model: AdmConfig, dtype: torch.dtype) -> None:
-    """Write ``unet/``; see ``diffusers_model.write_model``.
-
-    Raises:
-        ConfigError: diffusers has no equivalent network.
-    """
+    """Write ``unet/``; see ``diffusers_model.write_model``; ConfigError if diffusers has no equivalent network."""
     config = to_diffusers(model)
     write_model(folder / FOLDER, "UNet2DModel", config, sources(model, weights.shapes), weights, dtype)
 

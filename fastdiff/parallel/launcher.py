@@ -69,11 +69,7 @@ def leave_job() -> str:
 
 
 def master() -> tuple[str, int]:
-    """Return host and port of MASTER_ADDR and MASTER_PORT.
-
-    Raises:
-        ConfigError: One is missing, or the port is none.
-    """
+    """Return host and port of MASTER_ADDR and MASTER_PORT; ConfigError if one is missing, or the port is none."""
     host = os.environ.get("MASTER_ADDR", "")
     if not host:
         raise _refused("MASTER_ADDR", "the name or address of the machine of rank 0")

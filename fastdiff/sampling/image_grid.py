@@ -63,11 +63,7 @@ def image_grid(images: Tensor, rows: int | None = None, scale: int | None = None
 
 
 def encoded(picture: Image, suffix: str) -> bytes:
-    """Return a picture as the content of a file.
-
-    Raises:
-        ConfigError: Pillow writes no format with this suffix.
-    """
+    """Return a picture as the content of a file; ConfigError if Pillow writes no format with this suffix."""
     from PIL import Image as pillow
 
     name = pillow.registered_extensions().get(suffix.lower())

@@ -197,11 +197,7 @@ def read_npz(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64] |
 
 
 def comment_of(path: Path) -> bytes:
-    """Return the comment of a zip; empty if it has none or is no zip.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the comment of a zip; empty if it has none or is no zip; OSError if it cannot be read."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.comment

@@ -32,11 +32,7 @@ def add_choice(parser: argparse.ArgumentParser, known: tuple[str, ...]) -> None:
 
 
 def chosen(arguments: argparse.Namespace, known: tuple[str, ...]) -> list[Case]:
-    """Return the cases selected by the flags.
-
-    Raises:
-        BenchError: there is no such op, or no case of these dtypes.
-    """
+    """Return the cases selected by the flags; BenchError if there is no such op, or no case of these dtypes."""
     for op in arguments.ops:
         if op not in known:
             raise BenchError(f"op {op!r}: expected some of {', '.join(known)}")

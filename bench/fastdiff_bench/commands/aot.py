@@ -137,11 +137,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 
 def read_baseline(path: Path, cases: Sequence[Case], architectures: Sequence[int]) -> Baseline:
-    """Read a record of these ops, dtypes and architectures.
-
-    Raises:
-        BenchError: there is none.
-    """
+    """Read a record of these ops, dtypes and architectures; BenchError if there is none."""
     kinds = {(case.op, case.dtype_name, f"sm_{arch}") for case in cases for arch in architectures}
 
     def counted(measurement: Measurement) -> bool:

@@ -70,11 +70,7 @@ class Section:
 
 
 def page(records: Sequence[Record]) -> str:
-    """Return the self-contained page.
-
-    Raises:
-        BenchError: a required library is not installed.
-    """
+    """Return the self-contained page; BenchError if a required library is not installed."""
     try:
         import jinja2
     except ImportError:

@@ -32,11 +32,7 @@ class Start:
 def start(
     command: Sequence[str], stepped: Callable[[], bool], log: Path, environment: Mapping[str, str], limit_s: float
 ) -> Start:
-    """Run ``command`` until ``stepped`` and end it.
-
-    Raises:
-        BenchError: it ended, or took longer.
-    """
+    """Run ``command`` until ``stepped`` and end it; BenchError if it ended, or took longer."""
     with log.open("wb") as output:
         began = time.perf_counter()
         process = psutil.Popen(

@@ -69,11 +69,7 @@ class StepTimer:
         self._retries = 0
 
     def ready(self, **facts: Fact) -> None:
-        """Report that everything is built, and wait for the first session.
-
-        Raises:
-            Enough: there is none.
-        """
+        """Report that everything is built, and wait for the first session; Enough if there is none."""
         self._connection.send(("ready", facts))
         self._cpu_seconds = _cpu_seconds()
         self._wait()

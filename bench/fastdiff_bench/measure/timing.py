@@ -82,11 +82,7 @@ class Stopwatch:
     """Stopwatch for calls on one device."""
 
     def __init__(self, device: str, effort: Effort) -> None:
-        """Prepare for ``cuda`` or ``cpu``.
-
-        Raises:
-            BenchError: there is no CUDA device.
-        """
+        """Prepare for ``cuda`` or ``cpu``; BenchError if there is no CUDA device."""
         if device == "cuda" and not torch.cuda.is_available():
             raise BenchError("there is no CUDA device to measure on; use --device cpu to try the harness")
         self._device = device

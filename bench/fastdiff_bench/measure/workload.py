@@ -79,11 +79,7 @@ class Workload:
         return from_mapping(asdict(config), "bench")  # validates the choices
 
     def deepspeed_json(self) -> DsConfig:
-        """Return the given DeepSpeed JSON.
-
-        Raises:
-            BenchError: there is no such configuration.
-        """
+        """Return the given DeepSpeed JSON; BenchError if there is no such configuration."""
         try:
             return deepspeed_config.read(self.deepspeed)
         except ConfigError as error:

@@ -77,11 +77,7 @@ def translate(script: str, flags: Sequence[str], *, gpus: int) -> Translation:
 
 
 def train_flags(script: str, flags: Sequence[str]) -> list[str]:
-    """Return the trainer's flags for a run of ``script`` with one process.
-
-    Raises:
-        ConfigError: as for ``translate``.
-    """
+    """Return the trainer's flags for a run of ``script`` with one process; ConfigError as for ``translate``."""
     return _train_flags(translate(script, flags, gpus=1))
 
 

@@ -65,11 +65,7 @@ class Demo:
         self._began = time.monotonic()
 
     def run(self) -> None:
-        """Run all stages.
-
-        Raises:
-            FastdiffError: a stage failed, or bits differ.
-        """
+        """Run all stages; FastdiffError if a stage failed, or bits differ."""
         with ExitStack() as stack:
             self._examine()
             self._encode()
@@ -170,11 +166,7 @@ def _title(text: str) -> None:
 
 
 def _call(*words: str) -> None:
-    """Run a command of fastdiff with its output here.
-
-    Raises:
-        FastdiffError: it failed, and has said why.
-    """
+    """Run a command of fastdiff with its output here; FastdiffError if it failed, and has said why."""
     from fastdiff.cli.demo.training import FASTDIFF
 
     code = subprocess.run([*FASTDIFF, *words], check=False, stdin=subprocess.DEVNULL).returncode

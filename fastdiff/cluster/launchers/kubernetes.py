@@ -28,11 +28,7 @@ _RESTARTS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pods:
-    """The settings of the Kubernetes job.
-
-    Raises:
-        ConfigError: Kubernetes would not accept a value.
-    """
+    """The settings of the Kubernetes job; ConfigError if Kubernetes would not accept a value."""
 
     name: str
     image: str

@@ -30,11 +30,7 @@ _CORES = ("cpus-per-task", "cpus-per-gpu", "mincpus", "tres-per-task")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """The settings of the Slurm job.
-
-    Raises:
-        ConfigError: a value is not safe in the script.
-    """
+    """The settings of the Slurm job; ConfigError if a value is not safe in the script."""
 
     name: str
     time: str | None = None
@@ -151,11 +147,7 @@ def script(job: Job, batch: Batch) -> str:
 
 
 def submit(path: Path) -> str:
-    """Pass a script to ``sbatch`` and return the job number.
-
-    Raises:
-        ConfigError: sbatch is missing or refuses the script.
-    """
+    """Pass a script to ``sbatch`` and return the job number; ConfigError if sbatch is missing or refuses the script."""
     try:
         done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, timeout=120)
     except FileNotFoundError:

@@ -302,11 +302,7 @@ def _each(offsets: Sequence[Offset] | None, images: int) -> Sequence[Offset | No
 
 
 def _upright_rgb(image: Image.Image) -> Image.Image:
-    """Decode the pixels to upright 8-bit RGB.
-
-    Raises:
-        RefusedImageError: The data are damaged.
-    """
+    """Decode the pixels to upright 8-bit RGB; RefusedImageError if the data are damaged."""
     try:
         image.load()
         turn = _UPRIGHT.get(orientation(image))  # after load: a PNG may store EXIF after the pixels

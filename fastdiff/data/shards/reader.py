@@ -163,11 +163,7 @@ class LatentReader:
             return [self._key(number) for number in ids.tolist()]
 
     def captions(self, sample_ids: npt.ArrayLike) -> list[str]:
-        """Return the first caption of each sample, without those that have none.
-
-        Raises:
-            DataError: A sample is damaged.
-        """
+        """Return the first caption of each sample, without those that have none; DataError if a sample is damaged."""
         ids = self._known(sample_ids)
         with self._lock:
             notes = [shard.read_json(row) for shard, row in map(self._locate, ids.tolist())]

@@ -13,11 +13,7 @@ _LEGACY = "decoder_blocks."
 
 
 def refuse_repa(path: Path, names: Iterable[str]) -> None:
-    """Refuse the weights of a REPA training by their name.
-
-    Raises:
-        ConfigError: some are of REPA.
-    """
+    """Refuse the weights of a REPA training by their name; ConfigError if some are of REPA."""
     found = [name for name in names if name.startswith((_PROJECTIONS, _LEGACY))]
     more = f" and {len(found) - 1} more weights" if len(found) > 1 else ""
     require(

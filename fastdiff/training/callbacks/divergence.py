@@ -89,11 +89,7 @@ class Rewind:
     """Description of the spike for messages."""
 
     def find(self, checkpoints: Checkpoints) -> Checkpoint:
-        """Return the newest intact checkpoint before the spike; called by all ranks.
-
-        Raises:
-            DivergedError: there is none.
-        """
+        """Return the newest intact checkpoint before the spike; called by all ranks; DivergedError if there is none."""
         saved = checkpoints.newest(before=self.spiked.steps)
         if saved is None:
             raise DivergedError(

@@ -56,11 +56,7 @@ class GraphForwardBackward(ForwardBackward):
         self._taken = 0
 
     def __call__(self, batch: Batch) -> None:
-        """Take the passes of one micro-batch.
-
-        Raises:
-            ConfigError: the passes cannot be captured.
-        """
+        """Take the passes of one micro-batch; ConfigError if the passes cannot be captured."""
         with self._meters.phase("forward"):
             self._load(batch)
             losses = self._take().clone()  # the next replay overwrites them
