@@ -44,29 +44,17 @@ __all__ = [
     "webdataset",
 ]
 _MODULES = {
-    "api.config": ("Config", "preset", "presets"),
-    "api.data_set": ("webdataset",),
-    "api.run": ("Run",),
-    "api.training": ("RunError", "train"),
-    "errors": (
-        "ConfigError",
-        "DataError",
-        "DivergedError",
-        "FastdiffError",
-        "NoMemoryError",
-        "Preempted",
-        "ProcessLimitError",
-        "StorageError",
-    ),
-}
+    "Config": "api.config", "preset": "api.config", "presets": "api.config", "webdataset": "api.data_set",
+    "Run": "api.run", "RunError": "api.training", "train": "api.training",
+}  # fmt: skip
+"""Modules of the names; all others are errors."""
 
 open_closed_descriptors()  # before an import opens a file
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return resolve_name(f"fastdiff.{module}:{name}")
+    if name in __all__:
+        return resolve_name(f"fastdiff.{_MODULES.get(name, 'errors')}:{name}")
     raise AttributeError(f"module 'fastdiff' has no attribute {name!r}")
 
 

@@ -35,12 +35,7 @@ from fastdiff.errors import (
 from fastdiff.version import PACKAGE
 
 _ERRORS: dict[int, type[FastdiffError]] = {
-    2: ConfigError,
-    65: DataError,
-    70: DivergedError,
-    71: ProcessLimitError,
-    74: StorageError,
-    75: Preempted,
+    kind.exit_code: kind for kind in (ConfigError, DataError, DivergedError, ProcessLimitError, StorageError, Preempted)
 }
 """Type of the error by exit code of the run."""
 _MESSAGE = re.compile(r"^fastdiff: error(?: \(rank \d+\))?: (.*?)(?=^fastdiff: |\Z)", re.M | re.S)

@@ -303,7 +303,7 @@ class _Reading:
             start.message = message.removeprefix("fastdiff: ")
         if not start.outcome:  # killed: the trainer wrote no end
             self._take_last_beat(step, phase, beat)
-            start.outcome = _in_words(code)
+            start.outcome = "done" if code == 0 else "asked to stop" if code == 75 else f"exit code {code}"
         if "micro" in record:  # of another rank; this one may have lost the connection to it
             start.outcome = OUT_OF_MEMORY
         self._spend("unknown" if code == _UNAVAILABLE or code >= _SIGNALLED else "stop", at)
@@ -408,7 +408,3 @@ def _slowest(record: _Fields, start: Start) -> tuple[int, float, float] | None:
     slowest = record.inner("slowest")
     rank, late_s, others_s = (slowest.number(name) for name in ("rank", "late_s", "others_s"))
     return range(len(start.nodes))[int(rank)], late_s, others_s
-
-
-def _in_words(code: int) -> str:
-    return "done" if code == 0 else "asked to stop" if code == 75 else f"exit code {code}"

@@ -53,12 +53,8 @@ def lora_targets(config: LoraConfig, model: ModelConfig) -> tuple[str, ...]:
     return config.targets or model.lora_targets
 
 
-def _adaptable(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-
-
 def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
-    names = _adaptable(model)
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):
             raise ConfigError(

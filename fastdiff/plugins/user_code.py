@@ -114,6 +114,27 @@ def installed(group: Group) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
 
 
+def each_of(group: Group, what: str) -> Iterator[tuple[EntryPoint, str, Any]]:
+    """Yield every installed plug-in of a group: its entry point, its package, and what that names, imported.
+
+    Raises:
+        ConfigError: it cannot be imported; ``what`` says what it is.
+    """
+    for point in installed(group).values():
+        yield point, _package(point), _imported(point, f"the {what} {point.name} of {_package(point)}")
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist else "a package"
+
+
+def _imported(point: EntryPoint, what: str) -> Any:
+    try:
+        return point.load()
+    except Exception as error:  # of the code of the package
+        raise ConfigError(f"{what} cannot be imported ({error}); repair or uninstall that package") from None
+
+
 def _of_file(text: str, flag: str) -> Plugin:
     path, name = _split(text)
     source = _source(text, flag)
@@ -144,14 +165,7 @@ def _execute(plugin: Plugin, source: bytes, name: str, flag: str) -> ModuleType:
 
 def _of_package(text: str, group: Group, flag: str) -> Plugin:
     point = _point(text, group, flag)
-    try:
-        found = point.load()
-    except Exception as error:
-        package = point.dist.name if point.dist else "a package"
-        raise ConfigError(
-            f"{flag} {text}: {package} cannot be imported ({error}); repair or uninstall that package"
-        ) from None
-    return Plugin(text, found, _identity_of_point(point))
+    return Plugin(text, _imported(point, f"{flag} {text}: {_package(point)}"), _identity_of_point(point))
 
 
 def _point(text: str, group: Group, flag: str) -> EntryPoint:

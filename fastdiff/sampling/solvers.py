@@ -97,7 +97,7 @@ def sample(
     clamped = [bool(sampler.clip) and not (ancestral and own) for own in trajectory.predicts_step]
     count, device = next((len(value), value.device) for value in condition.values())
     parts = [torch.empty(0, *shape, device=device)]
-    with _bar(progress, -(-count // batch) * len(trajectory.time)) as bar:
+    with Bar("sampling", -(-count // batch) * len(trajectory.time), "steps", shown=progress) as bar:
         for start in range(0, count, batch):
             chosen = {name: value[start : start + batch] for name, value in condition.items()}
             index = range(first_index + start, first_index + min(start + batch, count))
@@ -287,7 +287,3 @@ def _generator(seed: int, index: int) -> torch.Generator:
 
 def _sequence(seed: int, index: int, spawn_key: tuple[int, ...] = ()) -> np.random.SeedSequence:
     return np.random.SeedSequence([seed & (2**64 - 1), index], spawn_key=spawn_key)
-
-
-def _bar(show: bool, total: int) -> Bar:
-    return Bar("sampling", total, "steps", shown=show)

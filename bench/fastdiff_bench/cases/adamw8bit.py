@@ -74,21 +74,8 @@ def _call(inputs: Inputs, backend: Backend) -> Tensor:
     return result
 
 
-def _fused_adamw(inputs: Inputs) -> Callable[[], tuple[()]]:
-    """Prepare torch's AdamW with moments in fp32, to compare the price of 8 bits; its outputs differ."""
-    parameter = nn.Parameter(inputs["param"])
-    parameter.grad = inputs["grad"]
-    optimizer = torch.optim.AdamW([parameter], lr=1e-4, fused=True)
-
-    def step() -> tuple[()]:
-        optimizer.step()
-        return ()
-
-    return step
-
-
-def _optimizer(load: Callable[[], Any]) -> Callable[[Inputs], Callable[[], tuple[()]]]:
-    """Prepare another library's AdamW8bit; its moments have another encoding, so its outputs cannot be compared.
+def _optimizer(build: Callable[[nn.Parameter], Any]) -> Callable[[Inputs], Callable[[], tuple[()]]]:
+    """Prepare another optimizer; its moments have another encoding, so its outputs cannot be compared.
 
     PyTorch accepts a gradient only in the dtype of its parameter.
     """
@@ -96,7 +83,7 @@ def _optimizer(load: Callable[[], Any]) -> Callable[[Inputs], Callable[[], tuple
     def prepare(inputs: Inputs) -> Callable[[], tuple[()]]:
         parameter = nn.Parameter(inputs["param"])
         parameter.grad = inputs["grad"]
-        optimizer: Any = load().AdamW8bit([parameter], lr=1e-4)
+        optimizer = build(parameter)
 
         def step() -> tuple[()]:
             optimizer.step()
@@ -108,9 +95,9 @@ def _optimizer(load: Callable[[], Any]) -> Callable[[Inputs], Callable[[], tuple
 
 
 _OTHER_LIBRARIES = {
-    "bitsandbytes": _optimizer(lambda: import_module("bitsandbytes.optim")),
-    "torchao": _optimizer(lambda: import_module("torchao.optim")),
-    "fp32 AdamW": _fused_adamw,
+    "bitsandbytes": _optimizer(lambda p: import_module("bitsandbytes.optim").AdamW8bit([p], lr=1e-4)),
+    "torchao": _optimizer(lambda p: import_module("torchao.optim").AdamW8bit([p], lr=1e-4)),
+    "fp32 AdamW": _optimizer(lambda p: torch.optim.AdamW([p], lr=1e-4, fused=True)),
 }
 
 

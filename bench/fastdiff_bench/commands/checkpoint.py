@@ -101,19 +101,10 @@ def measurements(workload: Workload, result: Result, ranks: int) -> Iterator[Mea
         ("save time", [cycle.save for cycle in cycles]),
     ):
         yield row(quantity=quantity, unit="ms", **measured(Timing.of(seconds), 1e3))
-    yield row(
-        quantity="step time beside a save / step time",
-        unit="1",
-        **measured(Timing.of([cycle.slow_down for cycle in cycles])),
-    )
-    yield row(
-        quantity="step time with a save that it waits for / step time",
-        unit="1",
-        **measured(Timing.of([cycle.slow_down_by_waiting for cycle in cycles])),
-    )
-    yield row(
-        quantity="cost of a save beside the training in steps",
-        unit="1",
-        **measured(Timing.of([cycle.cost for cycle in cycles])),
-    )
+    for quantity, ratios in (
+        ("step time beside a save / step time", [cycle.slow_down for cycle in cycles]),
+        ("step time with a save that it waits for / step time", [cycle.slow_down_by_waiting for cycle in cycles]),
+        ("cost of a save beside the training in steps", [cycle.cost for cycle in cycles]),
+    ):
+        yield row(quantity=quantity, unit="1", **measured(Timing.of(ratios)))
     yield row(quantity="checkpoint", unit="MiB", value=int(str(result.facts["bytes"])) / 2**20)

@@ -160,15 +160,9 @@ def _measurements(name: str, one: Outcome) -> Iterator[Measurement]:
     )
     for quantity, unit, value, better in values:
         yield Measurement(
-            bench="objectives",
-            case=f"digits, {one.steps} steps",
-            provider=name,
-            quantity=quantity,
-            unit=unit,
-            value=value,
-            better=better,
-            facts={"flags": OBJECTIVES[name], "steps": one.steps},
-        )
+            bench="objectives", case=f"digits, {one.steps} steps", provider=name, quantity=quantity, unit=unit,
+            value=value, better=better, facts={"flags": OBJECTIVES[name], "steps": one.steps},
+        )  # fmt: skip
 
 
 def _train(*flags: str) -> None:

@@ -247,7 +247,7 @@ class _Worker:
             open_ = [connection for connection in self._connections if connection not in answers]
             heard = wait(open_, max(0.0, until - time.monotonic()))
             if not heard:
-                raise self._silent()
+                raise BenchError(f"no answer within {self._limit:.0f} s")
             answers |= {connection: self._answer(connection, kind) for connection in open_ if connection in heard}
         return [answers[connection] for connection in self._connections]
 
@@ -260,9 +260,6 @@ class _Worker:
             self.result.out_of_memory = found == "out of memory"
             raise BenchError(str(content))
         return content
-
-    def _silent(self) -> BenchError:
-        return BenchError(f"no answer within {self._limit:.0f} s")
 
     def _ended(self, process: BaseProcess) -> BenchError:
         process.join(self._limit)

@@ -60,7 +60,7 @@ def break_down(trace: Trace) -> Breakdown:
     trace = _from_first_step(trace)
     begin, steps = trace.steps[0].begin, trace.steps
     end = max([steps[-1].end, *(event.end for event in trace.device)])
-    phases = _phases(trace)
+    phases = _Phases([event for event in trace.host if event.name in PHASES])
     operations: Counter[str] = Counter()
     launches: Counter[str] = Counter(dict.fromkeys([*PHASES.values(), "other"], 0))
     if trace.device:
@@ -198,7 +198,3 @@ class _Phases:
             if time < event.end:
                 return PHASES[event.name]
         return "other"
-
-
-def _phases(trace: Trace) -> _Phases:
-    return _Phases([event for event in trace.host if event.name in PHASES])

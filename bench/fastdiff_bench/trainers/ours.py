@@ -17,7 +17,6 @@ from torch._dynamo.utils import counters
 from fastdiff.batch import Batch
 from fastdiff.config.launch_options import Launch
 from fastdiff.console import quieten
-from fastdiff.diffusion.levels import Corruption
 from fastdiff.parallel.world import start_world
 from fastdiff.training.build import build
 from fastdiff.training.callbacks.base import Callback, Callbacks
@@ -70,9 +69,10 @@ def run(
         )
         stream: Iterator[Batch] = _timed_batches(timer, batches) if phases else batches
         if phases:
-            state.engine = cast(Any, _TimedEngine(timer, state.engine))
-            state.objective = cast(Any, _TimedObjective(timer, state.objective))
-            state.ema = cast(Any, _TimedEma(timer, state.ema))
+            of_engine = {"backward": "backward", "check_grads": "optimizer", "optimizer_step": "optimizer"}
+            state.engine = cast(Any, _Timed(timer, state.engine, **of_engine))
+            state.objective = cast(Any, _Timed(timer, state.objective, add_noise="objective", loss="objective"))
+            state.ema = cast(Any, _Timed(timer, state.ema, update="ema"))
         if phases or traced is not None:  # a graph shows no parts
             state.forward_backward = ForwardBackward(state.engine, state.objective, state.meters, state.guard)
         try:
@@ -134,44 +134,16 @@ def _timed_batches(timer: StepTimer, batches: Iterator[Batch]) -> Iterator[Batch
 
 
 class _Timed:
-    """Wrapper of a part of the run; untimed attributes are those of the part."""
+    """Wrapper of a part of the run that measures calls of some methods, by phase; all else is that of the part."""
 
-    def __init__(self, timer: StepTimer, part: Any) -> None:
+    def __init__(self, timer: StepTimer, part: Any, **phases: str) -> None:
         self._timer, self._part = timer, part
+        for method, phase in phases.items():
+            setattr(self, method, timer.phase(phase)(getattr(part, method)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._part, name)
 
-
-class _TimedEngine(_Timed):
     def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
         with self._timer.phase("forward"):
             return cast(Tensor, self._part(*inputs, **condition))
-
-    def backward(self, loss: Tensor, *, discard: bool = False) -> None:
-        with self._timer.phase("backward"):
-            self._part.backward(loss, discard=discard)
-
-    def check_grads(self) -> Tensor | None:
-        with self._timer.phase("optimizer"):
-            return cast("Tensor | None", self._part.check_grads())
-
-    def optimizer_step(self) -> None:
-        with self._timer.phase("optimizer"):
-            self._part.optimizer_step()
-
-
-class _TimedObjective(_Timed):
-    def add_noise(self, batch: Batch, model: Any) -> Corruption:
-        with self._timer.phase("objective"):
-            return cast(Corruption, self._part.add_noise(batch, model))
-
-    def loss(self, prediction: Tensor, batch: Batch, corruption: Corruption, *, recorded: bool = True) -> Tensor:
-        with self._timer.phase("objective"):
-            return cast(Tensor, self._part.loss(prediction, batch, corruption, recorded=recorded))
-
-
-class _TimedEma(_Timed):
-    def update(self, applied: int) -> None:
-        with self._timer.phase("ema"):
-            self._part.update(applied)

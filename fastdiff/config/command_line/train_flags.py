@@ -72,7 +72,7 @@ def parse(argv: Sequence[str], beside: Collection[str] = ()) -> tuple[Launch, Ru
     file = config_file.read(own.config, argv) if own.config else config_file.ConfigFile()
     name = own.preset or file.preset
     default = preset(name, "--preset" if own.preset else f"--config {own.config}: preset") if name else RunConfig()
-    kind = _kind_of(own.kind)
+    kind = add_network(own.kind, "--model.kind") if own.kind is not None and names_file(own.kind) else own.kind
     by_flag = own.steps or own.epochs or sets_samples(rest)
     steps, epochs = (own.steps, own.epochs) if by_flag else (file.steps, file.epochs)
     if own.optimizer is not None:
@@ -107,11 +107,6 @@ def parse(argv: Sequence[str], beside: Collection[str] = ()) -> tuple[Launch, Ru
         preset=name,
     )
     return launch, config
-
-
-def _kind_of(text: str | None) -> str | None:
-    """Return the kind of the network that ``--model.kind`` names; its file is executed first, if it names one."""
-    return add_network(text, "--model.kind") if text is not None and names_file(text) else text
 
 
 def _parse_fields(default: RunConfig, flags: Sequence[str], description: str, beside: Collection[str]) -> RunConfig:

@@ -23,7 +23,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from fastdiff.conditions import Shape, of_source
 from fastdiff.errors import ConfigError, require
-from fastdiff.plugins.user_code import Group, installed
+from fastdiff.plugins.user_code import Group, each_of
 
 _BUILT_IN = (
     "fastdiff.config.networks.dit:DiTConfig",
@@ -214,14 +214,7 @@ def _built_in() -> dict[str, type[ModelConfig]]:
 
 @cache
 def _installed() -> None:
-    for point in installed(ENTRY_POINTS).values():
-        package = point.dist.name if point.dist else "a package"
-        try:
-            config = point.load()
-        except Exception as error:  # of the code of the package
-            raise ConfigError(
-                f"the network {point.name} of {package} cannot be imported ({error}); repair or uninstall that package"
-            ) from None
+    for point, package, config in each_of(ENTRY_POINTS, "network"):
         if not issubclass(config, ModelConfig):
             config = resolve_name(_OF_PLAIN)(config, f"the network {point.name} of {package}")
         _points[str(register(config).__dataclass_fields__["kind"].default)] = point

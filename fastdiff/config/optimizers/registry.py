@@ -19,7 +19,7 @@ from fastdiff.config.optimizers.adamw import ADAMW, ADAMW8BIT, ADAMW8BIT_BNB
 from fastdiff.config.optimizers.family import BYTES, OptimizerFamily
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError, require
-from fastdiff.plugins.user_code import Group, identity_of, installed
+from fastdiff.plugins.user_code import Group, each_of, identity_of
 
 ENTRY_POINTS: Group = "fastdiff.optimizers"
 """Group of the entry points (``module:FAMILY``) by which other packages register optimizers."""
@@ -106,15 +106,7 @@ def package_of(name: str) -> str | None:
 
 @cache
 def _installed() -> None:
-    for point in installed(ENTRY_POINTS).values():
-        package = point.dist.name if point.dist else "a package"
-        try:
-            family = point.load()
-        except Exception as error:  # of the code of the package
-            raise ConfigError(
-                f"the optimizer {point.name} of {package} cannot be imported ({error}); repair or uninstall that "
-                "package"
-            ) from None
+    for point, package, family in each_of(ENTRY_POINTS, "optimizer"):
         require(
             isinstance(family, OptimizerFamily),
             f"the optimizer {point.name} of {package} is a {type(family).__name__}, expected an OptimizerFamily",

@@ -49,6 +49,11 @@ from fastdiff.progress_bar import Bar
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CLASSES_SHOWN = 12
+_OF_BYTES = (
+    "samples_per_shard", "image_column", "caption_column", "split", "max_samples", "pretrained", "resolution", "crop",
+    "interpolation", "flip", "captions", "batch", "precision",
+)  # fmt: skip
+"""Options that affect the bytes as they are."""
 
 
 def encode_images(options: EncodeOptions, say: Callable[[str], None] = show) -> None:
@@ -307,28 +312,15 @@ class _ImageEncode:
 
     def _plan(self) -> dict[str, Any]:
         """Return all options and digests that affect the bytes, except versions and hardware."""
-        options = self._options
         return {
             "source": self._source.name,
             "source_listing": self._source.digest,
-            "samples_per_shard": options.samples_per_shard,
-            "image_column": options.image_column,
-            "caption_column": options.caption_column,
-            "split": options.split,
-            "max_samples": options.max_samples,
-            "pretrained": options.pretrained,
             "autoencoder_digest": self._autoencoder_digest,
             "text_encoder_digest": self._text_digest,
-            "resolution": options.resolution,
-            "crop": options.crop,
-            "interpolation": options.interpolation,
             "buckets": self._transform.buckets,
             "decode": self._decoder.name,
-            "flip": options.flip,
-            "captions": options.captions,
-            "batch": options.batch,
-            "precision": options.precision,
             "dtype": self._dtype,
+            **{name: getattr(self._options, name) for name in _OF_BYTES},
         } | self._listing_options()
 
     @property

@@ -183,9 +183,7 @@ class EncodeFolder:
             if self._is_finished(partition):
                 self._claims.release(partition)
                 return False
-            for leftover in self.out.glob(f"train-{partition:06d}[.-]*"):
-                if is_shard_file(leftover.name):
-                    leftover.unlink(missing_ok=True)
+            self._remove_files(partition)
             return True
 
     def finish(self, partition: int, record: PartitionRecord, metadata: PartitionMetadata) -> None:
@@ -426,6 +424,9 @@ class EncodeFolder:
     def _drop(self, partition: int) -> None:
         """Remove the record and all files of a partition."""
         self._record_path(partition).unlink(missing_ok=True)
+        self._remove_files(partition)
+
+    def _remove_files(self, partition: int) -> None:
         for path in self.out.glob(f"train-{partition:06d}[.-]*"):
             if is_shard_file(path.name):
                 path.unlink(missing_ok=True)

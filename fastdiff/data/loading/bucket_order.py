@@ -6,19 +6,17 @@ of the shuffle is therefore the global batch.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
-from fastdiff.data.loading.order import BATCHES, Int64, Order, cached, shuffle
+from fastdiff.data.loading.order import BATCHES, Int64, Order, SampleOrder, cached, shuffle
 from fastdiff.errors import ConfigError
 
 
-class BucketOrder:
+class BucketOrder(SampleOrder):
     """The map from positions of the run to samples of several sizes; thread-safe.
 
     The samples [s * G, (s + 1) * G) of step s belong to one bucket. An epoch takes all full global batches of every
@@ -52,8 +50,8 @@ class BucketOrder:
         sizes: Sequence[tuple[int, int]],
     ) -> None:
         self._seed, self._global_batch = seed, global_batch
-        all_sizes, of_shard = np.asarray(shard_sizes, np.int64), np.asarray(buckets, np.int64)
-        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(all_sizes)])
+        super().__init__(shard_sizes)
+        all_sizes, of_shard = self._sizes, np.asarray(buckets, np.int64)
         totals = {bucket: int(all_sizes[of_shard == bucket].sum()) for bucket in np.unique(of_shard).tolist()}
         used = [bucket for bucket, samples in totals.items() if samples >= global_batch]
         self.buckets = tuple(used)
@@ -73,30 +71,17 @@ class BucketOrder:
         ]
         self._batches = [len(order) // global_batch for order in self._orders]
         self._epochs: OrderedDict[tuple[int, ...], tuple[Int64, Int64]] = OrderedDict()
-        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch, full batches only."""
         return sum(self._batches) * self._global_batch
 
-    def samples(self, positions: npt.ArrayLike) -> Int64:
-        """Return the sample ids at positions of the run.
-
-        Args:
-            positions: ``[B]`` int64, not negative.
-
-        Returns:
-            ``[B]`` int64, counted over the shards in the order of dataset.json.
-        """
-        n = np.asarray(positions, np.int64)
-        if n.size and n.min() < 0:
-            raise ValueError("positions must not be negative")
+    def _samples(self, n: Int64) -> Int64:
         ids = np.empty_like(n)
         epochs, within = np.divmod(n, len(self))
         batches, offsets = np.divmod(within, self._global_batch)
         for epoch in np.unique(epochs).tolist():
-            with self._lock:
-                which, number = cached(self._epochs, (epoch,), partial(self._epoch, epoch))
+            which, number = cached(self._epochs, (epoch,), partial(self._epoch, epoch))
             of_epoch = epochs == epoch
             for bucket in np.unique(which[batches[of_epoch]]).tolist():
                 chosen = of_epoch & (which[batches] == bucket)
@@ -105,12 +90,6 @@ class BucketOrder:
                 shard, row = order.locate(order.samples(epoch * len(order) + place))
                 ids[chosen] = self._starts[shards[shard]] + row
         return ids
-
-    def locate(self, ids: npt.ArrayLike) -> tuple[Int64, Int64]:
-        """Return the shard, and the row in it, of sample ids; ``[B]`` int64 each."""
-        ids = np.asarray(ids, np.int64)
-        shard = np.searchsorted(self._starts, ids, side="right") - 1
-        return shard, ids - self._starts[shard]
 
     def _epoch(self, epoch: int) -> tuple[Int64, Int64]:
         """Return the bucket of every batch of an epoch, and its number within that bucket.

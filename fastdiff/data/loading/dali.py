@@ -30,20 +30,12 @@ class DaliBatches(ShardBatches):
     name: ClassVar[str] = "dali"
 
     def __init__(
-        self,
-        reader: LatentReader,
-        order: SampleOrder,
-        own: RankPositions,
-        *,
-        seed: int,
-        random_flip: bool,
-        device: torch.device,
-        prefetch: int,
+        self, reader: LatentReader, order: SampleOrder, own: RankPositions, *, prefetch: int, **options: Any
     ) -> None:
         # A pipeline of depth d holds d - 1 micro-batches when run returns; the thread's slots hold the rest.
         self._depth = min(2, prefetch)
         slots = prefetch - self._depth + 1
-        super().__init__(reader, order, own, seed=seed, random_flip=random_flip, device=device, prefetch=slots)
+        super().__init__(reader, order, own, prefetch=slots, **options)
         self._columns = ["position", *reader.empty(0)]
         self._source_failure: tuple[int, BaseException] | None = None
         self._pipeline: Any = None

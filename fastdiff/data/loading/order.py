@@ -8,10 +8,11 @@ bit; ``numpy.random.Generator.permutation`` may change between versions.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,17 +23,41 @@ Int64 = npt.NDArray[np.int64]
 Value = TypeVar("Value")
 
 
-class SampleOrder(Protocol):
-    """A map from positions of the run to samples."""
+class SampleOrder(ABC):
+    """A map from positions of the run to samples; thread-safe."""
 
+    def __init__(self, shard_sizes: Sequence[int]) -> None:
+        self._sizes = np.asarray(shard_sizes, np.int64)
+        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._sizes)])
+        self._lock = threading.Lock()  # for the caches
+
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of samples of an epoch."""
 
     def samples(self, positions: npt.ArrayLike) -> Int64:
-        """Return the sample ids ``[B]`` int64 at positions ``[B]`` int64 of the run."""
+        """Return the sample ids at positions of the run.
+
+        Args:
+            positions: ``[B]`` int64, not negative.
+
+        Returns:
+            ``[B]`` int64, counted over the shards in the order of dataset.json.
+        """
+        n = np.asarray(positions, np.int64)
+        if n.size and n.min() < 0:
+            raise ValueError("positions must not be negative")
+        with self._lock:
+            return self._samples(n)
+
+    @abstractmethod
+    def _samples(self, n: Int64) -> Int64: ...
 
     def locate(self, ids: npt.ArrayLike) -> tuple[Int64, Int64]:
         """Return the shard, and the row in it, of sample ids; ``[B]`` int64 each."""
+        ids = np.asarray(ids, np.int64)
+        shard = np.searchsorted(self._starts, ids, side="right") - 1
+        return shard, ids - self._starts[shard]
 
 
 # Second word of the counter: the purpose of the random words, plus 4 times the bucket.
@@ -41,7 +66,7 @@ _SUBSET, _SHARDS, _SAMPLES, BATCHES = 0, 1, 2, 3
 _KEY = 0x6661737464696666
 
 
-class Order:
+class Order(SampleOrder):
     """The map from positions of the run to samples of one size; thread-safe.
 
     Every epoch is a permutation of all samples: the shards are shuffled, then the samples within windows of
@@ -63,33 +88,15 @@ class Order:
         if window_shards < 1:
             raise ConfigError(f"--data.shuffle_shards {window_shards}: expected at least 1")
         self.window_shards = window_shards
-        self._sizes = np.asarray(shard_sizes, np.int64)
+        super().__init__(shard_sizes)
         if self._sizes.size == 0 or self._sizes.min() < 1:
             raise DataError("a data set needs at least one shard, and every shard at least one sample")
-        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._sizes)])
         self._seed, self._bucket = seed, bucket
         self._epochs: OrderedDict[tuple[int, ...], tuple[Int64, Int64]] = OrderedDict()
         self._windows: OrderedDict[tuple[int, ...], Int64] = OrderedDict()
-        self._lock = threading.Lock()  # for both caches
 
     def __len__(self) -> int:
-        """Return the number of samples of an epoch."""
         return int(self._starts[-1])
-
-    def samples(self, positions: npt.ArrayLike) -> Int64:
-        """Return the sample ids at positions of the run.
-
-        Args:
-            positions: ``[B]`` int64, not negative.
-
-        Returns:
-            ``[B]`` int64 in [0, len(self)), counted over the shards in the order of dataset.json.
-        """
-        n = np.asarray(positions, np.int64)
-        if n.size and n.min() < 0:
-            raise ValueError("positions must not be negative")
-        with self._lock:
-            return self._samples(n)
 
     def _samples(self, n: Int64) -> Int64:
         ids = np.empty_like(n)
@@ -101,12 +108,6 @@ class Order:
                 chosen = (epochs == epoch) & (windows == window)
                 ids[chosen] = self._window(epoch, window, shards)[offsets[chosen] - window_starts[window]]
         return ids
-
-    def locate(self, ids: npt.ArrayLike) -> tuple[Int64, Int64]:
-        """Return the shard, and the row in it, of sample ids; ``[B]`` int64 each."""
-        ids = np.asarray(ids, np.int64)
-        shard = np.searchsorted(self._starts, ids, side="right") - 1
-        return shard, ids - self._starts[shard]
 
     def _epoch(self, epoch: int) -> tuple[Int64, Int64]:
         """Return the shuffled shards of an epoch, and the offset of each window in the epoch."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 from fastdiff.conditions import CONDITIONS
 from fastdiff.errors import ConfigError
 from fastdiff.models.encoders.family import AutoencoderFamily, TextEncoderFamily
-from fastdiff.plugins.user_code import Group, installed
+from fastdiff.plugins.user_code import Group, each_of
 
 _BUILT_IN = (
     "fastdiff.models.encoders.autoencoder_kl:AUTOENCODER_KL",
@@ -63,14 +63,7 @@ def _built_in() -> tuple[AutoencoderFamily | TextEncoderFamily, ...]:
 def _installed() -> tuple[AutoencoderFamily | TextEncoderFamily, ...]:
     found = {(type(family), family.classes): "fastdiff" for family in _built_in()}
     families = []
-    for point in installed(ENTRY_POINTS).values():
-        package = point.dist.name if point.dist else "a package"
-        try:
-            family = point.load()
-        except Exception as error:  # of the code of the package
-            raise ConfigError(
-                f"the encoder {point.name} of {package} cannot be imported ({error}); repair or uninstall that package"
-            ) from None
+    for point, package, family in each_of(ENTRY_POINTS, "encoder"):
         if not isinstance(family, AutoencoderFamily | TextEncoderFamily):
             raise ConfigError(
                 f"the encoder {point.name} of {package} is a {type(family).__name__}, expected an AutoencoderFamily or "
