@@ -34,11 +34,7 @@ The script takes some seconds to write; write it again after an update.
 def add(commands: Subcommands, root: argparse.ArgumentParser) -> None:
     """Register the command; ``root`` is the parser of all commands."""
     text = "print a script for the shell that completes commands, flags and their values"
-    parser: Parser = commands.add_parser(
-        "completion",
-        help=text,
-        epilog=_INSTALLED,
-    )
+    parser: Parser = commands.add_parser("completion", help=text, epilog=_INSTALLED)
     parser.example = "fastdiff completion bash"
     parser.add_argument("shell", choices=_SHELLS, metavar="SHELL", help="bash, zsh or fish")
     parser.set_defaults(run=partial(_completion, commands, root))

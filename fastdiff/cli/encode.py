@@ -85,9 +85,7 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
         help="side lengths of buckets are multiples of this; default: 8 latent positions, 64",
     )
     group.add_argument(
-        "--decode",
-        choices=("auto", "dali", "pillow"),
-        help="pillow is the exact reference; auto: DALI where it works",
+        "--decode", choices=("auto", "dali", "pillow"), help="pillow is the exact reference; auto: DALI where it works"
     )
     group.add_argument(
         "--flip",
@@ -122,9 +120,7 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
 def _add_work(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("work")
     group.add_argument(
-        "--bad",
-        choices=("fail", "skip"),
-        help="skip: leave out unusable images and list them in OUT/bad_images.jsonl",
+        "--bad", choices=("fail", "skip"), help="skip: leave out unusable images and list them in OUT/bad_images.jsonl"
     )
     group.add_argument("--samples-per-shard", type=count, help="images per shard; a tar is one shard")
     group.add_argument("--workers", type=at_most(MOST_WORKERS), help="decoding threads per rank")

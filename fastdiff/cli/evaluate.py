@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdiff.cli.published_weights import add_plugin, add_preset, parse_published
-from fastdiff.config.arguments.types import (
-    VECTORS,
-    Subcommands,
-    add_averages,
-    count,
-    local_path,
-    picture,
-    seed,
-)
+from fastdiff.config.arguments.types import VECTORS, Subcommands, add_averages, count, local_path, picture, seed
 from fastdiff.config.local_paths import require_local
 from fastdiff.console import show
 from fastdiff.errors import ConfigError, require

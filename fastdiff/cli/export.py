@@ -45,15 +45,10 @@ def add(commands: Subcommands) -> None:
         "--dtype", choices=("fp32", "fp16", "bf16"), default="fp32", help="dtype of the exported weights"
     )
     parser.add_argument(
-        "--step",
-        type=count,
-        default=None,
-        metavar="N",
-        help="export an earlier checkpoint, or with --ema-std a snapshot",
+        "--step", type=count, metavar="N", help="export an earlier checkpoint, or with --ema-std a snapshot"
     )
     parser.add_argument(
         "--push-to-hub",
-        default=None,
         metavar="REPO_ID",
         help="upload OUT to the Hugging Face hub; in an existing repository it replaces files of the same names, which "
         "stay in the history",

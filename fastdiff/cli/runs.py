@@ -64,12 +64,8 @@ def _add_compare(commands: Subcommands) -> None:
     )
     parser.add_argument("a", type=local_path, metavar="RUN_A", help="run folder")
     parser.add_argument("b", type=local_path, metavar="RUN_B", help="run folder to compare with RUN_A")
-    parser.add_argument(
-        "--step", type=count, default=None, metavar="N", help="step to compare; default: the newest of both runs"
-    )
-    parser.add_argument(
-        "--png", type=picture(*VECTORS), default=None, help="picture to write; default: RUN_B/compare-RUN_A.png"
-    )
+    parser.add_argument("--step", type=count, metavar="N", help="step to compare; default: the newest of both runs")
+    parser.add_argument("--png", type=picture(*VECTORS), help="picture to write; default: RUN_B/compare-RUN_A.png")
     parser.set_defaults(run=_compare)
 
 

@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from fastdiff.cli.published_weights import add_plugin, add_preset, parse_published
-from fastdiff.config.arguments.types import (
-    Subcommands,
-    add_averages,
-    count,
-    finite,
-    local_path,
-    picture,
-    seed,
-)
+from fastdiff.config.arguments.types import Subcommands, add_averages, count, finite, local_path, picture, seed
 from fastdiff.config.local_paths import require_local
 from fastdiff.config.sections.sampler import SamplerConfig, SchedulerName
 from fastdiff.console import show
@@ -49,26 +41,18 @@ def add(commands: Subcommands) -> None:
     _add_solver(sample)
     _add_content(sample)
     add_averages(sample)
-    sample.add_argument(
-        "--step", type=count, default=None, metavar="N", help="checkpoint of this step; default: the newest"
-    )
+    sample.add_argument("--step", type=count, metavar="N", help="checkpoint of this step; default: the newest")
     sample.add_argument(
         "--seed", type=seed, default=_USUAL.seed, help="seed of the noise and of drawn classes; default: 0"
     )
     where = sample.add_mutually_exclusive_group()
+    where.add_argument("--grid", type=picture(), metavar="PNG", help="picture to write; default: grid.png")
     where.add_argument(
-        "--grid", type=picture(), default=None, metavar="PNG", help="picture to write; default: grid.png"
-    )
-    where.add_argument(
-        "--npz",
-        type=local_path,
-        default=None,
-        help="file to write: arr_0 uint8 [N, H, W, C], and arr_1 if there are classes",
+        "--npz", type=local_path, help="file to write: arr_0 uint8 [N, H, W, C], and arr_1 if there are classes"
     )
     where.add_argument(
         "--pngs",
         type=local_path,
-        default=None,
         metavar="FOLDER",
         help="folder to write one PNG per image to, named by number and class or prompt: 000012-flower.png",
     )
@@ -93,20 +77,16 @@ def _add_solver(parser: argparse.ArgumentParser) -> None:
     levels.add_argument(
         "--steps", type=count, default=_USUAL.steps, help="denoising steps, evenly spaced; default: %(default)s"
     )
-    levels.add_argument(
-        "--respacing", default=None, metavar="TEXT", help="steps as in improved-diffusion: 250, 10,15,20 or ddim50"
-    )
+    levels.add_argument("--respacing", metavar="TEXT", help="steps as in improved-diffusion: 250, 10,15,20 or ddim50")
     parser.add_argument(
         "--cfg",
         type=finite,
-        default=None,
         help="classifier-free guidance scale, 1: none; default: 1.5, for prompts 7.5. A run that dropped no classes "
         "in training allows only 1, its default, unless it had --pretrained.weights",
     )
     parser.add_argument(
         "--cfg-channels",
         type=count,
-        default=None,
         metavar="N",
         help="guide only the first N channels of the prediction, as DiT's published code does with 3; needs guidance; "
         "default: all. A learned variance is not guided",
@@ -121,38 +101,28 @@ def _add_solver(parser: argparse.ArgumentParser) -> None:
 
 def _add_content(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--classes", default=None, metavar="NAMES", help="classes by name or number: flower,temple or 0-9; default: all"
+        "--classes", metavar="NAMES", help="classes by name or number: flower,temple or 0-9; default: all"
     )
-    parser.add_argument("--per-class", type=count, default=None, help="images per class; default: 8")
+    parser.add_argument("--per-class", type=count, help="images per class; default: 8")
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="text prompt; may be given several times")
-    parser.add_argument("--negative-prompt", default=None, metavar="TEXT", help="negative text prompt")
-    parser.add_argument("--per-prompt", type=count, default=None, help="images per prompt; default: 4")
+    parser.add_argument("--negative-prompt", metavar="TEXT", help="negative text prompt")
+    parser.add_argument("--per-prompt", type=count, help="images per prompt; default: 4")
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("npz and pngs")
     group.add_argument(
-        "--num",
-        type=count,
-        default=None,
-        metavar="N",
-        help="number of images; the class of each is drawn from --classes",
+        "--num", type=count, metavar="N", help="number of images; the class of each is drawn from --classes"
     )
-    group.add_argument(
-        "--low-res", type=local_path, default=None, metavar="NPZ", help="images to enlarge (super-resolution)"
-    )
-    group.add_argument(
-        "--batch", type=count, default=None, help="images per pass; default: 64; another value changes rounding"
-    )
+    group.add_argument("--low-res", type=local_path, metavar="NPZ", help="images to enlarge (super-resolution)")
+    group.add_argument("--batch", type=count, help="images per pass; default: 64; another value changes rounding")
     group.add_argument(
         "--precision",
         choices=("fp32", "bf16", "fp16"),
-        default=None,
         help="precision of the model; default: fp32; bf16 is several times faster on a GPU",
     )
     group.add_argument(
         "--autoencoder",
-        default=None,
         metavar="PATH_OR_ID",
         help="decoder of the latents: a pipeline, an autoencoder, or identity for pixels; default: the autoencoder of "
         "the training data",

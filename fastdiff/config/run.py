@@ -95,10 +95,7 @@ class RunConfig:
     def _check_sampling(self, flag: str, steps: int, without: str) -> None:
         """Refuse settings that would fail at the first sample images, hours later."""
         most = self.objective.timesteps if isinstance(self.objective, DdpmConfig) else math.inf
-        require(
-            steps <= most,
-            f"{flag} {steps}: at most --objective.timesteps {most}",
-        )
+        require(steps <= most, f"{flag} {steps}: at most --objective.timesteps {most}")
         require(
             self.objective.determines_x0 or self._follows_pipeline(),
             "epsilon prediction cannot sample from zero terminal SNR (--objective.zero_terminal_snr, or schedule "
@@ -136,10 +133,7 @@ class RunConfig:
         )
 
     def _check_pretrained(self) -> None:
-        wants = {
-            "--data.online": self.data.online,
-            "--validation.prompts": self.validation.draws_prompts,
-        }
+        wants = {"--data.online": self.data.online, "--validation.prompts": self.validation.draws_prompts}
         for flag, wanted in wants.items():
             require(
                 not wanted or (bool(self.pretrained.path) and not self.pretrained.is_file),

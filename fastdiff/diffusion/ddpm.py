@@ -63,10 +63,7 @@ def coefficients(schedule: Schedule, prediction: Prediction) -> Tensor:
         "epsilon": (zero, one),
         "x0": (one, zero),
         "v": (-sigma, alpha),
-        "previous_x": (
-            schedule.posterior_clean + schedule.posterior_noisy * alpha,
-            schedule.posterior_noisy * sigma,
-        ),
+        "previous_x": (schedule.posterior_clean + schedule.posterior_noisy * alpha, schedule.posterior_noisy * sigma),
     }
     target_x0, target_noise = targets[prediction]
     return rows(alpha=alpha, sigma=sigma, target_x0=target_x0, target_noise=target_noise)

@@ -80,12 +80,7 @@ def noise_per_error(table: Tensor) -> Tensor:
     return torch.where(table[:, TARGET_X0] == 0, of_noise_alone, (table[:, ALPHA] / determinant(table)) ** 2)
 
 
-def loss_weights(
-    kind: SnrWeighting,
-    snr: Tensor,
-    noise_per_error: Tensor,
-    gamma: float | None = None,
-) -> Tensor:
+def loss_weights(kind: SnrWeighting, snr: Tensor, noise_per_error: Tensor, gamma: float | None = None) -> Tensor:
     """Return the weight of the squared error at each timestep.
 
     A kind means the same for every prediction. It is defined for the squared error of the noise, w(snr):

@@ -330,11 +330,7 @@ def _resolve(config: RunConfig) -> RunConfig:
 
 
 def _choose_backends(
-    config: RunConfig,
-    ds_config: deepspeed_config.DsConfig,
-    world: World,
-    saved: Checkpoint | None,
-    stack: ExitStack,
+    config: RunConfig, ds_config: deepspeed_config.DsConfig, world: World, saved: Checkpoint | None, stack: ExitStack
 ) -> str:
     """Force the backends of the run and report that of each op; fail on all ranks if one is unavailable on any."""
     manifest = None if saved is None else saved.manifest

@@ -39,11 +39,7 @@ class Meters:
     """
 
     def __init__(
-        self,
-        world: World,
-        heartbeat: Heartbeat | None = None,
-        parts: Sequence[str] = (),
-        ledger: Ledger | None = None,
+        self, world: World, heartbeat: Heartbeat | None = None, parts: Sequence[str] = (), ledger: Ledger | None = None
     ) -> None:
         self._world, self._ledger = world, ledger
         self._own, self._power = ComputeTime(world.device), PowerMeter(world.device)

@@ -21,11 +21,7 @@ _SHAPES = (
     ("sd2", 5, 4096, 64),
     ("sd2", 10, 1024, 64),
 )
-_PACKED = (
-    ("dit-xl", 16, 256, 72),
-    ("dit-xl-4", 16, 64, 72),
-    ("dit-b", 12, 256, 64),
-)
+_PACKED = (("dit-xl", 16, 256, 72), ("dit-xl-4", 16, 64, 72), ("dit-b", 12, 256, 64))
 """One projection for queries, keys and values, as ``short`` takes it."""
 
 

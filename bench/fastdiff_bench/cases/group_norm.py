@@ -70,11 +70,7 @@ def _case(
             image = torch.randn(samples, channels, side, side, device=device, dtype=dtype)
             return image.to(memory_format=memory).requires_grad_()
 
-        inputs: Inputs = {
-            "x": image(),
-            "weight": parameter(samples, device),
-            "bias": parameter(samples, device),
-        }
+        inputs: Inputs = {"x": image(), "weight": parameter(samples, device), "bias": parameter(samples, device)}
         if extra == "shift":
             inputs["shift"] = torch.randn(samples, channels, device=device, dtype=dtype).requires_grad_()
         if extra == "residual":

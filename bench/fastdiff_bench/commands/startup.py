@@ -84,12 +84,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _words(row: Measurement) -> list[str]:
     unit = "" if row.unit == "1" else f" {row.unit}"
-    return [
-        row.provider,
-        row.quantity,
-        f"{row.value:.2f}{unit}",
-        f"{row.interval[0]:.2f} to {row.interval[1]:.2f}",
-    ]
+    return [row.provider, row.quantity, f"{row.value:.2f}{unit}", f"{row.interval[0]:.2f} to {row.interval[1]:.2f}"]
 
 
 def _measure(

@@ -283,11 +283,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _work(
-    connection: Connection,
-    device: str,
-    folder: Path,
-    run: Callable[..., None],
-    arguments: tuple[Any, ...],
+    connection: Connection, device: str, folder: Path, run: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
     """Run the process of one rank, with its output in ``log`` in ``folder``."""
     with (folder / "log").open("a") as file:

@@ -182,8 +182,4 @@ def _intensity(measurement: Measurement) -> float:
     return operations / moved if isinstance(operations, int | float) and isinstance(moved, int | float) else 0.0
 
 
-_PLOTS: dict[str, tuple[Draw, ...]] = {
-    "op": (_roofline,),
-    "step": (_over_batch,),
-    "scale": (_efficiency,),
-}
+_PLOTS: dict[str, tuple[Draw, ...]] = {"op": (_roofline,), "step": (_over_batch,), "scale": (_efficiency,)}

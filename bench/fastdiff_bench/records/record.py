@@ -68,10 +68,7 @@ class Measurement:
     @property
     def interval(self) -> tuple[float, float]:
         """``p20`` and ``p80``; both equal the value if it was not repeated."""
-        return (
-            self.value if self.p20 is None else self.p20,
-            self.value if self.p80 is None else self.p80,
-        )
+        return (self.value if self.p20 is None else self.p20, self.value if self.p80 is None else self.p80)
 
     @property
     def name(self) -> tuple[str, str, str, str]:
@@ -130,9 +127,7 @@ _LINE: TypeAdapter[_Line] = TypeAdapter(
         | Annotated[_MeasurementLine, Tag("measurement")]
         | Annotated[_FailureLine, Tag("failure")],
         Discriminator(
-            _kind,
-            custom_error_type="kind",
-            custom_error_message="expected a fingerprint, a measurement or a failure",
+            _kind, custom_error_type="kind", custom_error_message="expected a fingerprint, a measurement or a failure"
         ),
     ]
 )

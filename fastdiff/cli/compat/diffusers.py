@@ -55,7 +55,7 @@ _WITHOUT_EPOCHS = 500
 """Steps between validation images where an epoch has an unknown number of them; their default of a checkpoint."""
 _ROUNDED = "theirs rounds each epoch up to whole batches"
 OF_OTHERS = {
-    "--train_text_encoder": "of train_text_to_image_lora_sdxl.py: text encoders are not trained here; leave it out",
+    "--train_text_encoder": "of train_text_to_image_lora_sdxl.py: text encoders are not trained here; leave it out"
 }
 """Flags of related scripts that have no counterpart."""
 
@@ -406,10 +406,7 @@ def _notes_of_data(flags: argparse.Namespace) -> list[Note]:
 def _notes_of_results(flags: argparse.Namespace, drawn: _Drawn) -> list[Note]:
     """Return the notes on checkpoints, validation images and trackers."""
     return [
-        (
-            drawn.prompts,
-            "validation images are drawn with DPM-Solver++; theirs with the scheduler of the pipeline",
-        ),
+        (drawn.prompts, "validation images are drawn with DPM-Solver++; theirs with the scheduler of the pipeline"),
         (
             flags.checkpoints_total_limit,
             "--checkpoints_total_limit: an old checkpoint is deleted when the new one is complete; theirs before",

@@ -245,13 +245,10 @@ class _Verbosity(argparse.Action):
 def add_averages(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
     """Register the mutually exclusive ``--ema`` and ``--ema-std`` and return their group."""
     which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--ema", type=float, default=None, metavar="RATE", help="rate of the average; default: the first"
-    )
+    which.add_argument("--ema", type=float, metavar="RATE", help="rate of the average; default: the first")
     which.add_argument(
         "--ema-std",
         type=float,
-        default=None,
         metavar="STD",
         help="power-function average of this relative std: stored in the run, or reconstructed from its snapshots",
     )

@@ -75,12 +75,7 @@ DIT_PATCHES = (2, 4, 8)
 
 
 def dit_config(
-    name: str,
-    *,
-    size: int = 32,
-    channels: int = 4,
-    classes: int = 1000,
-    learn_sigma: bool = False,
+    name: str, *, size: int = 32, channels: int = 4, classes: int = 1000, learn_sigma: bool = False
 ) -> DiTConfig:
     """Return the configuration of a published size.
 

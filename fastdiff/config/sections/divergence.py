@@ -28,8 +28,7 @@ class DivergenceConfig:
 
     def __post_init__(self) -> None:
         require(
-            0 < self.sigmas < math.inf,
-            f"--divergence.sigmas {self.sigmas}: a finite number above 0, for example 6",
+            0 < self.sigmas < math.inf, f"--divergence.sigmas {self.sigmas}: a finite number above 0, for example 6"
         )
         require(
             self.window >= 4,

@@ -201,12 +201,7 @@ class PartitionEncoder:
         size = decoded.pixels.shape[0], decoded.pixels.shape[1]
         of_image = image_conditions(info.columns, decoded.original_size, decoded.crop, size)
         arrays |= {name: np.array(values, info.columns[name].dtype) for name, values in of_image.items()}
-        meta = {
-            "name": item.name,
-            "captions": captions,
-            "original_size": decoded.original_size,
-            "crop": decoded.crop,
-        }
+        meta = {"name": item.name, "captions": captions, "original_size": decoded.original_size, "crop": decoded.crop}
         count = len(captions) if info.captions > 1 else None
         content = components(info, bucket, item.key, arrays, item.label, captions=count, meta=meta)
         if bucket not in self._tars:

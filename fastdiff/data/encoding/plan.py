@@ -345,13 +345,7 @@ class EncodeFolder:
         with self.storage():
             publish(self._plan_path, self._content())
 
-    def _go_on(
-        self,
-        begun: dict[str, Any],
-        alone: bool,
-        compare: Compare,
-        count_captions: Callable[[], int],
-    ) -> None:
+    def _go_on(self, begun: dict[str, Any], alone: bool, compare: Compare, count_captions: Callable[[], int]) -> None:
         """Go on with an encode, or accept a data set, both without what is stale; other options are an error."""
         self.captions = int(begun.pop(_CAPTIONS))
         if changed := _differences(begun, self._plan):

@@ -100,8 +100,7 @@ class ImageTransform:
         require(self.resolution >= 1, f"resolution {self.resolution}: expected at least 1 pixel")
         require(self.crop in get_args(Crop), f"crop {self.crop!r}: expected one of {', '.join(get_args(Crop))}")
         require(
-            self.interpolation in FILTERS,
-            f"interpolation {self.interpolation!r}: expected one of {', '.join(FILTERS)}",
+            self.interpolation in FILTERS, f"interpolation {self.interpolation!r}: expected one of {', '.join(FILTERS)}"
         )
         require(
             not (self.buckets and self.crop == "adm"),
@@ -256,10 +255,7 @@ class DaliDecoder:
 
 
 def open_decoder(
-    name: Literal["auto", "dali", "pillow"],
-    transform: ImageTransform,
-    threads: int,
-    device: torch.device | None = None,
+    name: Literal["auto", "dali", "pillow"], transform: ImageTransform, threads: int, device: torch.device | None = None
 ) -> Decoder:
     """Open a decoder.
 

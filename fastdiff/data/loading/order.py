@@ -148,10 +148,7 @@ def subset(seed: int, size: int, count: int | None) -> Int64:
 
 
 def cached(
-    cache: OrderedDict[tuple[int, ...], Value],
-    key: tuple[int, ...],
-    build: Callable[[], Value],
-    size: int = 3,
+    cache: OrderedDict[tuple[int, ...], Value], key: tuple[int, ...], build: Callable[[], Value], size: int = 3
 ) -> Value:
     """Return the cached value, built if missing; the least recently used value is evicted."""
     if key not in cache:

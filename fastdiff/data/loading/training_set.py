@@ -81,12 +81,7 @@ def open_shards(data: DataConfig) -> LatentReader:
         raise ConfigError("--data.path is missing; give the output folder of `fastdiff encode`")
     folder, fetch = open_shards_folder(data.path, data.cache)
     # Reads touch one window of shards, or two at a border.
-    return LatentReader(
-        folder,
-        open_shards=2 * data.shuffle_shards,
-        fetch=fetch,
-        substitute=data.damaged == "skip",
-    )
+    return LatentReader(folder, open_shards=2 * data.shuffle_shards, fetch=fetch, substitute=data.damaged == "skip")
 
 
 def with_captions(config: RunConfig, data: Data) -> RunConfig:

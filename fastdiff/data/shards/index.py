@@ -71,11 +71,7 @@ class ShardIndex:
         """Return the place of a component of one sample."""
         column = self.components[component]
         return Place(
-            self.keys[row],
-            component,
-            int(column.offset[row]),
-            int(column.length[row]),
-            int(column.crc32[row]),
+            self.keys[row], component, int(column.offset[row]), int(column.length[row]), int(column.crc32[row])
         )
 
     def places(self) -> Iterator[Place]:

@@ -68,12 +68,7 @@ class UNet(BlockwiseModel):
         self.conv_out = Conv2d(widths[0], config.channels, kernel_size=3, padding=1)
 
     def forward(
-        self,
-        noisy: Tensor,
-        time: Tensor,
-        context: Tensor,
-        pooled: Tensor | None = None,
-        time_ids: Tensor | None = None,
+        self, noisy: Tensor, time: Tensor, context: Tensor, pooled: Tensor | None = None, time_ids: Tensor | None = None
     ) -> Tensor:
         """Evaluate the network.
 

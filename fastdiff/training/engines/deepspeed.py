@@ -34,11 +34,7 @@ from fastdiff.training.zero.calls import named_calls
 from fastdiff.training.zero.norm import take_norm_at_once
 from fastdiff.training.zero.shortcuts import leave_gradients_in_place
 from fastdiff.training.zero.slices import flats_of, overwrite
-from fastdiff.training.zero.stage3 import (
-    partition,
-    plan_two_passes_as_one,
-    require_input_gradients,
-)
+from fastdiff.training.zero.stage3 import partition, plan_two_passes_as_one, require_input_gradients
 from fastdiff.training.zero.sums import collect_in_fp32
 
 # On a CPU DeepSpeed would compile an all-reduce for inference, which no training calls: a minute of the first start, a
@@ -87,12 +83,7 @@ class DeepSpeedEngine(Engine):
     kind = "deepspeed"
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: RunConfig,
-        ds_config: DsConfig,
-        world: World,
-        blocks: Iterable[type[nn.Module]],
+        self, model: nn.Module, config: RunConfig, ds_config: DsConfig, world: World, blocks: Iterable[type[nn.Module]]
     ) -> None:
         if world.device.type == "cpu" and get_accelerator().device_name() != "cpu":
             set_accelerator(CPU_Accelerator())  # DeepSpeed would train on the GPU that --performance.device cpu leaves

@@ -16,7 +16,4 @@ def named_calls(engine: Any) -> dict[str, list[tuple[object, str]]]:
     hooks = [name for name in _HOOKS if hasattr(optimizer, name)][:1]
     reductions: list[tuple[object, str]] = [(optimizer, name) for name in _REDUCTIONS if hasattr(optimizer, name)]
     # Whatever is left at the end of the backward pass; at stage 0, all.
-    return {
-        "hooks": [(optimizer, name) for name in hooks],
-        "reduce": [*reductions, (engine, "allreduce_gradients")],
-    }
+    return {"hooks": [(optimizer, name) for name in hooks], "reduce": [*reductions, (engine, "allreduce_gradients")]}
