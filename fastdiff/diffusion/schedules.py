@@ -46,28 +46,8 @@ def betas(config: DdpmConfig) -> Tensor:
         ``[timesteps]`` float64 on the CPU, each in (0, 1); the last is 1 with ``zero_terminal_snr`` and for ``jsd``.
     """
     steps, scale = config.timesteps, 1000.0 / config.timesteps
-    start, end = _FIRST * scale, _LAST * scale
-    match config.schedule:
-        case "linear":
-            table = _ramp(start, end, steps)
-        case "quad":
-            table = _ramp_of_roots(start, end, steps)
-        case "const":
-            table = torch.full((steps,), end, dtype=torch.float64)
-        case "warmup10":
-            table = _warmup(start, end, steps, steps // 10)
-        case "warmup50":
-            table = _warmup(start, end, steps, steps // 2)
-        case "jsd":
-            table = 1.0 / torch.arange(steps, 0, -1, dtype=torch.float64)
-        case "scaled_linear":
-            table = _ramp_of_roots(0.00085, 0.012, steps)
-        case "cosine":
-            table = _of_alpha_bar(_cosine, steps)
-        case "sigmoid":
-            table = _sigmoid(_FIRST, _LAST, steps)
-        case "laplace":
-            table = _of_alpha_bar(_laplace, steps)
+    usual = (_FIRST * scale, _LAST * scale)
+    table = _TABLES[config.schedule](*_ENDS.get(config.schedule, usual), steps)
     return zero_terminal_snr(table) if config.zero_terminal_snr else table
 
 
@@ -143,21 +123,10 @@ def alpha_bar_of(scheduler: Mapping[str, Any]) -> Tensor:
     if scheduler.get("trained_betas") is not None:
         table = torch.tensor(scheduler["trained_betas"], dtype=torch.float64)
     else:
-        match scheduler.get("beta_schedule", "linear"):
-            case "linear":
-                table = _ramp(start, end, steps)
-            case "scaled_linear":
-                table = _ramp_of_roots(start, end, steps)
-            case "squaredcos_cap_v2":
-                table = _of_alpha_bar(_cosine, steps)
-            case "sigmoid":
-                table = _sigmoid(start, end, steps)
-            case "laplace":
-                table = _of_alpha_bar(_laplace, steps)
-            case "exp":
-                table = _of_alpha_bar(_exponential, steps)
-            case _:
-                return torch.empty(0, dtype=torch.float64)
+        name = _OF_DIFFUSERS.get(scheduler.get("beta_schedule", "linear"))
+        if name is None:
+            return torch.empty(0, dtype=torch.float64)
+        table = _TABLES[name](start, end, steps)
     table = zero_terminal_snr(table) if scheduler.get("rescale_betas_zero_snr") else table
     return torch.cumprod(1.0 - table, 0)
 
@@ -198,5 +167,22 @@ def _laplace(time: Tensor) -> Tensor:
     return (snr / (1.0 + snr)).sqrt()
 
 
-def _exponential(time: Tensor) -> Tensor:
-    return torch.exp(-12.0 * time)
+_TABLES: dict[str, Callable[[float, float, int], Tensor]] = {
+    "linear": _ramp,
+    "quad": _ramp_of_roots,
+    "const": lambda start, end, steps: torch.full((steps,), end, dtype=torch.float64),
+    "warmup10": lambda start, end, steps: _warmup(start, end, steps, steps // 10),
+    "warmup50": lambda start, end, steps: _warmup(start, end, steps, steps // 2),
+    "jsd": lambda start, end, steps: 1.0 / torch.arange(steps, 0, -1, dtype=torch.float64),
+    "scaled_linear": _ramp_of_roots,
+    "cosine": lambda start, end, steps: _of_alpha_bar(_cosine, steps),
+    "sigmoid": _sigmoid,
+    "laplace": lambda start, end, steps: _of_alpha_bar(_laplace, steps),
+    "exp": lambda start, end, steps: _of_alpha_bar(lambda time: torch.exp(-12.0 * time), steps),
+}
+"""Betas by name of the schedule, for its first and last beta and T; diffusers alone has ``exp``."""
+_ENDS = {"scaled_linear": (0.00085, 0.012), "sigmoid": (_FIRST, _LAST)}
+"""First and last beta of schedules whose ends are those for every T."""
+_OF_DIFFUSERS = {name: name for name in ("linear", "scaled_linear", "sigmoid", "laplace", "exp")} | {
+    "squaredcos_cap_v2": "cosine"
+}

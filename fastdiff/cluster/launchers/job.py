@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import subprocess
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -127,6 +128,24 @@ def write(path: Path, content: str) -> None:
     """Write a file that only the user can read: flags may hold private values."""
     require_output(path)
     write_output(path, content.encode(), 0o600)
+
+
+def passed(path: Path, command: Sequence[str], doubt: str) -> str:
+    """Pass a file to a command of the cluster and return its output.
+
+    Raises:
+        ConfigError: the command is missing, does not answer (``doubt`` says why it may not), or refuses the file.
+    """
+    name = command[0]
+    try:
+        done = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=120)
+    except FileNotFoundError:
+        raise ConfigError(f"{name} is missing on this machine; copy {path} to one that has it") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{name} did not answer within 120 s; {doubt}") from None
+    if done.returncode:
+        raise ConfigError(f"{name} refuses {path}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout.strip()
 
 
 def _check_trackers(report_to: Sequence[str], *, elsewhere: bool) -> None:

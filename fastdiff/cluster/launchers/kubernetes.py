@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fastdiff.cluster.launchers.job import SUPERVISOR, Job, require_name
+from fastdiff.cluster.launchers.job import SUPERVISOR, Job, passed, require_name
 from fastdiff.errors import ConfigError, DataError, DivergedError, Preempted, StorageError
 
 _PORT = 29500
@@ -209,17 +208,5 @@ def _toleration(taint: str) -> dict[str, str]:
 
 
 def submit(path: Path) -> str:
-    """Pass a manifest to ``kubectl apply`` and return its output.
-
-    Raises:
-        ConfigError: kubectl is missing or refuses the manifest.
-    """
-    try:
-        done = subprocess.run(["kubectl", "apply", "-f", str(path)], capture_output=True, text=True, timeout=120)
-    except FileNotFoundError:
-        raise ConfigError(f"kubectl is missing on this machine; copy {path} to one that has it") from None
-    except subprocess.TimeoutExpired:
-        raise ConfigError("kubectl did not answer within 120 s; is the cluster reachable?") from None
-    if done.returncode:
-        raise ConfigError(f"kubectl refuses {path}: {done.stderr.strip()}")
-    return done.stdout.strip()
+    """Pass a manifest to ``kubectl apply``, return its output; ConfigError if kubectl is missing or refuses it."""
+    return passed(path, ["kubectl", "apply", "-f"], "is the cluster reachable?")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fastdiff.cluster.launchers.job import PORTS, SUPERVISOR, Job, require_name
+from fastdiff.cluster.launchers.job import PORTS, SUPERVISOR, Job, passed, require_name
 from fastdiff.errors import ConfigError, Preempted
 from fastdiff.ledger.records import SUBMITTED
 
@@ -148,12 +147,4 @@ def script(job: Job, batch: Batch) -> str:
 
 def submit(path: Path) -> str:
     """Pass a script to ``sbatch`` and return the job number; ConfigError if sbatch is missing or refuses the script."""
-    try:
-        done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, timeout=120)
-    except FileNotFoundError:
-        raise ConfigError(f"sbatch is missing on this machine; copy {path} to one that has it") from None
-    except subprocess.TimeoutExpired:
-        raise ConfigError("sbatch did not answer within 120 s; is slurmctld running (`scontrol ping`)?") from None
-    if done.returncode:
-        raise ConfigError(f"sbatch refuses {path}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout.strip().partition(";")[0]
+    return passed(path, ["sbatch", "--parsable"], "is slurmctld running (`scontrol ping`)?").partition(";")[0]

@@ -74,17 +74,10 @@ DIT_PATCHES = (2, 4, 8)
 """Patch sides of the published models."""
 
 
-def dit_config(
-    name: str, *, size: int = 32, channels: int = 4, classes: int = 1000, learn_sigma: bool = False
-) -> DiTConfig:
-    """Return the configuration of a published size.
+def dit_config(name: str, *, size: int = 32, learn_sigma: bool = False) -> DiTConfig:
+    """Return the configuration of a published size, from ``"DiT-S/2"`` to ``"DiT-XL/8"``.
 
-    Args:
-        name: ``"DiT-S/2"`` ... ``"DiT-XL/8"``.
-        size: Height and width of the latents: 32 for images of 256 px, 64 for 512 px.
-        channels: Channels of the latents.
-        classes: Number of classes without the null class.
-        learn_sigma: Double the output channels, as in the published checkpoints.
+    ``size`` is height and width of the latents: 32 for images of 256 px, 64 for 512 px.
 
     Raises:
         ConfigError: ``name`` is not one of the twelve.
@@ -94,7 +87,4 @@ def dit_config(
         raise ConfigError(f"model {name!r} is unknown; choose one of {', '.join(names)}")
     letter, patch = names[name]
     depth, hidden, heads = DIT_SIZES[letter]
-    return DiTConfig(
-        depth=depth, hidden=hidden, heads=heads, patch=patch,
-        size=size, channels=channels, classes=classes, learn_sigma=learn_sigma,
-    )  # fmt: skip
+    return DiTConfig(depth=depth, hidden=hidden, heads=heads, patch=patch, size=size, learn_sigma=learn_sigma)
