@@ -1,7 +1,5 @@
 """``python -m fastdiff``: the ``fastdiff`` command of this interpreter."""
 
-from __future__ import annotations
-
 from fastdiff.cli.main import entry
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The types between data, objective and model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

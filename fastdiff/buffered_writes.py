@@ -1,7 +1,5 @@
 """Buffered writes: files of a run folder wait in memory while the disk is full, if the run survives failed saves."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from pathlib import Path

@@ -5,8 +5,6 @@ Shards, loaders, objective, sampling and passes without data read here what a co
 another. A new condition is one row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal

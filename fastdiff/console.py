@@ -5,8 +5,6 @@ rank, and does not break a progress bar; a terminal gets wrapped lines. Commands
 output (``show``). The error that ends a command is printed by ``errors.report``.
 """
 
-from __future__ import annotations
-
 import enum
 import io
 import logging

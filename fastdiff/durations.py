@@ -1,7 +1,5 @@
 """Durations in words."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 _UNITS = (("s", 1.0), ("min", 60.0), ("h", 3_600.0), ("days", 86_400.0))

@@ -5,8 +5,6 @@ traceback and exit with ``exit_code``; any other exception is a bug in fastdiff 
 exits with 69 when a rank or a node stops answering (``cluster.supervisor.outcome``).
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -14,8 +14,6 @@ rank is printed on its node. Ranks elsewhere see only a lost connection, which i
 message of its own. A supervisor reports on every node who failed first and why (``cluster.supervisor.outcome``).
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -1,7 +1,5 @@
 """Durable writes, atomic renames and bounded reads of files."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

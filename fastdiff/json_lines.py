@@ -1,7 +1,5 @@
 """Files of JSON lines in a run folder, such as ``metrics.jsonl``: appended by record, cut back at a resume."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

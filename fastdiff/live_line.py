@@ -3,8 +3,6 @@
 Nothing here starts a thread or hides the cursor: a process that is killed leaves a usable terminal.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

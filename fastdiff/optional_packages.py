@@ -4,8 +4,6 @@ The command names the packages themselves, never this project: on a package inde
 The extras of ``pyproject.toml`` hold the same requirements.
 """
 
-from __future__ import annotations
-
 _REQUIREMENTS = {
     "aiohttp": "aiohttp>=3.11",
     "datasets": "datasets>=4",

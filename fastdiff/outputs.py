@@ -4,8 +4,6 @@ Before the work, a command asks whether it can write its result (``require_outpu
 will be replaced, and whether a folder is new, empty or its own (``require_own_folder``).
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

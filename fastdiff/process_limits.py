@@ -4,8 +4,6 @@ Libraries treat a thread that cannot start in ways of their own: OpenMP ends the
 SIGINT. Therefore a process tries to start as many threads as they will, before it imports them.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

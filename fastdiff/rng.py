@@ -4,8 +4,6 @@ Position n counts the training samples of the whole run, so a number does not de
 the batch size or a resume. Each purpose has its own stream, so two purposes never share numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from enum import IntEnum

@@ -5,8 +5,6 @@ regular one: a link could lead to any file of the user, the opening of a pipe wo
 may have no end. Everything that reads files of a run by their names in it goes through this module.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

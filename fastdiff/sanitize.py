@@ -5,8 +5,6 @@ of ``://``), with backslashes, without a scheme, percent-encoded, with a slash i
 behind a semicolon. In doubt more is hidden.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import unicodedata

@@ -4,8 +4,6 @@ A log on a full disk (ENOSPC, EDQUOT), a ``tee`` that has ended (EPIPE), a termi
 that was closed by ``>&-`` cost output, and never a run. Characters that the encoding of the terminal lacks are escaped.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -4,8 +4,6 @@ A terminal shows the part while it lasts; any other output gets a line where a p
 line sums all parts up.
 """
 
-from __future__ import annotations
-
 import os
 import time
 

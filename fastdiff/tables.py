@@ -1,7 +1,5 @@
 """Tables of text: aligned columns in one line per row, or fitted into the width of a terminal."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest

@@ -4,8 +4,6 @@ A command on an indented line of its own can still be copied: its broken lines e
 backticks are not broken where a line has room for them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator

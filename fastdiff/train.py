@@ -3,8 +3,6 @@
 This is the process of a rank: arguments, signals, exit codes. ``training.loop`` has the training.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -4,8 +4,6 @@
 traceback of an error. The choice is a variable of the environment, so that ranks and workers have it, too.
 """
 
-from __future__ import annotations
-
 import os
 
 QUIET, VERBOSE = "quiet", "verbose"

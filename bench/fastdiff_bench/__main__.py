@@ -1,7 +1,5 @@
 """``fastdiff bench``: see ``fastdiff bench --help``."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Flags shared by several benchmarks."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Configurations of runs as objects: presets, changes by name, YAML."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

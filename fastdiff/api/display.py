@@ -3,8 +3,6 @@
 The ranks write into a pipe, so they draw no bar: step and loss come from the log of the run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

@@ -1,7 +1,5 @@
 """HTML of a run for notebooks: metadata, the loss curve, the newest picture. Everything is escaped and inline."""
 
-from __future__ import annotations
-
 import base64
 import math
 from collections.abc import Mapping, Sequence

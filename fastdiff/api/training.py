@@ -1,7 +1,5 @@
 """``fastdiff.train``: a run on this machine, under the supervisor of ``fastdiff train``, in processes of its own."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import importlib.util

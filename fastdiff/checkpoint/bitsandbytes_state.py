@@ -7,8 +7,6 @@ tensors; the error of each value is at most half a step of the table times the l
 that bitsandbytes keeps in fp32 (below 4096 elements at ZeRO-0) have no table and are not rounded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

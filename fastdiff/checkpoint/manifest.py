@@ -4,8 +4,6 @@ Only committed checkpoints have a manifest. It lists every rank's file with size
 own content.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

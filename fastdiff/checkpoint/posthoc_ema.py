@@ -1,7 +1,5 @@
 """Post-hoc EMA: power-function averages of any std, reconstructed from the snapshots of a run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -6,8 +6,6 @@ relative to t. An average is linear in its profile. If a sum of saved profiles a
 sum of saved averages approximates the wanted average; this works after the training, for any std.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -11,8 +11,6 @@ and the losses that spikes are compared with (``spikes/<key>``). There is no pic
 progress, configuration, digests, parameter shapes, optimizer groups and loss scale (``training.checkpoints``).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

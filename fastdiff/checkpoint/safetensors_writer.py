@@ -4,8 +4,6 @@ Format: the length of the header as 8 bytes, little-endian; the header, JSON wit
 tensor, padded with spaces to a multiple of 8; then the values, without gaps.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Staging of a save: this rank's tensors are copied to host memory and written from there during the training."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ writes MANIFEST.json, fsyncs, renames the folder to ``step-N`` and fsyncs the pa
 manifest and every digest are correct.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

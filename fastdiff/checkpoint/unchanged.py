@@ -3,8 +3,6 @@
 No torch is imported: ``fastdiff train`` compares before it starts the ranks.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

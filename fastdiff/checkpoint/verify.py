@@ -1,7 +1,5 @@
 """``fastdiff verify RUN``: verification of every byte of a run's checkpoints and snapshots."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Selection of the weights of a checkpoint: raw, a saved average, or one reconstructed from the snapshots."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``fastdiff verify`` and ``fastdiff doctor``: checks of data, checkpoints and the machine."""
 
-from __future__ import annotations
-
 import argparse
 
 from fastdiff.config.arguments.types import Subcommands, local_path

@@ -1,7 +1,5 @@
 """``fastdiff completion``: a script for the shell that completes commands, flags and their values."""
 
-from __future__ import annotations
-
 import argparse
 import textwrap
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """``fastdiff encode``: write latent shards."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from collections.abc import Collection, Mapping

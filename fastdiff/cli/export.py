@@ -1,7 +1,5 @@
 """``fastdiff export``: a run, or a published file of weights, in the formats of other programs."""
 
-from __future__ import annotations
-
 import argparse
 
 from fastdiff.cli.published_weights import add_plugin, add_preset, parse_published

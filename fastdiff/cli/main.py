@@ -1,7 +1,5 @@
 """The ``fastdiff`` command: one module per subject registers its subcommands."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import platform

@@ -1,7 +1,5 @@
 """``fastdiff watch``, ``report``, ``compare`` and ``ledger``: what the records of finished or running runs tell."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """``fastdiff schema``: the JSON schema of ``--config`` files, for editors."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

@@ -4,8 +4,6 @@ RunConfig owns batch size, accumulation, precision, clipping and optimizer; the 
 communication. Each number has one source of truth.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Iterator, Mapping

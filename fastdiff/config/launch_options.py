@@ -1,7 +1,5 @@
 """Launch options of the trainer, which do not affect the result of a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Paths that must lie on this machine: an address is refused before a folder is named so."""
 
-from __future__ import annotations
-
 import os
 
 from fastdiff import sanitize

@@ -4,8 +4,6 @@ The string below a field is its ``--help`` text. Cross-field checks raise ``Conf
 imports no torch, so that ``--help`` is fast.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field

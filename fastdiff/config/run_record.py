@@ -1,7 +1,5 @@
 """Record and lock of a run folder: ``run.json`` and ``.lock``."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """What the experiment trackers need before a run starts: their packages, and the logins of those with a server."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

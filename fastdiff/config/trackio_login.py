@@ -3,8 +3,6 @@
 On this machine alone, its default, it needs nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from urllib.parse import parse_qs
 

@@ -4,8 +4,6 @@ wandb itself takes a second to import, and is asked by rank 0 alone. In doubt a 
 misses.
 """
 
-from __future__ import annotations
-
 import configparser
 import netrc
 from collections.abc import Mapping

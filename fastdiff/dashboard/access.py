@@ -1,7 +1,5 @@
 """Who may read the page: the programs of the user who serves it, and whoever has its token."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

@@ -1,7 +1,5 @@
 """The run folders of a page, which come and go while it is open."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Sequence

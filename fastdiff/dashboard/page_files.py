@@ -1,7 +1,5 @@
 """The files of the page, which lie beside this module, also in a wheel."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

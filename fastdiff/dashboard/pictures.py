@@ -1,7 +1,5 @@
 """Sample pictures of a run: ``samples/step-N.png``, as they are or smaller."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os

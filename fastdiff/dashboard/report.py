@@ -1,7 +1,5 @@
 """The page of runs as one file that needs no server, no network and no other file."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

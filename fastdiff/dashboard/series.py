@@ -1,7 +1,5 @@
 """Columns of ``metrics.jsonl``, thinned for a page."""
 
-from __future__ import annotations
-
 import math
 import secrets
 from array import array

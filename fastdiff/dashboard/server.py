@@ -1,7 +1,5 @@
 """The server of the page: Starlette on 127.0.0.1, for one user and his browser."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """State of a run in words: empty, starting, running, ended and how, killed, silent, deleted."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """New records of a file of JSON lines that another process appends to, cuts back or replaces."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

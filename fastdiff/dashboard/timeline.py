@@ -1,7 +1,5 @@
 """The time of a run for the page: sums by class, starts, and what each stretch of the clock went into."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whether NVIDIA DALI loads and works on a device, tried once per process."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from functools import cache

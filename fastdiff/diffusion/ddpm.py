@@ -1,7 +1,5 @@
 """Discrete denoising diffusion (Ho et al. 2020, arXiv:2006.11239): T steps with tabulated coefficients."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

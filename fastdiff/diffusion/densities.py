@@ -5,8 +5,6 @@ increases with its first argument, so that stratified uniform numbers give strat
 in [0, 1), fp32 or fp64 of any shape, and returns levels of the same shape and dtype.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ The denoiser is D(x; sigma) = c_skip x + c_out F(c_in x; c_noise) and its loss l
 lambda = 1 / c_out^2 (table 1), which is the plain squared error of F for the target (x0 - c_skip x) / c_out (eq. 8).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

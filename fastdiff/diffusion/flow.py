@@ -5,8 +5,6 @@ Lipman et al. 2023 (arXiv:2210.02747); Ma et al. 2024, SiT (arXiv:2401.08740); E
 input and the sign of its velocity follow ``FlowConfig.convention``; the loss is the same in both.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

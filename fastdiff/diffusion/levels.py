@@ -6,8 +6,6 @@ known exactly: ``x0 error = sigma / (a * sigma - b * alpha) * error`` and ``nois
 alpha) * error``. ``ALPHA``, ``SIGMA``, ``TARGET_X0`` (a) and ``TARGET_NOISE`` (b) name the columns.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, Protocol
 

@@ -5,8 +5,6 @@ one instead of a random size, and the sum is divided by its exact standard devia
 noise of a sample does not depend on the other samples of its batch.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

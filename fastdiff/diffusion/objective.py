@@ -5,8 +5,6 @@ drawn there from (seed, stream, position). The noise is drawn in ``add_noise`` a
 stored. All arithmetic is fp32, for every dtype of the latents and of the prediction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The noising processes, and the choice of one by configuration."""
 
-from __future__ import annotations
-
 import torch
 
 from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig

@@ -1,7 +1,5 @@
 """Means by noise level, with standard errors: 16 bins of the log SNR, with equal edges for every schedule."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

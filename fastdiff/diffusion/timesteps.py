@@ -4,8 +4,6 @@ Every position has a share, a uniform number in [0, 1). A density maps shares to
 stratified shares give stratified levels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

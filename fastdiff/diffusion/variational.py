@@ -11,8 +11,6 @@ it equals ``k * (target - prediction)`` with a factor k per timestep. At t = 0 t
 expression is ``x0 - mean'``. Likewise ``log(var' / var)`` comes from float64 tables.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Evaluation of runs on the digits: generated digits against scans, enlarged ones against bicubic interpolation."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from typing import Any

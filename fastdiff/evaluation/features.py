@@ -6,8 +6,6 @@
 - ``PATH.py:FUNCTION``: a function of the user; the file is executed. Or the name of an installed plug-in.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

@@ -5,8 +5,6 @@ et al. 2015, "Speeding up automatic hyperparameter optimization of deep neural n
 curves"). It holds while the learning rate stays as it is: a decay gains more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

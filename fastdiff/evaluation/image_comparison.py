@@ -1,7 +1,5 @@
 """Comparison of samples with real images: ``fastdiff evaluate SAMPLES --reference REAL``."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import math
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ as the labels ``arr_1``, are ignored. An npz of statistics has ``mu`` ``[D]`` an
 writes them; ADM's reference files have both. Nothing is resized or cropped.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ arXiv:2006.11239, eq. 5), as reported by Nichol & Dhariwal 2021 (arXiv:2102.0967
 the data and the seed alone, so that the results of two runs can be compared sample by sample.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """Metrics of users: functions of the features of two image sets, ``--metric PATH.py:FUNCTION``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Files of the run folder with the loss of every validation sample: ``validation/step-N.npz``."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

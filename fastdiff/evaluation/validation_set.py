@@ -1,7 +1,5 @@
 """Samples, noise levels and batches of the validation loss."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

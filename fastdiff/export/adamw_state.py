@@ -1,7 +1,5 @@
 """State of a run's optimizer in the layout of ``torch.optim.AdamW``, read from a checkpoint one moment at a time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pkgutil import resolve_name

@@ -5,8 +5,6 @@ alpha as a tensor beside each layer, which diffusers, ComfyUI and AUTOMATIC1111 
 the metadata, which only diffusers reads. So the second form has the scale in B, and its alpha is the rank.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

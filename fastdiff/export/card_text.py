@@ -1,7 +1,5 @@
 """Parts of a model card that several formats share: loading code, parameter names, and conventions of the network."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

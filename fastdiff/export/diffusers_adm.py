@@ -1,7 +1,5 @@
 """The UNet of IDDPM and ADM as diffusers' ``UNet2DModel``, if that has an equivalent network."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast

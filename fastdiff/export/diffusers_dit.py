@@ -5,8 +5,6 @@ DiT ``10000^(-k / 128)``. No weight can compensate for that. The frequencies are
 and not part of the configuration; ``SAME_TIMES`` sets them.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 from pathlib import Path
 from typing import Any, cast

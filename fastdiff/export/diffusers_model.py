@@ -1,7 +1,5 @@
 """A network in the folder layout of diffusers' ``from_pretrained``: a configuration and renamed weights."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 from collections.abc import Callable, Mapping

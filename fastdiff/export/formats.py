@@ -4,8 +4,6 @@ A family names its formats (``ModelFamily.formats``) by ``module:NAME`` of an ``
 package brings its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Upload to the Hugging Face hub, with the token of ``hf auth login`` or ``HF_TOKEN``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fastdiff.errors import ConfigError, StorageError

@@ -1,7 +1,5 @@
 """Model card (``README.md``) of an exported model: its training and its use."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A pickle is written from all tensors at once. They lie in a memory-mapped scratc
 space on disk, but not in memory.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

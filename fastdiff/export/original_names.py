@@ -3,8 +3,6 @@
 Programs with single-file checkpoints know the layers by these names, and kohya's adapters of SDXL have them as well.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """A trained network as a pipeline in the layout of diffusers."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import shutil
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ The weights are copied from the checkpoint one tensor at a time. The folder appe
 complete and on the disk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ first order of DPMSolverMultistepScheduler is the same method (Lu et al. 2022, a
 takes the noise from x0, and clamps by its thresholds.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 from collections.abc import Mapping

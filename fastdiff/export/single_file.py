@@ -4,8 +4,6 @@ The names of its weights say which version it is: SD 1.x has CLIP's text encoder
 OpenCLIP, and XL both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

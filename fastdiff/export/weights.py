@@ -1,7 +1,5 @@
 """Weights of an export, read from a checkpoint one tensor at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -14,8 +14,6 @@ Every record has its ``event``, the wall-clock time ``at`` in seconds since 1970
   which it starts the ranks again after a lack of memory. By both after an error: ``message``, its text without secrets.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

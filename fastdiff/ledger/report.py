@@ -1,7 +1,5 @@
 """What ``fastdiff ledger`` tells of the sums: costs, nodes and stragglers, as a table and as JSON."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from datetime import datetime

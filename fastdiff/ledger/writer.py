@@ -1,7 +1,5 @@
 """Account that a rank keeps of its time; that of rank 0 is written to the ledger."""
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

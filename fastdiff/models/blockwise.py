@@ -1,7 +1,5 @@
 """Base class of the networks; their blocks are the units of compilation, recomputation and ZeRO-3's gathering."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any, ClassVar, Self
 

@@ -1,7 +1,5 @@
 """Construction of the networks, with initial weights from a configuration and a seed, or with given weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TypeAlias
 

@@ -1,7 +1,5 @@
 """Clock of torch.compile: how long it has worked in this process, and on how many graphs."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

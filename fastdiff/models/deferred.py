@@ -6,8 +6,6 @@ as it is complete. A weight that a later operation draws anew, as after the init
 drawn and dropped. The constructor may not depend on values, which it does not see (``ModelFamily.draws_on_meta``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar

@@ -1,7 +1,5 @@
 """Embeddings of pixels, time, class and position as vectors of the width of a token."""
 
-from __future__ import annotations
-
 import math
 from typing import cast
 

@@ -7,8 +7,6 @@ The configuration determines the conditions. A class-conditional network takes `
 class (also if ``classes`` is 0); a text-conditional network the embeddings of captions (``ModelConfig.conditions``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,7 +1,5 @@
 """Choice of the implementation of each op for a run on this machine."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pkgutil import resolve_name

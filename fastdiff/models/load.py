@@ -1,7 +1,5 @@
 """Network of a run, built from its seed, pretrained weights or a checkpoint, with LoRA if configured."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685) of the networks with peft."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ quantisation). 8 bits are integers with one fp32 scale per row, the weight forma
 arXiv:2208.07339, section 2). bitsandbytes quantises both. Activations are not quantised.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, cast
 
 import torch

@@ -1,7 +1,5 @@
 """The compilers that Triton and torch.compile call while a program runs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sysconfig

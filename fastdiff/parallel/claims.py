@@ -6,8 +6,6 @@ killed, that never started or that are late lose nothing and harm nobody. Severa
 files across them.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Iterator

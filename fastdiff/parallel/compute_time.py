@@ -1,7 +1,5 @@
 """Compute time of this rank per step, to detect stragglers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ the step is skipped. It is queued before the update of the weights, and the host
 gradients while the device has the update to do. Every rank acts on the same numbers at the same step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

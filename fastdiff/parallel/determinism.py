@@ -5,8 +5,6 @@ cuDNN takes the convolution that was fastest when it first met the shapes, which
 The kernels of fastdiff never do.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The device of a process: a GPU or the CPU, never the CPU by accident; and what a GPU can compute."""
 
-from __future__ import annotations
-
 import os
 import re
 import warnings

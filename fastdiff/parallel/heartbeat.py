@@ -6,8 +6,6 @@ supervisor) a thread writes the stacks of all threads, prints the error and ends
 the GIL, a thread in C writes the stacks and ends the process, without a message.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import mmap

@@ -4,8 +4,6 @@ They are inherited, so they may be those of a template, of an interactive shell 
 Numbers that cannot be are refused here, before a process waits for ranks that nobody starts.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

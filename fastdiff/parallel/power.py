@@ -1,7 +1,5 @@
 """Electrical power of a GPU."""
 
-from __future__ import annotations
-
 import torch
 
 

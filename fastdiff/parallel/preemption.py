@@ -5,8 +5,6 @@ request to one rank stops all (``parallel/consensus.py``). Ctrl-C is such a requ
 at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

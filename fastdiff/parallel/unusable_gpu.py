@@ -3,8 +3,6 @@
 A run that continued on the CPU there would take hundreds of times as long, and nothing would say so.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

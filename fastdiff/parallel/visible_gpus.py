@@ -1,7 +1,5 @@
 """Count the GPUs that a process would see, without the seconds that an import of torch takes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The process group of a run: rank, size, device, and the collectives in use."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

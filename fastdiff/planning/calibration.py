@@ -5,8 +5,6 @@ for other micro-batches, stages and counts of the same GPU within a tenth; on ot
 assumed interval and keeps its width.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Mapping

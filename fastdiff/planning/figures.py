@@ -1,7 +1,5 @@
 """The figures of a plan for a run that starts: memory of a rank, time of a step and of the whole, and a warning."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """GPUs that a run can be planned for, and sets of them as written on the command line: ``8xH100``, ``2x8xH100``."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Kernels of a pass as rows of work, and the time that a GPU takes for a row."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

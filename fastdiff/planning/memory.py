@@ -4,8 +4,6 @@ What is held follows from the run: bytes per parameter, divided as ZeRO divides 
 (``models.cost.traced``); the engine's own buffers follow from how it reduces gradients.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fastdiff.config.optimizers.registry import optimizer_family

@@ -1,7 +1,5 @@
 """The network of a run as a plan needs it, read on the device ``meta``: nothing is allocated."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

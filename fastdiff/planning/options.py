@@ -1,7 +1,5 @@
 """Ways to run a training on given GPUs: which fit, how long they take, and why others fall out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

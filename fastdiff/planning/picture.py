@@ -1,7 +1,5 @@
 """Picture of the memory of a rank: one stacked bar per option, and what the GPU has."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ kernels, row by row. The update moves the bytes that the engine counts per param
 pass of a step and take streaming multiprocessors (SMs) from it. The step is the slower of device and host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

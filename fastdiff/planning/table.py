@@ -1,7 +1,5 @@
 """The plan in words and numbers: a table of the best options, why others fall out, and the command that starts one."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict

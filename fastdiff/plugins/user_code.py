@@ -4,8 +4,6 @@ A file is executed only if the user names it on the command line, in a ``--confi
 or a data set names is never executed. This module imports no torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import sys

@@ -5,8 +5,6 @@ means the folder 2. Any other word is a number. Names that are all whole numbers
 whose number would be another class than its name is reported.
 """
 
-from __future__ import annotations
-
 import difflib
 import operator
 import unicodedata

@@ -1,7 +1,5 @@
 """Conditions of a large set of samples: classes, prompts, or small images to enlarge."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

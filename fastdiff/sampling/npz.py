@@ -1,7 +1,5 @@
 """npz files: a writer, and a reader of untrusted files in blocks, without pickle and with checked sizes."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -3,8 +3,6 @@
 The rank that finds all parts joins them. The plan is also the zip comment of the finished file.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Pixels of sampled latents: decoded by an autoencoder, or taken as they are for pixel-space models."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 

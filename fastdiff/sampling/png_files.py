@@ -5,8 +5,6 @@ resumed processes write the same names. Every file records the plan of the set i
 it is of someone else and stays.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

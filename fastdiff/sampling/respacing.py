@@ -5,8 +5,6 @@
 * ``flow_shares`` and ``karras_sigmas``: levels of the continuous-time processes.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate, repeat
 

@@ -1,7 +1,5 @@
 """A trained network opened by one process for sampling and evaluation: a run, or a published file of weights."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

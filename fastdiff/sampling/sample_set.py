@@ -7,8 +7,6 @@ every kill, on machines with the same hardware and libraries. The ranks communic
 (``shared_set.SharedSet``). Each of them ends with the complete set: it waits for the batches that others have begun.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace

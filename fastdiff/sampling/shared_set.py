@@ -5,8 +5,6 @@ again, so that the same command continues after a kill. A process claims a batch
 (``parallel/claims.py``). The finished set records its plan as well, which identifies it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math

@@ -10,8 +10,6 @@ lost, because their steps depend on the SNR alone (Karras et al. 2022, arXiv:220
 of its level convert a prediction to x0 (``fastdiff.diffusion.levels``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Text-to-image sampling outside the network: embedding of prompts, and levels of decoded images."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

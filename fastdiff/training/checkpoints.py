@@ -4,8 +4,6 @@ Checkpoints are committed as described in ``fastdiff.checkpoint.step_folders``; 
 There is no ``latest`` file to go stale: the newest intact checkpoint counts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

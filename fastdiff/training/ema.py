@@ -4,8 +4,6 @@ No gather and 1/W of the memory: each rank averages the fragments that its optim
 ZeRO-0, the parameters that it owns. Averaging ``module.parameters()`` under ZeRO-3 would average empty tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

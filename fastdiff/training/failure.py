@@ -1,7 +1,5 @@
 """The cause of a rank's failure: explained for its user, and noted for the supervisor."""
 
-from __future__ import annotations
-
 from fastdiff import errors, sanitize
 from fastdiff.errors import FastdiffError, OutOfMemoryRestart, Preempted
 from fastdiff.parallel.determinism import explain_nondeterminism

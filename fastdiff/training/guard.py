@@ -1,7 +1,5 @@
 """Guard of the optimizer step: heartbeat, loss spikes, and the consensus of the ranks."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from fastdiff.parallel.consensus import Consensus, StepFlags

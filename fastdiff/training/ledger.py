@@ -1,7 +1,5 @@
 """The ledger of a run, as the ranks open it together."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

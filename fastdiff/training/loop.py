@@ -1,7 +1,5 @@
 """The training loop: ``take_steps`` names everything that a step does, in order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 

@@ -1,7 +1,5 @@
 """Metrics of a run: accumulated on the device, read when a callback is due."""
 
-from __future__ import annotations
-
 import re
 import resource
 import time

@@ -1,7 +1,5 @@
 """The network of a run and its engine, with the initial, pretrained or saved weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -5,8 +5,6 @@ state of bitsandbytes is saved as raw memory and copied back into an equal layou
 (``checkpoint.bitsandbytes_state``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ https://prometheus.io/docs/instrumenting/exposition_formats/; the node exporter'
 format is a line per number: the package ``prometheus_client`` would bring a registry and a server, and save ten lines.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ It compiles the blocks for all latent sizes (otherwise each first batch of an as
 for minutes), and meets a lack of memory while nothing can be lost.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 

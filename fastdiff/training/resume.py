@@ -1,7 +1,5 @@
 """Resuming a run: comparison with the requested configuration, and continuation of a published training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

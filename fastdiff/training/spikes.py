@@ -5,8 +5,6 @@ once half of the window is filled). Unlike there, spikes do not enter the window
 threshold of the second.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

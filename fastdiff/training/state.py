@@ -1,7 +1,5 @@
 """State of a run in memory, shared by the loop, the callbacks and the checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Benchmark cases of the kernels: shapes of real models, one file per op."""
 
-from __future__ import annotations
-
 import argparse
 from importlib import import_module
 

@@ -1,7 +1,5 @@
 """adaLN with the tensor layout of the DiT: shift, scale and gate are chunks of one tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

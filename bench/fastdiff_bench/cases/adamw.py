@@ -1,7 +1,5 @@
 """One optimizer step over a flat tensor, with the norm of its gradient, and the norm alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """One optimizer step over a flat tensor with the parameters of DiT-XL/2, whole or partitioned by ZeRO."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any

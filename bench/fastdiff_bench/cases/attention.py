@@ -1,7 +1,5 @@
 """Attention of SD 1.5, SD 2 (64x64 latents; image and 77 text tokens) and DiT, by every registered backend."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """Ops that sum the gradient of a bias, behind the linear layers ``fc1`` and ``qkv`` of the DiT."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

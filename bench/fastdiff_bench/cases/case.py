@@ -1,7 +1,5 @@
 """A benchmark case: one op at one shape and dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Dropout at the shapes of IDDPM's UNets (CIFAR-10 and ImageNet at 64 px), with a smaller batch."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

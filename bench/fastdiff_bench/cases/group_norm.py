@@ -1,7 +1,5 @@
 """Group normalization at the shapes of Stable Diffusion 1.5 (64x64 latents) and IDDPM; 32 groups, smaller batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

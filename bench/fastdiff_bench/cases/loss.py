@@ -1,7 +1,5 @@
 """Loss of a prediction, and its gradient."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

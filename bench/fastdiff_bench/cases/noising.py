@@ -1,7 +1,5 @@
 """Noising of cached latents."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Random numbers alone, as many as a batch of latents has."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

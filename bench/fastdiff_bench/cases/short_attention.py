@@ -1,7 +1,5 @@
 """Attention of short sequences: DiT of 256 and of 64 tokens, heads of 80 channels, and lengths that fill no block."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -5,8 +5,6 @@ alignments from their arguments, so the result is what a GPU would launch at tha
 cache; its key covers the source and everything that it calls.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ background, and a step that waits until one is committed. Ratios are computed pe
 alike.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ the second record counts as worse. Limits of the machine and shares of them are 
 and rates already describe the code.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import Counter

@@ -6,8 +6,6 @@ starting with none. fastdiff's readers check the crc32 of every array, the rest 
 shuffle buffer of their own (webdataset) fill it for the next pass while other readers run, which favours them.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import tempfile

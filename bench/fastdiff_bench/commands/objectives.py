@@ -6,8 +6,6 @@ was started with other flags. A picture beside the record shows the first ten di
 the order of the record.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

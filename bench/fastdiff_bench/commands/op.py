@@ -5,8 +5,6 @@ and operations of the op, and these with the limits of the machine, measured in 
 the launch instead of the device (``Timing.launch_bound``) is marked.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence

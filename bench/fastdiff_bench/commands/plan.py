@@ -4,8 +4,6 @@
 step, which then predicts other micro-batches.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from functools import partial

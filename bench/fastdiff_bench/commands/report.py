@@ -1,7 +1,5 @@
 """``bench report``: records as one HTML page, and as the tables in the documentation."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass

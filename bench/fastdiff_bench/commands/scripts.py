@@ -6,8 +6,6 @@ for the processor time, which covers all threads and child processes, so that ba
 once on all cores for the time.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

@@ -6,8 +6,6 @@ over all processes. A tiny pipeline and small images leave the start alone. fast
 compat`` translates from the script's. The first round, which fills the caches of the file system, does not count.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """``bench step``: step time, its phases, memory and utilization of the device, by configuration."""
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import tempfile

@@ -1,7 +1,5 @@
 """Accuracy criterion: at most twice the error of eager PyTorch in the same dtype, against fp64; of sums three times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

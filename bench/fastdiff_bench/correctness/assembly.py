@@ -1,7 +1,5 @@
 """Properties of a compiled kernel: its resources, and its accesses to global memory."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """Correctness check before timing, forward and backward, by the criterion of the kernel tests (``accuracy.py``)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """Counts of the code of a compiled block, forward and backward."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, TypeAlias

@@ -3,8 +3,6 @@
 The blocks give the rows of kernels that ``fastdiff plan`` estimates from an eager pass; everything else is its model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

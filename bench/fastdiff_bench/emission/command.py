@@ -5,8 +5,6 @@ scheduled and written, and not compiled. Bytes are those of the operands of each
 libraries' products. Counts, so the result does not depend on the machine; it depends on the version of torch.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

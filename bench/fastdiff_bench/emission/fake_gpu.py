@@ -4,8 +4,6 @@ Inductor needs a device's properties to choose block sizes and to split reductio
 The replacements are global and stay: only a process of its own may call ``install``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import types
 from collections.abc import Iterator

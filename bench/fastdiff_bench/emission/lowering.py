@@ -6,8 +6,6 @@ of compiled. The compiled function returns tensors on ``meta`` with the sizes an
 so a whole network runs forward and backward in seconds.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard, cast

@@ -1,7 +1,5 @@
 """A preset's network on the device ``meta``, with blocks compiled by the emitter, run forward and backward once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ The launcher of an op runs on tensors of the device ``meta`` in the layouts that
 recorded instead of launched, and every op of torch that it calls is seen.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Rows of a record and the table on the terminal, from the counts of compiled blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from fastdiff_bench.emission.blocks import Block, Layout, Pass, Way

@@ -1,7 +1,5 @@
 """Network of an emission: that of a preset, with changes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 Faking a GPU changes torch for the whole process, so nothing else may run in it.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

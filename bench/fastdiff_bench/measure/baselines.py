@@ -5,8 +5,6 @@ and ``trainers/text_to_image.py`` describe them; the record and the lines below 
 data in memory except diffusers as published, which decodes and encodes images in every step, as its script does.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence

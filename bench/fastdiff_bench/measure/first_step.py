@@ -1,7 +1,5 @@
 """Time and processor time from the start of a command to its first optimizer step, over all of its processes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

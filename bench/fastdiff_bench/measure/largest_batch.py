@@ -3,8 +3,6 @@
 Memory grows almost linearly with the batch: two small batches predict the limit, and real runs confirm it.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor

@@ -1,7 +1,5 @@
 """Count of the operations that a step launches on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 They are measured in the same run as the compared ops, so clocks, power cap and other load are equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ Times, memory and throughput come from a process without marks. A second process
 step, gives the share of each phase, and finally counts the launches of a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

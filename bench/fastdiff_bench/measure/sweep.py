@@ -1,7 +1,5 @@
 """Workloads of one command line: every combination of the swept values."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import itertools

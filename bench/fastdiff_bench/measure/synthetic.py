@@ -1,7 +1,5 @@
 """Synthetic latents, classes and text embeddings in the shapes of a model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

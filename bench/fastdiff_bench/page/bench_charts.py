@@ -1,7 +1,5 @@
 """Row charts of the report: the comparisons of all records, and those of one bench in the order of its tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from fastdiff_bench.page import row_charts

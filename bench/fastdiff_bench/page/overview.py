@@ -1,7 +1,5 @@
 """What the report opens with: the devices, the fastest steps, and the comparisons by bench."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 All positions are percentages of the track. The tables of the report and these charts have the same rows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

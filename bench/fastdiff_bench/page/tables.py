@@ -1,7 +1,5 @@
 """Tables of the report: the quantities of one bench, grouped by case."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

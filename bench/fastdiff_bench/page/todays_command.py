@@ -1,7 +1,5 @@
 """Command lines of records in the form that runs today."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 

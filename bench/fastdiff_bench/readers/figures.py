@@ -1,7 +1,5 @@
 """Results of the readers, as measurements and as a table."""
 
-from __future__ import annotations
-
 import statistics
 import timeit
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 None of them verifies the data.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from typing import Any
 

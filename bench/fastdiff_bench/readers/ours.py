@@ -4,8 +4,6 @@ Each pass reopens the shards: on opening, fastdiff asks the kernel to read a sha
 emptied the page cache before the pass.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Generator
 

@@ -1,7 +1,5 @@
 """The kernel's page cache of single files: eviction and inspection, without root."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """A reader as an interleaved program: a step is a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeAlias
 

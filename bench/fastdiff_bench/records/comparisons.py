@@ -1,7 +1,5 @@
 """Races: how many times as fast fastdiff is as another program, over all benchmarks, with a verdict."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Formatting of measured values."""
 
-from __future__ import annotations
-
 import math
 
 from fastdiff_bench.records.fingerprint import Fingerprint

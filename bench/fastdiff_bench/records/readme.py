@@ -10,8 +10,6 @@ them. Kinds: ``peers``, ``readers``, ``reader-speed-ups``, ``kernels``, ``steps`
 ``predictions``, ``objectives``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A smoke run shows that a benchmark runs, and no ratio of it is shown. The others
 verdict rests on them.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterable
 

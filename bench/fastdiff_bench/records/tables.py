@@ -1,7 +1,5 @@
 """Terminal output of benchmarks: tables and progress."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 ``python -m fastdiff_bench.records.targets FOLDER`` prints the page; ``bench/gpu.sh`` writes it to ``FOLDER/README.md``.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Sequence

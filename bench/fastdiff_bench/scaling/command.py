@@ -7,8 +7,6 @@ sent. Fitted: the time of each collective by size. Checked: from these and the s
 ``bench/fastdiff_bench/scaling/projection.py``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

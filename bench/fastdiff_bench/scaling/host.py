@@ -5,8 +5,6 @@ fixed part and one per parameter tensor, since every tensor has its hooks, its e
 are fitted to the processor time of networks of two depths whose arithmetic is negligible.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence

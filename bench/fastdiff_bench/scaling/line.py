@@ -1,7 +1,5 @@
 """Linear fit of the time of a collective by its size."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

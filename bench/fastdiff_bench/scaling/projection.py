@@ -3,8 +3,6 @@
 The model is that of ``fastdiff plan --from``; here every GPU keeps the samples of the measured one (weak scaling).
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ Each instant between the beginning of the first and the end of the last step bel
 thread of the loop executes; on a GPU to a kernel that runs, computation before communication before copies.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Classes of operations, by the names of operators on the host and of kernels on the device."""
 
-from __future__ import annotations
-
 import re
 from typing import Literal, TypeAlias, get_args
 

@@ -1,7 +1,5 @@
 """``bench step --trace``: time of a step by class beside its roofline budget, launches by phase, share of idleness."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

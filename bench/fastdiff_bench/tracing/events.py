@@ -1,7 +1,5 @@
 """Events of a trace in the format of torch's profiler (Kineto)."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Sequence

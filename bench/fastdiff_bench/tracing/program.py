@@ -1,7 +1,5 @@
 """Traced steps of the real loop, in the process of the trainer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

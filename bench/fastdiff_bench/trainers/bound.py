@@ -4,8 +4,6 @@ Nichol & Dhariwal 2021, arXiv:2102.09672, sections 2.1 and 3.1; the variance is 
 (their eq. 15). All values are in bits.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ DeepSpeed, ``torch.distributed`` or fastdiff. While recorded, these methods firs
 result, so the seconds are those of the transfer alone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -7,8 +7,6 @@ users: autocast where fastdiff computes in 16 bits, compiled blocks where fastdi
 EMA update for all parameters, a loss that is read only for logging, and tables that stay on the device.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Synthetic photographs with captions on disk, and a loader that reads them as diffusers' scripts do."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """fastdiff itself: the unmodified loop of ``fastdiff/train.py``, with a callback that measures time."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import tempfile

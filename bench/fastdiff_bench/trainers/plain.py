@@ -5,8 +5,6 @@ precision of the run. ``best`` adds the fused optimizer, EMA and clipping over a
 UNet, and compilation where fastdiff compiles.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

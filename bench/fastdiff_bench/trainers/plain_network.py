@@ -3,8 +3,6 @@
 Unlike fastdiff's networks they run under ``torch.autocast``: their norms take shift and scale in another dtype.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

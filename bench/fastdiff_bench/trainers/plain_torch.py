@@ -1,7 +1,5 @@
 """Shared parts of the baseline loops: samples in memory, noise and loss in plain torch, and the facts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol

@@ -4,8 +4,6 @@ Its tables are NumPy arrays in float64, copied to the device at every use: 18 ti
 mean that this loss does not use, and once more for the timestep numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

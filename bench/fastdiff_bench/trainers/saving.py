@@ -1,7 +1,5 @@
 """fastdiff's own loop with checkpoints: steps without a save, steps during one, and a step that waits for one."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -8,8 +8,6 @@ parameters. Attention is torch's SDPA in both. The script drops no captions. It 
 distributed wrapper.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``fastdiff compat``: translation of another training script's command line."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -3,8 +3,6 @@
 Flag names and defaults are theirs.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Flags of facebookresearch/DiT's train.py, and their translation; flag names and defaults are theirs."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import stat

@@ -3,8 +3,6 @@
 Flag names and defaults are theirs.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from dataclasses import fields

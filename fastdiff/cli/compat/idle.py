@@ -3,8 +3,6 @@
 They are found by translating without each of them, so that none is left out in silence.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Translation of other training scripts' command lines: the equivalent run in fastdiff, and the differences."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import shlex

@@ -1,7 +1,5 @@
 """A translation: its commands and notes, and helpers that all translations share."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Comparison of two checkpoints bit by bit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

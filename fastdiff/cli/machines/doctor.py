@@ -1,7 +1,5 @@
 """Diagnosis of a machine: versions, devices, chosen kernels, and problems with their remedies."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import shutil

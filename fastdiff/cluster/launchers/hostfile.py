@@ -1,7 +1,5 @@
 """Hostfiles in DeepSpeed's format: a line ``name slots=N`` per host, and comments."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

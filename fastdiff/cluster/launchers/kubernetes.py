@@ -1,7 +1,5 @@
 """A Kubernetes manifest: an Indexed Job with one pod per node, and a headless Service that resolves node 0."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A Slurm job: an ``sbatch`` script that starts one supervisor per node and requeues itself after a preemption."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Clock offsets of the nodes, measured through the store of their supervisors."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checks of one node: versions, devices, data and storage."""
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """The pre-flight check: all problems of all nodes, reported together before the ranks start."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

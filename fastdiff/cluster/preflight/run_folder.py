@@ -3,8 +3,6 @@
 Advice on how the network could fit a data set would be wrong where the folder holds a run on another one.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path

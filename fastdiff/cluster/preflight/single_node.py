@@ -1,7 +1,5 @@
 """The pre-flight of a run on one node. Rank 0 makes it, so that the supervisor need not import what only ranks need."""
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -1,7 +1,5 @@
 """The last record of a start in the ledger of its run, for which a killed trainer had no time."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

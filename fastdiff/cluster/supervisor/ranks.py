@@ -1,7 +1,5 @@
 """The rank processes of one node: start, signal, inspect, reap and kill them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -3,8 +3,6 @@
 Torch is imported only for several nodes, because its import takes seconds.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Protocol
 

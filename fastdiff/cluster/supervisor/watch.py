@@ -1,7 +1,5 @@
 """The loop that watches the ranks of one node until the run has ended on all nodes."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable

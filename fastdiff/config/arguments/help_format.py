@@ -1,7 +1,5 @@
 """The form of ``--help`` of all commands: a short usage, whole paragraphs, and examples that can be copied."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import textwrap

@@ -4,8 +4,6 @@
 typed. A test holds both together.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping, Sequence

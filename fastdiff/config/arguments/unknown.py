@@ -1,7 +1,5 @@
 """Words that a command does not know: what they are in other programs, or the nearest of its own flags."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """The flags of a run as plain options with their values, for the completion of shells. This module imports no torch."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """``RunConfig`` from a YAML or JSON file, laid over a preset."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -3,8 +3,6 @@
 Only that file is read, and its digest is not checked: the checks before the start do that.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """JSON schema of ``--config`` files, from which editors complete and check them. This module imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import is_dataclass
 from itertools import combinations
 from typing import Any

@@ -1,7 +1,5 @@
 """``--steps`` and ``--epochs``: the length of a run in other units than ``--samples``."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pkgutil import resolve_name

@@ -1,7 +1,5 @@
 """The short help of the trainer: the flags that people turn, with the values of the preset."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping
 from shutil import get_terminal_size

@@ -1,7 +1,5 @@
 """Shape of the UNet of IDDPM and ADM, as a frozen dataclass. This module imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """Shape of the diffusion transformer (DiT), with the published sizes. This module imports no torch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -6,8 +6,6 @@ has them nevertheless in its configuration. A class attribute ``kind`` names the
 the class in lower case.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from dataclasses import field, make_dataclass

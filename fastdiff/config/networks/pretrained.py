@@ -1,7 +1,5 @@
 """Pretrained weights and LoRA: the starting point of a run. This module imports no torch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -11,8 +11,6 @@ In place of a configuration it may name a plain ``torch.nn.Module`` (``plain``).
 ``register(ToyConfig)`` is enough, and ``user_defined.add_network`` registers the network of a file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from functools import cache, reduce

@@ -1,7 +1,5 @@
 """Shape of Stable Diffusion's UNet, and its conversion from and to diffusers' config.json. Imports no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

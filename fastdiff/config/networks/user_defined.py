@@ -1,7 +1,5 @@
 """Networks of the user's files, ``PATH.py:NAME``: registered for this process. This module imports no torch."""
 
-from __future__ import annotations
-
 from fastdiff.config.networks.plain import config_of
 from fastdiff.config.networks.registry import ModelConfig, networks, package_of, register
 from fastdiff.errors import require

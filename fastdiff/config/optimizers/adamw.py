@@ -1,7 +1,5 @@
 """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): of torch, with 8-bit moments, and of bitsandbytes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

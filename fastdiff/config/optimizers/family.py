@@ -4,8 +4,6 @@ No module outside ``config/optimizers`` and ``training/optimizer`` compares the 
 record. The record imports no torch. It names code as ``module:NAME``, which is imported on first use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod

@@ -9,8 +9,6 @@ every command knows it:
 The entry point names an ``OptimizerFamily``. Within one process ``register(LION)`` is enough.
 """
 
-from __future__ import annotations
-
 from functools import cache, reduce
 from operator import or_
 from typing import Annotated, Any, get_args, get_type_hints

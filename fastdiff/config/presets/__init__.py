@@ -1,7 +1,5 @@
 """Named, complete runs. The docstring of a preset has its commands and its measured or published result."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import shlex

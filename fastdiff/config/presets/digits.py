@@ -1,7 +1,5 @@
 """Complete runs on handwritten digits, trained on two CPU cores in minutes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastdiff.config.networks.adm import AdmConfig

@@ -4,8 +4,6 @@ Nichol & Dhariwal 2021, arXiv:2102.09672; the runs are as long as those of the p
 fp32. improved-diffusion sums the gradients of micro-batches; here they are averaged, which Adam normalises away.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from fastdiff.config.networks.adm import AdmConfig

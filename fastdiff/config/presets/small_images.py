@@ -1,7 +1,5 @@
 """A complete run on any data set of small pictures, in pixels."""
 
-from __future__ import annotations
-
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.run import RunConfig

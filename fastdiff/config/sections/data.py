@@ -1,7 +1,5 @@
 """Training samples and validation, as frozen dataclasses. This module imports no torch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
 from typing import Literal

@@ -1,7 +1,5 @@
 """Detection and handling of loss spikes, as a frozen dataclass. This module imports no torch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

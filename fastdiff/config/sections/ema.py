@@ -1,7 +1,5 @@
 """Moving averages of the weights of a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fastdiff.errors import require

@@ -3,8 +3,6 @@
 ``ObjectiveConfig`` is their union, discriminated by ``process``. This module imports no torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields

@@ -1,7 +1,5 @@
 """Optimizer and learning rate of a run: the fields that every optimizer has."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal

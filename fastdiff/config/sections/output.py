@@ -1,7 +1,5 @@
 """Files and trackers of a run."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

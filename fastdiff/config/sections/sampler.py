@@ -1,7 +1,5 @@
 """Options of sampling from a trained model, as a frozen dataclass. This module imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

@@ -1,7 +1,5 @@
 """Frozen encoders of images and captions, for encoded and online training: a pipeline's models, or raw pixels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property

@@ -6,8 +6,6 @@ communicate only through ``plan.EncodeFolder``. Each of them ends with the compl
 partitions that others have begun, and takes those of a process that dies.
 """
 
-from __future__ import annotations
-
 import itertools
 import shlex
 import shutil

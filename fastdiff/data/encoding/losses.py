@@ -1,7 +1,5 @@
 """What an encode loses of an image and its captions; each kind is counted and told at the end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fastdiff.conditions import of_source

@@ -1,7 +1,5 @@
 """Encode of one partition: batches of images through the encoder into one shard per bucket."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor

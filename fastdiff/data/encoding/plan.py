@@ -10,8 +10,6 @@ from (``source_metadata.py``), as ``train-000012.source.json``. By them a later 
 edited in the source. It makes the data set an unfinished encode again, without the partitions that are stale.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fcntl

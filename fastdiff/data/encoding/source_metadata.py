@@ -6,8 +6,6 @@ the first differ, as after a copy, the digests decide. The shards themselves hol
 all copies of a source.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Sources without captions: what is said of them, and which are refused because nothing could train on their shards."""
 
-from __future__ import annotations
-
 import os
 import shlex
 

@@ -4,8 +4,6 @@
 any case, the rest in any Unicode form.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

@@ -16,8 +16,6 @@ nearest     0-0.08      96
 Nearest neighbours differ only at one ratio, where two pixels are equally near.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Images in a folder, with captions from a table or caption files, with classes, or alone."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -4,8 +4,6 @@ Sizes are ``(height, width)`` in pixels, offsets are ``(top, left)``. All arithm
 decoder and every machine gets the same placement.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Pixels are neither decoded nor allocated, so that a decompression bomb is refused at no cost.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The interface of image sources, their items, and rules common to all sources."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ The first bytes decide: a JPEG is one under every name. The endings only spare t
 every file.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -1,7 +1,5 @@
 """The pictures below a folder, and all that is there beside them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field

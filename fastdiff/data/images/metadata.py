@@ -1,7 +1,5 @@
 """Tables of images and their captions: ``metadata.jsonl``, ``metadata.csv``, or a file that is a source by itself."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Options of a source of images, their checks, and which kinds of sources read them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

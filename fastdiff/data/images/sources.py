@@ -6,8 +6,6 @@ a file of metadata; a folder saved by ``datasets``; a folder of images; a folder
 Hugging Face hub id.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re

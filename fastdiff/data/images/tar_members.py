@@ -4,8 +4,6 @@ Members are neither unpickled nor extracted to disk. Python's tarfile silently e
 that is an error, because all later samples would be lost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import tarfile

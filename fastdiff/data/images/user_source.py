@@ -5,8 +5,6 @@ content of an image file; and ``label``, a class, or ``caption``, a text or seve
 With labels the sequence has an attribute ``classes``, their number, and may have ``class_names``.
 """
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A Mac's archive has the names in another normal form (NFD) than keyboards and mo
 and differ in their bytes.
 """
 
-from __future__ import annotations
-
 import os
 import unicodedata
 from collections.abc import Iterator

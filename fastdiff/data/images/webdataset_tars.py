@@ -1,7 +1,5 @@
 """Images in local or remote WebDataset tars, as written by img2dataset; each tar is a partition."""
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import itertools

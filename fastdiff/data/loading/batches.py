@@ -1,7 +1,5 @@
 """Prefetching of micro-batches in a thread: the base of all loaders, and the plain loader of shards."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -4,8 +4,6 @@ Samples of different sizes cannot be stacked, and ranks with different sizes wou
 of the shuffle is therefore the global batch.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial

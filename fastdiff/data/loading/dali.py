@@ -4,8 +4,6 @@ DALI's own WebDataset reader is not used: it silently accepts a stale index, has
 mapped shard shrinks (design 8.11).
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import numpy as np

@@ -3,8 +3,6 @@
 ``fastdiff train`` makes them before it starts the ranks, which import for seconds.
 """
 
-from __future__ import annotations
-
 import difflib
 import unicodedata
 from collections.abc import Mapping, Sequence

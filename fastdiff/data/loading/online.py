@@ -5,8 +5,6 @@ are functions of the seed and the position. Posteriors and embeddings are rounde
 transform and encoders give the same batches as encoded shards.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ number of ranks can look up any position. Random numbers are the raw 64-bit word
 bit; ``numpy.random.Generator.permutation`` may change between versions.
 """
 
-from __future__ import annotations
-
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict

@@ -5,8 +5,6 @@ new encode at the same address gets a new folder. A shard appears under its name
 against ``dataset.json``. The cache grows to the size of the data set; delete it while no run trains from it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

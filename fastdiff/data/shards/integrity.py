@@ -4,8 +4,6 @@ dataset.json holds the size and sha256 of each shard and the sha256 of its index
 (damaged, from another encode or another shard) is never used. Instead the tar is read to find the first difference.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """The embedding of the empty prompt, which replaces a dropped caption: one npy file per column."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path

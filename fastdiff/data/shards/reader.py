@@ -3,8 +3,6 @@
 ``open_shard.py`` copies the rows of a batch from the files.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import itertools

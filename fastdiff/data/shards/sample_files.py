@@ -1,7 +1,5 @@
 """Serialisation of one sample into the files of a shard, checked against its data set."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The size of a data set before it is written."""
 
-from __future__ import annotations
-
 import math
 import tarfile
 

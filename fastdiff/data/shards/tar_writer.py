@@ -4,8 +4,6 @@ Bytes are deterministic: USTAR headers without times and owners, no compression.
 as files of its own, repeated ones too: the webdataset package skips the hard links by which a tar can share them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -5,8 +5,6 @@ run could not go on with it. Only data sets that an encode could replace are not
 data cannot be written it is missing, and the resume of the run refuses the other data set by its digest.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Verification of a whole data set: read every byte and list all damage (``fastdiff verify``)."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

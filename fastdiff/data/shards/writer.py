@@ -3,8 +3,6 @@
 Shards are written to temporary names, fsynced and renamed (``tar_writer.py``); dataset.json is written last.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """Family of the UNet of IDDPM and ADM."""
 
-from __future__ import annotations
-
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.models.adm.network import AdmUNet
 from fastdiff.models.cost.flops import res_block_multiply_adds, self_attention_multiply_adds

@@ -5,8 +5,6 @@ in ``fastdiff.models.unet.blocks``, a map whose sum the next norm can compute is
 parameter is gathered only during the forward of its own module, or of its block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Self, cast
 

@@ -1,7 +1,5 @@
 """Inputs of a network for a pass without data."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import torch

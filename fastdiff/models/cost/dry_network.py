@@ -1,7 +1,5 @@
 """The network of a run for a pass without data: every weight on the device ``meta``, with the adapter of a LoRA."""
 
-from __future__ import annotations
-
 import torch
 
 from fastdiff.config.run import RunConfig

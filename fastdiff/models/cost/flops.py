@@ -4,8 +4,6 @@ One multiply-add counts as two operations. A backward pass costs twice a forward
 inputs, which need no gradient. (The "119 Gflops" of the DiT paper for XL/2 are multiply-adds.)
 """
 
-from __future__ import annotations
-
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.models.family import family_of
 

@@ -4,8 +4,6 @@ Weights, gradients, optimizer and averages follow from the run: bytes per parame
 Activations are the rest of the measured peak; they include the buffers of the communication and gathered parameters.
 """
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

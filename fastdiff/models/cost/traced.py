@@ -4,8 +4,6 @@ Every tensor is fake: it has a shape, a dtype and a lifetime, but no memory. Wha
 what lives at the same time in eager execution, with the workspaces of libraries left out.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ the layer does all. The weight and the bias of a layer are read outside of its f
 for a whole block, only blocks may do so.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Family of the DiT."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ unchanged with ``strict=True``. Under ZeRO-3 a parameter is gathered only during
 the blocks, of its own module; no code here reads one at another time, except its dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast

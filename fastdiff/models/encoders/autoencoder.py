@@ -1,7 +1,5 @@
 """The autoencoder of a pipeline, loaded: images to latents and back, whatever its class."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Self
 

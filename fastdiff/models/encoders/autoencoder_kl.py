@@ -1,7 +1,5 @@
 """``AutoencoderKL`` of diffusers: the autoencoder of Stable Diffusion (Rombach et al. 2022, arXiv:2112.10752)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """CLIP's text encoders: one in Stable Diffusion 1.x and 2.x, two in Stable Diffusion XL."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

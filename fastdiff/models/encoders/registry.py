@@ -6,8 +6,6 @@ The encoders of this package are listed in ``_BUILT_IN``. One of another package
     toy = "toy_encoders.text:TOY_TEXT"
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pkgutil import resolve_name
 from typing import TypeVar

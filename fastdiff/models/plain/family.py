@@ -5,8 +5,6 @@ of the conditions of ``fastdiff.batch.Condition`` by name, such as ``label [B]``
 attribute ``block_classes`` may name the classes of its blocks, the units of compilation and of ZeRO-3.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Published checkpoints (IDDPM, ADM, DiT, SiT): ``.pt`` files of PyTorch, read without executing their code."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import pickle

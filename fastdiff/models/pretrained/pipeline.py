@@ -4,8 +4,6 @@ Parts are loaded on demand. Each part has a digest of its weights, to check that
 belong together.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

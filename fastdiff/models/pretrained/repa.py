@@ -1,7 +1,5 @@
 """Checkpoints of REPA (Yu et al. 2024, arXiv:2410.06940): a SiT with projections to features of an image encoder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The weights of a SiT have the names and shapes of a DiT's. Only ``args`` in the files of a training tell them apart.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fastdiff.config.sections.objective import FlowConfig, ObjectiveConfig

@@ -4,8 +4,6 @@ It has every part of a real pipeline (tokenizer, CLIP text encoder, autoencoder,
 diffusers, so code that loads it also loads a real one. Images are four times as wide as their latents.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Literal

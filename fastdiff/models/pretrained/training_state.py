@@ -5,8 +5,6 @@ openai/improved-diffusion and openai/guided-diffusion write ``model000100.pt``, 
 ``args``.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from itertools import chain

@@ -4,8 +4,6 @@ Feature maps are channels_last: ``[B, C, H, W]`` in the memory order ``[B, H, W,
 of a map are a view of it. A map whose sum the next norm can compute is passed as its ``Terms`` instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeAlias, cast

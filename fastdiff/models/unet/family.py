@@ -1,7 +1,5 @@
 """Family of Stable Diffusion's UNet."""
 
-from __future__ import annotations
-
 from fastdiff.config.networks.pretrained import CAPTION_TOKENS
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.models.cost.flops import res_block_multiply_adds, self_attention_multiply_adds

@@ -4,8 +4,6 @@ Rombach et al. 2022, arXiv:2112.10752; Podell et al. 2023, arXiv:2307.01952. Und
 during the forward of its own module, or of its block; no code here reads one at another time, except its dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

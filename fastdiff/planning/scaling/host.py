@@ -3,8 +3,6 @@
 A step cannot be faster than the processor that launches its kernels and runs DeepSpeed's hooks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 SPEEDS = (1.4, 1.7, 2.0)

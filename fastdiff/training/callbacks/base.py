@@ -1,7 +1,5 @@
 """Interface of callbacks, their sequence, and the callback that ends a preempted run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import ClassVar

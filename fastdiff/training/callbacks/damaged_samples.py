@@ -1,7 +1,5 @@
 """Record of replaced samples in ``damaged.jsonl``, and the limit of their number (``--data.damaged skip``)."""
 
-from __future__ import annotations
-
 from fastdiff.console import log
 from fastdiff.data.shards.reader import LatentReader, Substitution
 from fastdiff.errors import DataError

@@ -1,7 +1,5 @@
 """Handling of divergence: non-finite steps and loss spikes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 

@@ -1,7 +1,5 @@
 """Picture of the loss by noise level over the steps, for the trackers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Profile of some steps: a trace and a snapshot of the memory per rank, in the folder ``profile`` of the run."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 

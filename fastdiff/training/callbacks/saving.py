@@ -1,7 +1,5 @@
 """Callbacks that save checkpoints and snapshots: in the background when due, and synchronously at the end."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The first lines of a run, with its choices for this machine, and its record; the last lines of a complete run."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from datetime import datetime, timedelta

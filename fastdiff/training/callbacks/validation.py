@@ -1,7 +1,5 @@
 """Validation loss: held-out samples under noise that is the same in every run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

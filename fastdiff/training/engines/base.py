@@ -1,7 +1,5 @@
 """Interface of an engine: what the loop, the guard, checkpoints and callbacks use of a model with its optimizer."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Literal

@@ -6,8 +6,6 @@ others into it in every micro-batch. The parameters of one rank's averages are c
 three ``Flat``: those before its own, its own, and those behind.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

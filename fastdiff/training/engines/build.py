@@ -1,7 +1,5 @@
 """Choice of the engine of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 

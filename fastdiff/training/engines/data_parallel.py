@@ -4,8 +4,6 @@ DDP reduces in the dtype of the parameters. Its hook for communication adds the 
 buffer, whose dtype may be wider, and reduces that range of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Engine of DeepSpeed and, with ``zero/``, all access to DeepSpeed's internals; no other file imports DeepSpeed."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping

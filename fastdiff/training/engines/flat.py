@@ -4,8 +4,6 @@ The host waits once per step, when the update is queued: for the flags of the ra
 Each rank has all weights and moments. The averages and checkpoints of a parameter are made by one rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pkgutil import resolve_name

@@ -1,7 +1,5 @@
 """One update of flat buffers: unscaled and clipped gradient, optimizer, averages and the copy in 16 bits."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Choice of the passes of a run."""
 
-from __future__ import annotations
-
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.data.loading.bucket_order import BucketOrder
 from fastdiff.data.loading.order import SampleOrder

@@ -8,8 +8,6 @@ The update of the weights is not in it: between it and the passes the ranks exch
 the learning rate, come from the host.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any

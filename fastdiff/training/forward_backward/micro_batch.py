@@ -1,7 +1,5 @@
 """Forward and backward pass of a micro-batch, operation by operation."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from fastdiff.batch import Batch

@@ -1,7 +1,5 @@
 """The error of a rank that is out of memory, explained by the memory of its run."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

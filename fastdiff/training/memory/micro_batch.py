@@ -3,8 +3,6 @@
 The losses do not depend on micro-batch, accumulation and ranks beyond rounding, so a run may continue with another one.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ The losses do not depend on the micro-batch beyond rounding, so the next start g
 checkpoint: a supervisor starts the ranks again by itself, and under any other launcher the same command does it.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace

@@ -4,8 +4,6 @@ On a GPU this is one kernel per ``Part``, which reads on the device whether the 
 has the answer at hand, AdamW is torch's own and rounds as it does under DeepSpeed: its numbers are not rounded to fp32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 On a CPU plain torch and the compiled update get their numbers and the answer to skip from the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

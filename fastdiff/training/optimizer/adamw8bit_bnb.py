@@ -1,7 +1,5 @@
 """State of bitsandbytes' AdamW8bit under DeepSpeed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizers and the learning-rate schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pkgutil import resolve_name
 from typing import Any

@@ -1,7 +1,5 @@
 """Norm of the gradient in one pass, and the factor that clips it; neither is read by the host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 They are those of ``get_scheduler`` in diffusers and transformers, equal to the bit; to import either takes seconds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

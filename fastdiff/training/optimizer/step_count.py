@@ -1,7 +1,5 @@
 """The count of its steps that an optimizer keeps in its state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

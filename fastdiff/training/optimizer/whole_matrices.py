@@ -6,8 +6,6 @@ and get back the results. Owners are chosen once, in the order of the parameters
 owns the fewest elements.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Callbacks of users: what they see of a run, and when they are called."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

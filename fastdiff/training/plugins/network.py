@@ -1,7 +1,5 @@
 """Check of a user's network before its first step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """A user's loss: opened, and checked by dry calls."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -4,8 +4,6 @@ The ranges are put around the parts of a run while a profile is taken, and remov
 runs the code of the parts alone. No range waits for the device.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager

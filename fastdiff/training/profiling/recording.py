@@ -1,7 +1,5 @@
 """Recording of a rank: torch's profiler and, on a GPU, the history of its allocator, written to files."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Interface of a tracker, and the thread in which one that talks to a server works."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

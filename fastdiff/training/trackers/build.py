@@ -1,7 +1,5 @@
 """All trackers of a run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The identity of a run in a tracker, which a resume continues."""
 
-from __future__ import annotations
-
 import secrets
 from contextlib import suppress
 

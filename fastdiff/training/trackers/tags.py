@@ -1,7 +1,5 @@
 """Names of numbers in the trackers: those of ``metrics.jsonl``, with the range of noise levels in words."""
 
-from __future__ import annotations
-
 import re
 
 from fastdiff.diffusion.snr_bins import BINS, SNR_EDGES

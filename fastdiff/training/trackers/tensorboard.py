@@ -1,7 +1,5 @@
 """Events of TensorBoard."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

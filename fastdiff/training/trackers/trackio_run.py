@@ -1,7 +1,5 @@
 """A run of trackio, on this machine unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says otherwise."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A run of Weights & Biases."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

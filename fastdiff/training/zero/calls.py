@@ -1,7 +1,5 @@
 """Names of DeepSpeed's calls in a backward pass, for a profile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _HOOKS = ("process_gradients", "reduce_ready_partitions_and_remove_grads")

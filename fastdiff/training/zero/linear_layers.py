@@ -1,7 +1,5 @@
 """The function of linear layers, which DeepSpeed replaces for the whole process under ZeRO-3."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

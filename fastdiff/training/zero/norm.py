@@ -5,8 +5,6 @@ reads the device two or three times. Here the norms of all gradients are one ope
 is not finite makes the norm infinite or NaN; its square is summed over the ranks, so that all of them skip the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any

@@ -9,8 +9,6 @@ Of a parameter that gets no gradient in a step DeepSpeed's ZeRO-3 applies the la
 at other stages; with an optimizer on the host it stays as it is.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

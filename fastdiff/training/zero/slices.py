@@ -1,7 +1,5 @@
 """Slices of the parameters that each ZeRO stage assigns to a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any

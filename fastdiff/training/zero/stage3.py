@@ -1,7 +1,5 @@
 """ZeRO-3: networks that no rank holds whole, and the order in which DeepSpeed gathers and reduces their parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

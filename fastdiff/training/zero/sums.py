@@ -1,7 +1,5 @@
 """The dtype in which DeepSpeed adds up the gradients of 16-bit parameters: fp32, where it has none or another."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ accelerate, datasets, diffusers, huggingface_hub, torch, tqdm, transformers, wit
 torchvision, with transforms by Pillow; that favours the scripts. Nothing of fastdiff is imported.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

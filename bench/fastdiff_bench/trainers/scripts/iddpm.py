@@ -3,8 +3,6 @@
 Nichol & Dhariwal 2021, arXiv:2102.09672. The images are decoded by one worker process, the default of its loader.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator

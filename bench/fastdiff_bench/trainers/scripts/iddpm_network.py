@@ -1,7 +1,5 @@
 """The UNet of improved-diffusion in plain torch: contiguous maps, and every operation by itself."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """fastdiff with the flags that ``fastdiff compat`` prints for a script's command line."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack, chdir
 from itertools import takewhile
