@@ -1,7 +1,5 @@
 """Files that wait for room: each full disk is reported once by name, and again when it becomes full again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

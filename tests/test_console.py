@@ -1,7 +1,5 @@
 """Log lines of a run: with time, rank and level, without duplicates, and apart from the progress bar."""
 
-from __future__ import annotations
-
 import logging
 import re
 import subprocess

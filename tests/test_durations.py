@@ -1,7 +1,5 @@
 """Durations: one unit each, chosen after rounding, so that no border shows 120 min beside 2 h."""
 
-from __future__ import annotations
-
 from datetime import datetime
 
 import pytest

@@ -1,7 +1,5 @@
 """Storage errors: which errors are of that kind, and what they say."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every exit of a job prints one message, whichever rank is the slowest, before a launcher kills the others."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Unfinished folders and small files beside those of a user."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools

@@ -1,7 +1,5 @@
 """Files of JSON lines: foreign bytes, links and a full disk cost records at most, and never a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """No more threads or processes may be started: one message with the limit, whichever library notices it."""
 
-from __future__ import annotations
-
 import errno
 import faulthandler
 import os

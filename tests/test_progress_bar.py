@@ -1,7 +1,5 @@
 """Progress: whole figures at every width of a terminal, plain lines elsewhere, messages above, nothing for a step."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Output is never worth a run: full disks, closed descriptors and encodings of standard output and standard error."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

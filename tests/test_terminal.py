@@ -1,7 +1,5 @@
 """Text and tables at the width of a terminal: whole words and numbers, and commands that can be copied."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 

@@ -1,7 +1,5 @@
 """Configurations as objects: presets, changes by name, YAML; all without torch."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

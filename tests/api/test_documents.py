@@ -1,7 +1,5 @@
 """The examples of docs/api.md are run in the order of the page."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A run folder as an object: what it names is not executed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``fastdiff.train`` and ``fastdiff.Run`` in the way of users: whole runs, errors as exceptions, Ctrl-C."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

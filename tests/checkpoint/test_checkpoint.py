@@ -1,7 +1,5 @@
 """Checkpoints: their contents, how many are kept, and resumes from older versions."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

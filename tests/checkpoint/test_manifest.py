@@ -1,7 +1,5 @@
 """The manifest of a checkpoint: its schema, and what others may leave beside checkpoints."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

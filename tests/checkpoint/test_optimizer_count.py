@@ -1,7 +1,5 @@
 """The step count of an optimizer in a checkpoint: all steps, or those since it began."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Power-function averages: the paper's definition, and any std from snapshots after the training."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """The commands of the README, as a user types them."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Command lines of other trainers become runs of fastdiff, flag by flag."""
 
-from __future__ import annotations
-
 import os
 import re
 from argparse import Action, ArgumentParser

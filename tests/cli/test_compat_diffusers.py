@@ -3,8 +3,6 @@
 examples/text_to_image/test_text_to_image.py and test_text_to_image_lora.py, on stand-ins of this machine.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Command lines of improved-diffusion become runs of fastdiff: those of its README, and every flag."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """``fastdiff completion``: asked of the shells themselves."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import subprocess

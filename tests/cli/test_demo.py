@@ -1,7 +1,5 @@
 """``fastdiff demo``: the kill, the resume and the comparison of every bit, and a demo that is stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

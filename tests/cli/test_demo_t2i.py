@@ -1,7 +1,5 @@
 """The own parts of ``make demo-t2i``; its other commands have their own tests."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

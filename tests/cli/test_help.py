@@ -1,7 +1,5 @@
 """``--help`` of every command at 80 columns: a short usage, what the command does, no line too wide."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """``--quiet`` and ``--verbose``: what a command, and the ranks that it starts, tell on standard error."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Iterator

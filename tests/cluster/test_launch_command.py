@@ -3,8 +3,6 @@
 A stand-in records the arguments that it was given, so nothing is believed of how a shell reads a line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

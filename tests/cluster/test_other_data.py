@@ -1,7 +1,5 @@
 """A run folder that holds a run on other data, or another run: one message, before any advice on shapes."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

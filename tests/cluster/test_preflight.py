@@ -1,7 +1,5 @@
 """The pre-flight on real nodes, each a process: every node reports the problems of all nodes by name."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

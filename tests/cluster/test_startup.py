@@ -1,7 +1,5 @@
 """What the processes of a run import: most of the time before the first step is that of its imports."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """The supervisor of a node with real ranks: it names the first failure, and no rank hangs or is left behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """``fastdiff train``: what it refuses before it imports torch, and Ctrl-C."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

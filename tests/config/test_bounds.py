@@ -1,7 +1,5 @@
 """Values that no run can have are refused before anything is written out, opened or drawn."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every preset is a run that can be built and names its source."""
 
-from __future__ import annotations
-
 import inspect
 import re
 

@@ -1,7 +1,5 @@
 """Logins of the trackers: what is missing is learnt from their variables and files, as they read them themselves."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Run folders with known content, as a training writes them."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The page in a real browser: while a run trains and the server is killed, as a report, and in every state of a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What the page is told of a run: thinned curves, only what is new, every state of a run."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The server: what it answers, whom it refuses, how it ends."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

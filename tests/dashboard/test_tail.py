@@ -1,7 +1,5 @@
 """New records of a file that grows, is torn, cut back, replaced, deleted."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Whether DALI works here: by trying it, and by the CUDA version of its package."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Dropped conditions for guidance: the right share, at the same samples for all parts of a condition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Quantile functions of the noise levels: against SciPy, the published densities and diffusers' draws."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """DREAM: input and target follow the model's own estimate of the noise, at the cost of one forward pass."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """EDM's preconditioning: against the denoiser of the paper in float64 NumPy, and against diffusers'."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Flow matching: against SiT's and SD3's own equations in float64 NumPy, and against diffusers where it has them."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any, get_args

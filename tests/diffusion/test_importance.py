@@ -1,7 +1,5 @@
 """Importance sampling by the second moment of the loss: unbiased, equal for any number of ranks, resumable."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 

@@ -1,7 +1,5 @@
 """Multi-resolution noise: its distribution, its dependence on seed and position, its use in input and target."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Schedules against float64 NumPy, against diffusers, in closed form, and as properties."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """SiT's convention of time and velocity: against its transport in float64, and the names that its trainings record."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every loss with a variational bound, and its gradient, against float64 NumPy."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

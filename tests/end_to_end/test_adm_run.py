@@ -1,7 +1,5 @@
 """The ADM UNet in real runs: any number of ranks, stopped and resumed, with dropout, and enlarging small images."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

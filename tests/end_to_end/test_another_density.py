@@ -1,7 +1,5 @@
 """A resumed run that changes the density of its timesteps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Given the same weights, latents, captions, timesteps and noise, loss and gradien
 casts the noise schedule to the dtype of the latents, and in bf16 loses the noise of the first steps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Preemption: all ranks save one step, exit with 75 and leave no process; then the run resumes."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -5,8 +5,6 @@ an independent rendering of the script's step in float64: network, loss, accumul
 average. Nothing of fastdiff computes there.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A complete text-to-image run, from shards to a pipeline of diffusers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The promises of the trainer, on real DeepSpeed ranks."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The UNet of Stable Diffusion 1.5 at its full size takes a step of training on an ordinary machine."""
 
-from __future__ import annotations
-
 import math
 import resource
 import time

@@ -1,7 +1,5 @@
 """Comparisons of two runs: the arithmetic on arrays with known answers, the refusals, the command on real runs."""
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import replace

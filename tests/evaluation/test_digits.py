@@ -1,7 +1,5 @@
 """The classifier and the distance that judge generated digits."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """``fastdiff evaluate SAMPLES --reference REAL``: its inputs, refusals and results."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Image sets and statistics that ``fastdiff evaluate`` refuses: each with a reason, and none is executed."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Forecasts of validation losses that follow a known law, and the window in which a run must gain."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

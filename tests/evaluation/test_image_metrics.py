@@ -1,7 +1,5 @@
 """Distances between sets of features, against the equations of the papers."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The likelihood of a run: against float64 NumPy, against closed forms, and through the command."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

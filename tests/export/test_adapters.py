@@ -1,7 +1,5 @@
 """The files of adapters: diffusers and ComfyUI find every matrix in them, and read its right strength."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

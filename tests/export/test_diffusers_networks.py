@@ -1,7 +1,5 @@
 """Networks as classes of diffusers: equal outputs, or the reason why no class is equal."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exports: other programs read them, and a failed export leaves nothing behind."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Uploads to a local server that speaks the protocol of the hub."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading

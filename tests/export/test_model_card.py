@@ -1,7 +1,5 @@
 """The objective in the model card of an export; test_export has the other parts of the card."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

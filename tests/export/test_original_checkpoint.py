@@ -1,7 +1,5 @@
 """Trainings in the files of improved-diffusion and DiT: written, read back and continued with PyTorch's AdamW."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The parts of a pipeline other than the network under ``--format diffusers``."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, get_args

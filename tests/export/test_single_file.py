@@ -1,7 +1,5 @@
 """Single-file checkpoints: the names of the original Stable Diffusion, and the same weights back in diffusers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

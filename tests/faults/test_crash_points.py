@@ -1,7 +1,5 @@
 """A kill at every file operation of a save, on each of two ranks under ZeRO-3: the resumed run is equal."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from collections import Counter

@@ -1,7 +1,5 @@
 """Damaged checkpoints: all ranks find them before a weight changes, and ``fastdiff verify`` reports them."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -4,8 +4,6 @@ Never another tensor without a word: every sample that is read is the stored one
 names, to the byte.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -3,8 +3,6 @@
 Without it the run ends with one message, which names the file and a remedy.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

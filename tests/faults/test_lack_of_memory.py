@@ -1,7 +1,5 @@
 """Out of memory anywhere in a run: it goes on by itself with a smaller micro-batch, as if nothing had happened."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import signal

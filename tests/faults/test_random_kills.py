@@ -5,8 +5,6 @@ step over its time; every third comes while the run starts again. By night: if n
 1 % of all kills do, with 95 % confidence.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

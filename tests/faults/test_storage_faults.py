@@ -1,7 +1,5 @@
 """Full, slow, failing or lying storage: the run survives or reports it, and earlier checkpoints stay intact."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

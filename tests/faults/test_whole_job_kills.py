@@ -3,8 +3,6 @@
 The result is compared by ``tests.support.independent_reader``, which knows the file formats and nothing of fastdiff.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Callable

@@ -6,8 +6,6 @@ with one thread), ``runs/NAME/at-step-3`` the run folder in the middle, and ``sh
 are close.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Tiny runs that cover what a GPU computes: family, ZeRO stage, precision, recomputation, optimizer, LoRA, offload."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path

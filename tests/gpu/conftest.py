@@ -1,7 +1,5 @@
 """Data of the runs, and the device that they run on."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What must not depend on the device: random numbers, noisy latents, and the steps of the 8-bit optimizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

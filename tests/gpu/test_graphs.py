@@ -1,7 +1,5 @@
 """Passes captured in CUDA graphs: the losses of runs without, no memory allocated anew, resumes equal to the bit."""
 
-from __future__ import annotations
-
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context

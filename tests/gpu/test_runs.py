@@ -1,7 +1,5 @@
 """Whole runs on a GPU: the losses of a CPU, no graph breaks, no waiting, bit-equal resumes, overflows, pictures."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

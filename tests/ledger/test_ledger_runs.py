@@ -1,7 +1,5 @@
 """Ledgers of real runs: killed under a supervisor, with a slow rank, beside faults of the file."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Sums of a ledger from records with known answers, whole and damaged."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

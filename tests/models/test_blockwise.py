@@ -1,7 +1,5 @@
 """Compiled blocks: equal blocks share a graph whatever they drop, and compute the same as uncompiled ones."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path

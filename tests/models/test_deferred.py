@@ -1,7 +1,5 @@
 """Initial weights that are drawn one after another, and networks that ZeRO-3 cuts up without ever having them whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

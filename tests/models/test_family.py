@@ -1,7 +1,5 @@
 """Code outside the models asks the family of a network, never its type; another package can add a network."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

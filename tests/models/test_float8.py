@@ -1,7 +1,5 @@
 """FP8 layers, emulated on the CPU: which, when refused, independent of the batch, and a training beside bf16."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The implementation of each op in a run: forced by flags, refused at the start, shown in a line and a table."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

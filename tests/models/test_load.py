@@ -1,7 +1,5 @@
 """Networks that start from the weights of a file."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace

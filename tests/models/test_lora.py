@@ -1,7 +1,5 @@
 """LoRA on our networks, and its quantised base."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The compilers that a run needs: looked for as Triton and torch.compile do, and missed before anything starts."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the UNets of Stable Diffusion and of ADM share: the order of maps, recomputation, compiled blocks, kernels."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

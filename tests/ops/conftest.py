@@ -1,7 +1,5 @@
 """Fixtures and helpers that the tests of the kernels share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

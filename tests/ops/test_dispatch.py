@@ -1,7 +1,5 @@
 """The implementation of an op: by argument, then by the forced choice, then by default."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import get_type_hints

@@ -1,7 +1,5 @@
 """The training loops of kernels/README.md: they run as they stand, and by the kernels as by the references."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

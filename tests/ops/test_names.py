@@ -1,7 +1,5 @@
 """Kernel files look alike: one list of ops, and one vocabulary for pointers, blocks and parts of an op."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Fixed orders of addition: set for a run and no longer, equal to the bit on a CPU, refusals that name the flag."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

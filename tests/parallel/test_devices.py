@@ -1,7 +1,5 @@
 """The device of a process, and what a GPU can compute: by plain values, since no GPU need be there."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The timeouts of a rank that watches itself; hangs themselves are in test_exit_message and test_supervisor."""
 
-from __future__ import annotations
-
 import faulthandler
 from collections.abc import Sequence
 from pathlib import Path

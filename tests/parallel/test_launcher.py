@@ -1,7 +1,5 @@
 """The variables of a launcher: those of a job, and those that cannot be."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

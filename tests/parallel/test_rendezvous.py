@@ -1,7 +1,5 @@
 """Runs on one machine do not meet, although DeepSpeed's launcher gives all of them one port."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """A GPU that torch cannot use: each cause with its remedy, on a pretended machine and through the commands."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``World.on_all_ranks``: every rank has its value, or every rank has the same error."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -1,7 +1,5 @@
 """Measured steps in place of assumed efficiencies, and what a starting run says of its plan."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ A CPU has the classes of a GPU, with the copies of a save and the temporaries of
 that of the resident memory, above a run of a tiny network in the same process, which has loaded every library.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import re

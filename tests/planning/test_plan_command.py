@@ -1,7 +1,5 @@
 """``fastdiff plan``: what it prints, that it allocates nothing, and bad input."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

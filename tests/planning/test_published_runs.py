@@ -4,8 +4,6 @@ They are eager PyTorch without fastdiff's kernels, so they are planned with ``--
 ``--performance.kernels reference``. Each states its own micro-batch or leaves it to the plan.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 

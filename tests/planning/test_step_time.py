@@ -1,7 +1,5 @@
 """The model of a step beside published scaling, and where the host or the links limit it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

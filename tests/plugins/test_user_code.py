@@ -1,7 +1,5 @@
 """Code of users: found, identified and blamed; and what a run folder names is not executed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

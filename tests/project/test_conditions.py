@@ -1,7 +1,5 @@
 """No module follows from one condition that there is another: networks declare each by its name."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

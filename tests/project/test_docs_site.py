@@ -1,7 +1,5 @@
 """The site of the documentation: it builds, and its generated parts are those of the code."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

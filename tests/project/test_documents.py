@@ -1,7 +1,5 @@
 """The documents: their length, links, paths and names, and their commands, are those of the tree."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Nothing leads to a package index, a repository or an address under a name that a stranger holds or may take."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import threading

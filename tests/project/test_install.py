@@ -1,7 +1,5 @@
 """``make`` installs what the driver of the machine can run, or says what does not fit."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Every command of README, recipes and how-to pages, from the wheel in a new environment, outside of the repository."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """``docs/objectives.md``: its translations of other trainers' flags are accepted and compute the same."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """Code outside the folders of the optimizers asks the record of an optimizer, never its name."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

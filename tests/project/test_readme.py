@@ -1,7 +1,5 @@
 """The documents show commands that are run and numbers that were measured."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """What the wheels contain and say of themselves, and what else belongs to a release."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tomllib

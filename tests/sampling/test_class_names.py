@@ -1,7 +1,5 @@
 """Names of classes, from the data set to the run, its pictures and the choice of classes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

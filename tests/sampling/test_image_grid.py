@@ -1,7 +1,5 @@
 """Pictures of many images: every pixel where it belongs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sample sets as folders of PNG files: names, pixels, resuming, several ranks, and files of someone else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

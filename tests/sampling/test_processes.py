@@ -1,7 +1,5 @@
 """Sampling of every process, prediction and variance, against exact solutions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import pairwise, product

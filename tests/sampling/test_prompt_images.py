@@ -1,7 +1,5 @@
 """Images of prompts: those drawn while training, and those of ``fastdiff sample``."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Published files of weights: sampled, measured and exported directly, without a run."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The noise levels that sampling visits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

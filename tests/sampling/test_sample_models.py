@@ -1,7 +1,5 @@
 """Sample sets of every kind of model: without classes, of small images, of prompts and of latents."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

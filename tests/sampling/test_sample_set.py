@@ -1,7 +1,5 @@
 """Large sample sets: the same file from any number of ranks and after any kill; refusals."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Guidance on some channels, clamped estimates and drawn classes, against direct computations."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sampling with the best possible denoiser, against exact solutions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Machines that the tests of this folder share, and the losses of an undisturbed run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -5,8 +5,6 @@ daemons are where a real machine has them, so that commands under test run as on
 kernel takes everything that belongs to the machine with it: processes, interfaces and mounts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence

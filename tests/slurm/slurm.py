@@ -1,7 +1,5 @@
 """A real Slurm on machines of a test: munge everywhere, the controller on the head, one slurmd per node."""
 
-from __future__ import annotations
-
 import re
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Real sshd on machines of a test, with keys made for it, so that ``ssh node1`` works from each without a question."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Mapping
 from functools import partial

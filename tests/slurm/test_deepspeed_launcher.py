@@ -1,7 +1,5 @@
 """DeepSpeed's own multi-node launcher: ``deepspeed --hostfile F`` over pdsh and ssh."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``fastdiff launch hosts``: over real ssh, to machines with addresses of their own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A cable that is pulled, for some seconds and for ever."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Jobs of a real Slurm, made and submitted by ``fastdiff launch slurm``."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The run that every test of this folder makes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support.processes import ON_CPU

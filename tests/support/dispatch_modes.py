@@ -1,7 +1,5 @@
 """Torch dispatch modes: checks of every operation inside a context."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import ExitStack
 from typing import Any, Self

@@ -4,8 +4,6 @@ Ranks may die here, and how each one ended is returned; ``processes.run_ranks`` 
 tests, however those end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -6,8 +6,6 @@ Frozen objects are not looked at by the garbage collector, which ZeRO-3 calls at
 The processes share their memory, too, as long as nobody unfreezes them.
 """
 
-from __future__ import annotations
-
 import gc
 from datetime import timedelta
 from importlib import import_module

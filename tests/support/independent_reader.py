@@ -4,8 +4,6 @@ Formats: safetensors is 8 bytes of length, a JSON header and the values (https:/
 manifest lists files with size and sha256; a shard is a tar; a log has one JSON object per line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tarfile

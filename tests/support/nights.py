@@ -1,7 +1,5 @@
 """Parameters of a test of which a part is for the night."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

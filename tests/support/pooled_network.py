@@ -1,7 +1,5 @@
 """A network that takes the tokens and the pooled embedding of a caption, but no sizes, like those of SD3 and Flux."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """Real ranks and real commands for tests, each with a port of its own and a hard time limit."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Small runs on the real digits: their configurations and the files that they leave."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

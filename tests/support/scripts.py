@@ -1,7 +1,5 @@
 """Scripts in processes of the fork server, which has imported everything: exit code and output in two seconds."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Real supervisors with real ranks of the trainer."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Terminals of a given width, what a program writes to them, and what a user sees there."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

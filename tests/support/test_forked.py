@@ -1,7 +1,5 @@
 """The fork server of tests/support/forked.py starts real ranks of the trainer."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Forks instead of new interpreters: they are given, see and leave what a new process is given, sees and leaves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

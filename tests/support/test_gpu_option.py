@@ -1,7 +1,5 @@
 """``make test`` hides a GPU, ``make test-gpu`` takes the tests that are for one, and no others."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Waiting for what other processes do: for an event, with a limit that only a hang reaches."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fixtures of the tests of the training."""
 
-from __future__ import annotations
-
 import pytest
 from deepspeed.accelerator import get_accelerator
 

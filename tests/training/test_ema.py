@@ -1,7 +1,5 @@
 """EMA: its rates, and fp32 masters equal to the given weights in 16-bit runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses by noise level in the log: quartiles of the depth, and bins of the log SNR."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """fp16 with its loss scale, on a CPU that DeepSpeed takes for capable of it; 8-bit state that really is 8-bit."""
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The smoke runs of the benchmarks fork their programs."""
 
-from __future__ import annotations
-
 import pytest
 
 

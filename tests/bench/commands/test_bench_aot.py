@@ -1,7 +1,5 @@
 """``bench aot``: it compiles the code that a GPU would launch, and it finds faults and regressions."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

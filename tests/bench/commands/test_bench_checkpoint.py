@@ -1,7 +1,5 @@
 """``bench checkpoint``: real saves during real steps, and the figures of their times."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two records are compared measurement by measurement, and noise is told from change."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

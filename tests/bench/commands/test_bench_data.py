@@ -1,7 +1,5 @@
 """``bench data``: every reader gives each sample once per pass, and the record has their figures."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import multiprocessing

@@ -1,7 +1,5 @@
 """``bench/gpu.sh``: every part is a command that exists, keeps to its time, and is named when it fails."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

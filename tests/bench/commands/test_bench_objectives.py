@@ -1,7 +1,5 @@
 """``bench objectives``: real runs, a strict record and the table of the documentation, whose names exist."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

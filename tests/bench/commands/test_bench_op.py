@@ -1,7 +1,5 @@
 """``bench op``: it times correct kernels only, names every failure and records the figures."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``bench plan``: it measures, predicts each size from every other one, and records the errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

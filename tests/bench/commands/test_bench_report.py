@@ -1,7 +1,5 @@
 """``bench report``: one self-contained page of the records, and tables of the records in the documents."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

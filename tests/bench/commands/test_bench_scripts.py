@@ -1,7 +1,5 @@
 """``bench scripts``: the renderings of published scripts are those scripts, and the record says what was measured."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``bench startup``: real starts of fastdiff and of the script, in turns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """``bench step``: it times the real loop, its figures add up, and it finds the largest batch."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

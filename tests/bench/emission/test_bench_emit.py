@@ -1,7 +1,5 @@
 """``bench emit``: the code of the compiled blocks, against the figures that are kept, and what it must notice."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The peers compute the same as fastdiff and train; interleaved comparisons are recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial

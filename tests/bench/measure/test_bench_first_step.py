@@ -1,7 +1,5 @@
 """Processor time of a program's processes until it has taken a step: real processes, with known work."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

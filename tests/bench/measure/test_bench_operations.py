@@ -1,7 +1,5 @@
 """Least operations and bytes of the cases, compared with those of eager PyTorch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Timing of calls, and the measured limits of a machine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Programs step in sessions, each in its own processes; one that fails is left out and reported."""
 
-from __future__ import annotations
-
 import errno
 import signal
 import subprocess

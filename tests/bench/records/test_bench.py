@@ -1,7 +1,5 @@
 """Messages and tables that all benchmarks share."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

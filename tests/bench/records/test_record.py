@@ -1,7 +1,5 @@
 """Records: written and read back, damage is found, and the schema agrees with the types."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

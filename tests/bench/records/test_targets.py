@@ -1,7 +1,5 @@
 """The targets of speed name figures that are measured, and the page says which of them are met."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``bench scale``: ranks send exactly the bytes of the model, and the records of the command."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import re

@@ -1,7 +1,5 @@
 """The model of the communication: formulas by hand, limits, and a fit that recovers known parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Breakdown of traces: one of a real run on a CPU, and one in the form of a GPU's with known times."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from contextlib import ExitStack

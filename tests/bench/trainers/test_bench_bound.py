@@ -1,7 +1,5 @@
 """The variational bound as the peers of the benchmark compute it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Flags of other trainers, typed from memory: ours are named, with the value, and they are those that compat prints."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

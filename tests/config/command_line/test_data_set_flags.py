@@ -1,7 +1,5 @@
 """The fields of the network that the data set decides."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

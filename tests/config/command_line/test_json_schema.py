@@ -1,7 +1,5 @@
 """The schema that editors get agrees with what ``--config`` takes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

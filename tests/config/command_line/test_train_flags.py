@@ -1,7 +1,5 @@
 """Command lines: their meaning, and the messages of wrong ones; test_bad_input has the exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

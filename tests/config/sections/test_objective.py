@@ -1,7 +1,5 @@
 """Nonsensical objectives cannot be expressed or are refused with the reason; published recipes are accepted."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """A source that was edited: a later call encodes what changed, and ends with the bytes of a fresh encode."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """``fastdiff encode``: its command line, and the messages of its processes."""
 
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 import itertools

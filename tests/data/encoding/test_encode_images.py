@@ -1,7 +1,5 @@
 """Encoding of images and captions: latents, embeddings, buckets, several ranks and refusals."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import json

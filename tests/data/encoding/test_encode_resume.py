@@ -1,7 +1,5 @@
 """Encodes that are killed and resumed, in processes of their own."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """The encoder of a partition: rounding of its pixels, and the embeddings that it keeps."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path

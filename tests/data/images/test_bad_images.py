@@ -1,7 +1,5 @@
 """Broken and hostile image files: each has a reason and harms no other image."""
 
-from __future__ import annotations
-
 import random
 import re
 import zlib

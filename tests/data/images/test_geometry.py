@@ -1,7 +1,5 @@
 """Resizing, cropping and buckets: sizes and offsets."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

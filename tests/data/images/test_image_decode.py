@@ -1,7 +1,5 @@
 """Decoding of images: DALI and Pillow, orientation, colours and depth."""
 
-from __future__ import annotations
-
 import io
 import sys
 import warnings

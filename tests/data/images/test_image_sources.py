@@ -1,7 +1,5 @@
 """Sources of images: folders, metadata files, classes, saved data sets and parquet."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

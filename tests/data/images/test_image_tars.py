@@ -1,7 +1,5 @@
 """Tars of images as a source, on disk and over the network."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from collections.abc import Iterator

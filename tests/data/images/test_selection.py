@@ -1,7 +1,5 @@
 """What is taken of a folder, a table or a tar, and what is left out and counted."""
 
-from __future__ import annotations
-
 import json
 import unicodedata
 from collections.abc import Callable

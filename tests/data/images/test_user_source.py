@@ -1,7 +1,5 @@
 """Images of a user's code: encoded as any other source, and refused if an item does not follow from its number."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

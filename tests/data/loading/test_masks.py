@@ -1,7 +1,5 @@
 """Captions of variable length: shards store the tokens of each with its mask, and loaders deliver both."""
 
-from __future__ import annotations
-
 import dataclasses
 import tarfile
 from io import BytesIO

@@ -1,7 +1,5 @@
 """Online encoding gives what shards of the same transform give."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tarfile

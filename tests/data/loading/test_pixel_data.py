@@ -1,7 +1,5 @@
 """Data sets in pixel space: from files of images to uint8 batches, and to the steps of a run."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

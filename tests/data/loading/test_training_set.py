@@ -1,7 +1,5 @@
 """Checks of the data before the first step of a run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

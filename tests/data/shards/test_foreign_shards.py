@@ -1,7 +1,5 @@
 """Shards of a faulty or hostile encoder with correct digests, and shards that change while they are open."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

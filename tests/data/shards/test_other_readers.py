@@ -1,7 +1,5 @@
 """Every kind of shard that we write, read by the webdataset package, by DALI and by our pipeline, field by field."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

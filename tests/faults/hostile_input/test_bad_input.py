@@ -1,7 +1,5 @@
 """Bad input of every kind: one clear message, the exit code of its class, and nothing lost."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

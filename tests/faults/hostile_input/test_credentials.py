@@ -1,7 +1,5 @@
 """No command shows or writes the credentials of an address, however the address is written and wherever it is given."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """Random command lines of all commands: one message each, no traceback, no secret, and soon."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

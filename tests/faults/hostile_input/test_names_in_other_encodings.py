@@ -1,7 +1,5 @@
 """Names that are no UTF-8: those of source files are taken, and a run whose records cannot hold one is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """No secret is written or shown, and the ranks listen on the address of the job alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

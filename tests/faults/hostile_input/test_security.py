@@ -1,7 +1,5 @@
 """The promises of SECURITY.md about foreign inputs: nothing in them is executed, and claimed sizes are not trusted."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """A run folder of a stranger: no command follows its links, waits for its pipes, or shows what lies outside of it."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import json

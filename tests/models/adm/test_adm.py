@@ -1,7 +1,5 @@
 """The UNet of IDDPM and ADM: against the papers' equations and the published sizes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

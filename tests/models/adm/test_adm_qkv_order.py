@@ -1,7 +1,5 @@
 """Both orders of the channels of ``qkv`` in the attention of an ADM UNet; ``test_adm.py`` has each against fp64."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

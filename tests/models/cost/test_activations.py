@@ -1,7 +1,5 @@
 """Activations that are counted without memory: equal to those that a network really saves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

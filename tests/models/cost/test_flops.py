@@ -1,7 +1,5 @@
 """Floating-point operations of networks, against torch's own counter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

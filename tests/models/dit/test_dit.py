@@ -1,7 +1,5 @@
 """The diffusion transformer: against the paper's equations and the published checkpoints."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Encoders and a network of another package go all the way; nothing of fastdiff knows their pipeline."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Pipelines of diffusers, opened part by part; the tiny ones are complete."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Pipelines from the hub, through the library's own client, to a server on this machine and an empty cache."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

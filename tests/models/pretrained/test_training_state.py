@@ -1,7 +1,5 @@
 """Training states in published files, and files with other contents."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The UNet against diffusers' network with the same weights."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

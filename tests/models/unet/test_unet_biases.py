@@ -1,7 +1,5 @@
 """Biases of the convolutions in residual blocks: with the kernels the next norm adds them, else the convolutions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

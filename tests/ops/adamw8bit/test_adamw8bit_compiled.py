@@ -1,7 +1,5 @@
 """The compiled 8-bit AdamW of a CPU: the reference to the bit, one graph for all steps and sizes, and no compiler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """Attention: every backend against fp64, the choice of the backend, and refusals."""
 
-from __future__ import annotations
-
 import re
 import sys
 from types import ModuleType

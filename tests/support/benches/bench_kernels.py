@@ -1,7 +1,5 @@
 """Small kernels for tests of the benchmarks: a correct one, and one for each fault."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

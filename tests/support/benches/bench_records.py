@@ -1,7 +1,5 @@
 """Plausible records of every benchmark, written by its own log."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Programs of the benchmarks in processes of the fork server, which has imported what each would import anew."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A faster interpreter of Triton with equal results."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache

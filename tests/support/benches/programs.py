@@ -1,7 +1,5 @@
 """Programs for tests of interleaved runs: programs that step well, and one for each way to fail."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

@@ -1,7 +1,5 @@
 """Counter of the bytes that kernels load and store in Triton's interpreter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

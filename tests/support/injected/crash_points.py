@@ -1,7 +1,5 @@
 """A process that dies at a chosen file operation, and the state of the disk after a power cut at that moment."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

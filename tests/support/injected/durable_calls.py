@@ -1,7 +1,5 @@
 """A process that dies before its n-th call that makes something durable or visible, or removes it."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """A script that dies before one of its calls that make something durable: ``dying.py NUMBER SCRIPT ARGUMENTS...``."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 

@@ -6,8 +6,6 @@ line, such as a missing folder, ends the fork and raises nothing in its parent. 
 FOLDER gets a file per fork, its process id, with its start time and its rank.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """A run that waits at one of its steps, so that a kill finds it there however loaded the machine is."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

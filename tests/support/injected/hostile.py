@@ -4,8 +4,6 @@ It prints one JSON object: how every input ended, and the peak of its resident m
 run code would make the file ``FOLDER/executed``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

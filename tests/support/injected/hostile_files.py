@@ -1,7 +1,5 @@
 """Files for ``hostile.py`` that lie, link elsewhere or would run code."""
 
-from __future__ import annotations
-
 import io
 import os
 import tarfile

@@ -4,8 +4,6 @@ A supervised run gets ``environment(lack, folder)``. Its ranks plant the hooks w
 product knows nothing of it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A limit of threads and processes that is reached: the kernel refuses each further one with EAGAIN."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

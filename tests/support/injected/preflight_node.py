@@ -5,8 +5,6 @@
 Ends as a supervisor would: 0, or the message and exit code of what is wrong.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """A script on a pretended machine: ``pretended.py SCRIPT ARGUMENTS...``, in a process that has imported torch."""
 
-from __future__ import annotations
-
 import importlib
 import runpy
 import sys

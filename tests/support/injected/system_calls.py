@@ -1,7 +1,5 @@
 """System calls that fail or are slow in real processes, by strace's injections."""
 
-from __future__ import annotations
-
 
 def strace(*injections: str) -> list[str]:
     """Return the start of a command with these injections; other system calls run without a stop."""

@@ -1,7 +1,5 @@
 """A file system that fills up soon: a real one if this user may mount it, otherwise a stand-in."""
 
-from __future__ import annotations
-
 import _pyio
 import builtins
 import errno

@@ -1,7 +1,5 @@
 """A small data set with every feature of the format: posteriors, buckets, flips, captions and the empty prompt."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import tarfile

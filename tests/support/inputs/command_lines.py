@@ -1,7 +1,5 @@
 """Random command lines of all commands, from their own parsers, and processes that run them under limits."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Small images and encodes of them, for tests."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Sequence

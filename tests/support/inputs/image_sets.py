@@ -1,7 +1,5 @@
 """Small sets of images for tests, as npz files and folders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

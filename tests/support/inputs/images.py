@@ -1,7 +1,5 @@
 """Image files for tests: sound ones of every kind, and broken ones."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

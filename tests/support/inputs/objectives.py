@@ -1,7 +1,5 @@
 """Objectives by the name of their process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastdiff.config.sections.objective import PROCESSES, ObjectiveConfig, Process

@@ -1,7 +1,5 @@
 """Small runs of the tiny UNet on captioned latents."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The commands of a document, run one after another in a folder of their own."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Packages with entry points, as pip leaves them in a folder for PYTHONPATH."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

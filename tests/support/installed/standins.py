@@ -1,7 +1,5 @@
 """Tiny stand-ins for what documented commands name: images, pipelines of the hub, runs, and flags of small networks."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import tarfile

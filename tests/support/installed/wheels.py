@@ -1,7 +1,5 @@
 """The wheel of the repository, and an environment that has nothing else of it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import site

@@ -1,7 +1,5 @@
 """Small ADM UNets of each kind, their inputs, and the results of the reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Written from Ho et al. 2020 (arXiv:2006.11239, appendix B), Nichol & Dhariwal 20
 Dhariwal & Nichol 2021 (arXiv:2105.05233, section 3), over the names of the published checkpoints.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The equations of the DiT paper in float64 without modules, the reference of ``test_dit.py``."""
 
-from __future__ import annotations
-
 import math
 
 import torch

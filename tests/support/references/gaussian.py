@@ -1,7 +1,5 @@
 """The best possible denoiser of Gaussian data, an exact stand-in for a trained network."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import fields

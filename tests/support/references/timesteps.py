@@ -1,7 +1,5 @@
 """The timestep of a training sample."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from fastdiff.rng import Stream, uniform

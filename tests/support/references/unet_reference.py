@@ -1,7 +1,5 @@
 """Small UNets of each kind, inputs for them, and diffusers' network with the same weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

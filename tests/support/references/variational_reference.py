@@ -4,8 +4,6 @@ Independent of fastdiff: own schedules, every mean and every logarithm of a vari
 All of it is analytic in the prediction, so that the imaginary part of f(x + ih) / h is its exact derivative.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

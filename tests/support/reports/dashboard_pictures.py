@@ -1,7 +1,5 @@
 """Pictures of the page for docs/dashboard.md: ``python -m tests.support.reports.dashboard_pictures RUN [RUN ...]``."""
 
-from __future__ import annotations
-
 import io
 import sys
 import tempfile

@@ -3,8 +3,6 @@
 `python -m tests.support.reports.durations REPORT.xml` writes them anew, from a report of ``make test``.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import xml.etree.ElementTree as ET

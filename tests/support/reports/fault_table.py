@@ -4,8 +4,6 @@
 ``@pytest.mark.fault(N)``; reports are those of ``pytest --junitxml``.
 """
 
-from __future__ import annotations
-
 import datetime
 import platform
 import subprocess

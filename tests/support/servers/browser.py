@@ -1,7 +1,5 @@
 """A real Chromium without a screen, and ``fastdiff watch`` in a process of its own."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

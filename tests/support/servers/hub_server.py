@@ -1,7 +1,5 @@
 """A local server of the hub with one repository, for downloads."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

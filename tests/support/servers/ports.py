@@ -1,7 +1,5 @@
 """TCP ports for the processes that tests start."""
 
-from __future__ import annotations
-
 import socket
 from collections import deque
 

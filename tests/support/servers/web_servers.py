@@ -1,7 +1,5 @@
 """Servers on the loopback interface: http with ranges and failures on demand, and one that speaks S3."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import threading

@@ -1,7 +1,5 @@
 """Shape of the toy network."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """An export format that only the toy network has: the names of its weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fastdiff.export.card_text import python

@@ -1,7 +1,5 @@
 """The family of the toy network."""
 
-from __future__ import annotations
-
 from fastdiff.models.family import ModelFamily
 from fastdiff_kernels.names import AttentionBackend
 from toy_network.config import ToyConfig

@@ -1,7 +1,5 @@
 """The toy network."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

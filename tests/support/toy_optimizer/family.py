@@ -1,7 +1,5 @@
 """The record of the toy optimizer, and its hyper-parameters; without torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The toy optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

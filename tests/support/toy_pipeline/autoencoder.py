@@ -1,7 +1,5 @@
 """An autoencoder without a posterior: 2x2 pixels, rotated, with statistics of its own per channel."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

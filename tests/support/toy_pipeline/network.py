@@ -1,7 +1,5 @@
 """The network of the toy pipeline: a perceptron that reads the words of a caption, but not its padding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, Self

@@ -1,7 +1,5 @@
 """A text encoder with captions of variable length: one embedding per word, and one for the end."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator, Sequence
 

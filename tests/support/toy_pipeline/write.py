@@ -1,7 +1,5 @@
 """Writes the toy pipeline, as diffusers lays it out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Loss spikes and non-finite steps: detected, named, and handled as ``--divergence.policy`` says."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json

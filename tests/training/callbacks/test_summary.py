@@ -1,7 +1,5 @@
 """The line that a run begins with: its choices and its length."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from datetime import datetime

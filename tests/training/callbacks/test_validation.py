@@ -1,7 +1,5 @@
 """The validation loss: the same pairs of sample and noise in every run, however it is computed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Convolution weights in the flat engine: in the layout of the maps, and in checkpoints as everywhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Flat engine: its losses, skips, resumes and checkpoints beside those of DeepSpeed's ZeRO-0 to 3."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial

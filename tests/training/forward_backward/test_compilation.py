@@ -1,7 +1,5 @@
 """Compilation before the first step: every latent size once, off the clock, and no bit of the run differs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

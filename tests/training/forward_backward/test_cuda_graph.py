@@ -5,8 +5,6 @@ Without a GPU a replay runs the captured section again, operation by operation, 
 work on other streams.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

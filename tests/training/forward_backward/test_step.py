@@ -1,7 +1,5 @@
 """One training step: no reads from the device, no recompilation, and complete counts."""
 
-from __future__ import annotations
-
 import math
 import sys
 import threading

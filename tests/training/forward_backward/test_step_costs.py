@@ -1,7 +1,5 @@
 """Operations, bytes and reads by the host of one optimizer step, in the real loop."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Running out of memory: what fills it, what would fit, and the end of all ranks with one message."""
 
-from __future__ import annotations
-
 import errno
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``--batch.micro auto``: chosen by memory, recorded, kept by a resume on as many ranks."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

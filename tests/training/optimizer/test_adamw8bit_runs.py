@@ -1,7 +1,5 @@
 """8-bit moments: no number of ranks and no ZeRO stage changes a bit of them."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The learning-rate schedules equal those of diffusers and transformers to the bit, before and after the end."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any, get_args, get_type_hints
 

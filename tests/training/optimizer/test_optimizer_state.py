@@ -1,7 +1,5 @@
 """Optimizer state at a resume: bitsandbytes' blocks on other ranks, and checks of the parameter groups."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Another package can add an optimizer, with state of its own and whole matrices; nothing of fastdiff knows it."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

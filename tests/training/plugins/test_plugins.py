@@ -1,7 +1,5 @@
 """Networks, losses and callbacks of users in real runs: the promises of a run hold for them, too."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Profiles of real runs: named ranges, equal losses, and no fault of a profile ends a run."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """TensorBoard and wandb show the numbers of a run, read back from the files that they write."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import itertools

@@ -1,7 +1,5 @@
 """The DiT by its kernels: ZeRO-3 learns what ZeRO-1 learns, though blocks read weights of their layers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

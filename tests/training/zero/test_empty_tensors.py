@@ -1,7 +1,5 @@
 """Under ZeRO-3 parameters are empty outside of the forward pass: no file contains an empty tensor."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Sums of 16-bit gradients over micro-batches and ranks, by the engine, at every ZeRO stage."""
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import ExitStack

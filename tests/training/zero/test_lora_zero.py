@@ -1,7 +1,5 @@
 """LoRA under DeepSpeed: every ZeRO stage trains what plain torch trains, and nothing else."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterable, Mapping

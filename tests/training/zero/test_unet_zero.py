@@ -1,7 +1,5 @@
 """The UNet on two ranks: recomputation, compilation and ZeRO-3 change nothing in what it learns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial

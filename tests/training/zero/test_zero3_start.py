@@ -1,7 +1,5 @@
 """The start under ZeRO-3, where no rank holds the whole network."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """ZeRO-3 without needless work: the bias within the product, and gradients that are not joined in new memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
