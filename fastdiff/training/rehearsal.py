@@ -10,6 +10,7 @@ import time
 import torch
 from torch import Tensor
 
+from fastdiff.batch import Batch
 from fastdiff.console import log
 from fastdiff.data.loading.batches import empty_batch
 from fastdiff.data.loading.bucket_order import BucketOrder
@@ -53,18 +54,34 @@ def _rehearse_sizes(state: TrainState) -> None:
             what = "compiling the blocks" if compiles else "rehearsing a step"
             told = f"{what} for latents of {height}x{width}, size {number} of {len(buckets)}"
             log.log(logging.INFO if compiles else logging.DEBUG, told)
-        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else peak_bytes(device)
-
-        def loss() -> Tensor:
-            return state.forward_backward.forward(batch, recorded=False)[0].mean()  # noqa: B023  # called before the next size
-
-        with explaining_memory(state, _PHASE):
-            try:
-                state.engine.rehearse(loss)
-            finally:
-                state.first_pass_bytes = max(state.first_pass_bytes, peak_bytes(device) - before)
+        _rehearse_step(state, batch)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of sizes whose blocks fit no other
     if state.world.is_first and compiled.graphs > graphs:
         seconds = time.perf_counter() - began
         log.info(f"compiled {compiled.graphs - graphs} graphs in {seconds:.1f} s; latent sizes: {len(buckets)}")
+
+
+def _rehearse_step(state: TrainState, batch: Batch) -> None:
+    """Take a step of this micro-batch, twice with accumulation, that changes nothing."""
+    device, before = state.world.device, _bytes(state.world.device)
+
+    def loss() -> Tensor:
+        nonlocal before
+        note_raised()
+        before = _bytes(device)  # with the gradients of the micro-batch before
+        return state.forward_backward.forward(batch, recorded=False)[0].mean()
+
+    def note_raised() -> None:
+        state.first_pass_bytes = max(state.first_pass_bytes, peak_bytes(device) - before)
+
+    with explaining_memory(state, _PHASE):
+        try:
+            state.engine.rehearse(loss, accumulates=state.config.batch.accumulation(state.world.size) > 1)
+        finally:
+            note_raised()
+
+
+def _bytes(device: torch.device) -> int:
+    """Return the bytes in use; on a CPU the most so far."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else peak_bytes(device)

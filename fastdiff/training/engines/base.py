@@ -44,14 +44,17 @@ class Engine(ABC):
     def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
         """Run the model's forward pass."""
 
-    def rehearse(self, loss: Callable[[], Tensor]) -> None:
-        """Take a step that changes nothing, with one micro-batch: compile, and meet the memory that a step needs.
+    def rehearse(self, loss: Callable[[], Tensor], *, accumulates: bool) -> None:
+        """Take a step that changes nothing, with its last micro-batch: compile, and meet the memory that a step needs.
 
-        Weights, moments, averages and counters stay as they are. Called by all ranks, between two steps.
+        Weights, moments, averages, loss scale and counters stay as they are. Called by all ranks, between two steps.
 
         Args:
             loss: runs the forward pass and returns its loss, a scalar.
+            accumulates: take another micro-batch before: the last one needs its memory beside the gradients of others.
         """
+        if accumulates:
+            self.backward(loss())
         self.begin_last_micro_batch()
         self.backward(loss(), discard=True)
         self.step()

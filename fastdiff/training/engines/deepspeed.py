@@ -147,12 +147,12 @@ class DeepSpeedEngine(Engine):
         """Return hooks and reductions of DeepSpeed."""
         return named_calls(self._engine)
 
-    def rehearse(self, loss: Callable[[], Tensor]) -> None:
+    def rehearse(self, loss: Callable[[], Tensor], *, accumulates: bool) -> None:
         """Take a step that changes nothing, without DeepSpeed's warning of an overflow, which it is not."""
         level = deepspeed.utils.logger.level
         deepspeed.utils.logger.setLevel(logging.CRITICAL)
         try:
-            super().rehearse(loss)
+            super().rehearse(loss, accumulates=accumulates)
         finally:
             deepspeed.utils.logger.setLevel(level)
 
