@@ -231,13 +231,6 @@ def with_optimizer(base: RunConfig, name: object, source: str) -> RunConfig:
     return replace(base, optim=config(name=str(name), **kept))
 
 
-def with_optimizer_name(fields: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """Return the fields of a file with the optimizer of the command line, which precedes its own; None: unchanged."""
-    if name is None or not isinstance(fields.get("optim"), dict):
-        return fields
-    return fields | {"optim": {**fields["optim"], "name": name}}
-
-
 def lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
     """Return ``base`` with the ``given`` fields; ``source`` names them in errors.
 

@@ -73,12 +73,13 @@ def parse(argv: Sequence[str], beside: Collection[str] = ()) -> tuple[Launch, Ru
     kind = add_network(own.kind, "--model.kind") if own.kind is not None and names_file(own.kind) else own.kind
     by_flag = own.steps or own.epochs or sets_samples(rest)
     steps, epochs = (own.steps, own.epochs) if by_flag else (file.steps, file.epochs)
-    if own.optimizer is not None:
+    if own.optimizer is not None:  # a file without a name has its fields
         default = config_file.with_optimizer(default, own.optimizer, "--optim.name")
     if own.config:
-        laid = config_file.with_optimizer_name(file.fields, own.optimizer)
-        laid = with_whole_steps(laid, default.steps) if by_flag or steps or epochs else laid
+        laid = with_whole_steps(file.fields, default.steps) if by_flag or steps or epochs else file.fields
         default = config_file.lay_over(default, laid, f"--config {own.config}")
+    if own.optimizer is not None:
+        default = config_file.with_optimizer(default, own.optimizer, "--optim.name")
     if kind is not None:
         default = config_file.with_kind(default, {"model": {"kind": kind}}, "--model.kind")
     if own.process:
