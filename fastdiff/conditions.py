@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, require
 
 StoredDtype = Literal["float16", "float32", "uint8"]
 Source = Literal["caption", "class", "image", "step"]
@@ -150,3 +150,11 @@ def require_shapes(shapes: Mapping[str, Shape], what: str) -> None:
     """Raise ConfigError if conditions that a network or an encoder, ``what``, declares contradict the table."""
     if problem := problem_of_shapes(shapes):
         raise ConfigError(f"{what} declares its conditions wrongly: {problem}")
+
+
+def require_sources(names: Collection[str], what: str) -> None:
+    """Raise ConfigError if no data set has all conditions of a network, ``what``."""
+    classes, captions, images = (of_source(source, names) for source in ("class", "caption", "image"))
+    both, alone = classes and captions, images and not captions
+    require(not both, f"{what} takes {' and '.join((*classes, *captions))}; a data set has classes or captions")
+    require(not alone, f"{what} takes {' and '.join(images)} without captions; only data sets with captions have it")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
-from fastdiff.conditions import require_shapes
+from fastdiff.conditions import require_shapes, require_sources
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig, networks
@@ -53,6 +53,7 @@ class RunConfig:
         for name, text in texts(asdict(self)):
             require_utf8(f"--{name}", text)
         require_shapes(self.model.conditions, self.model.title)
+        require_sources(self.model.conditions, self.model.title)
         require(0 <= self.seed < 2**64, f"--seed {self.seed}: from 0 to 2**64 - 1")
         if self.output.sample_every and not self.model.text_conditional:
             require(

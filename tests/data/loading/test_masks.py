@@ -2,6 +2,7 @@
 
 import dataclasses
 import tarfile
+from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastdiff.conditions import problem_of_shapes, require_shapes
+from fastdiff.conditions import problem_of_shapes, require_shapes, require_sources
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.data.loading.build import build_batches, build_order
@@ -118,6 +119,19 @@ def test_conditions_outside_the_table_are_refused(shapes: dict[str, tuple[int, .
     assert problem in str(problem_of_shapes(shapes))
     with pytest.raises(ConfigError, match="the network x declares its conditions wrongly"):
         require_shapes(shapes, "the network x")
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (("label", "context"), "the network x takes label and context; a data set has classes or captions"),
+        (("label", "time_ids"), "the network x takes time_ids without captions; only data sets with captions have it"),
+        (("context", "time_ids"), None),
+    ],
+)
+def test_conditions_that_no_data_set_has_together_are_refused(names: tuple[str, ...], problem: str | None) -> None:
+    with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
+        require_sources(names, "the network x")
 
 
 def test_a_mask_is_stored_as_bytes(tmp_path: Path) -> None:
