@@ -319,6 +319,7 @@ class _ImageEncode:
             "decode": self._decoder.name,
             "dtype": self._dtype,
             **{name: getattr(self._options, name) for name in _OF_BYTES},
+            **({"image_conditions": OF_IMAGE} if self._of_image is None else {}),
         } | self._listing_options()
 
     @property
@@ -342,7 +343,7 @@ class _ImageEncode:
         sizes = tuple((height // encoder.factor, width // encoder.factor) for height, width in pixels)
         columns = {LATENT: Column(dtype=self._dtype, shape=(len(encoder.normalisation.shift), *sizes[0]))}
         captioned = {name: value.shape for name, value in self._null.items()}
-        columns |= condition_columns(captioned, options.dtype, self._of_image)
+        columns |= condition_columns(captioned, options.dtype, OF_IMAGE if self._of_image is None else self._of_image)
         packages = ("pillow",) if self._in_pixels else ("torch", "diffusers", "transformers", "pillow")
         return DatasetInfo(
             columns=columns,
@@ -442,11 +443,11 @@ class _Expectation:
         self.done += record.images
 
 
-def _taken_of_image(pretrained: Pretrained) -> tuple[str, ...]:
-    """Return the conditions to store of each image: those that the network of the pipeline takes; unknown: all."""
+def _taken_of_image(pretrained: Pretrained) -> tuple[str, ...] | None:
+    """Return the conditions of an image that the network of the pipeline takes; None: the network is unknown."""
     with suppress(ConfigError):
         return of_source("image", pretrained.network_config().conditions)
-    return OF_IMAGE
+    return None
 
 
 def _transform(options: EncodeOptions, factor: int) -> ImageTransform:

@@ -141,6 +141,9 @@ def test_sizes_are_stored_for_a_network_that_takes_them_or_is_unknown(
     shutil.copytree(sd, tmp_path / "encoders", ignore=shutil.ignore_patterns("unet"))
     encode(source, tmp_path / "out", tmp_path / "encoders", max_samples=2)
     assert read(tmp_path / "out")["time_ids"].shape == (2, 6)
+    shutil.copytree(sd / "unet", tmp_path / "encoders" / "unet")
+    with pytest.raises(ConfigError, match=r"other options \(image_conditions was \['time_ids'\], is "):
+        encode(source, tmp_path / "out", tmp_path / "encoders", max_samples=2)
 
 
 def test_buckets_keep_the_aspect_ratio(tmp_path: Path, sd: Path) -> None:
