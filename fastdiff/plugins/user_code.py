@@ -8,13 +8,13 @@ import hashlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from fastdiff.errors import ConfigError, FastdiffError
 from fastdiff.files import read_bounded
@@ -30,6 +30,8 @@ Group = Literal[
     "fastdiff.features",
 ]
 """Groups of the entry points of plug-ins in packages."""
+Key = TypeVar("Key")
+Found = TypeVar("Found")
 _LARGEST = 1 << 20
 """Maximum size of a file, in bytes."""
 _MODULE = "fastdiff_plugin_"
@@ -112,25 +114,51 @@ def installed(group: Group) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
 
 
-def each_of(group: Group, what: str) -> Iterator[tuple[EntryPoint, str, Any]]:
-    """Yield every installed plug-in of a group: its entry point, its package, and what that names, imported.
+@dataclass(frozen=True, slots=True)
+class Installed(Generic[Key, Found]):
+    """What installed packages register in a group."""
 
-    Raises:
-        ConfigError: it cannot be imported; ``what`` says what it is.
+    found: dict[Key, tuple[EntryPoint, Found]]
+    """By the name under which it is used."""
+    wrong: tuple[str, ...]
+    """What is wrong with the other packages, whose names are unknown; they stop nothing else."""
+
+
+def load_installed(group: Group, what: str, check: Callable[[Any, str], tuple[Key, Found]]) -> Installed[Key, Found]:
+    """Import the packages with entry points of a group.
+
+    Args:
+        group: of the entry points.
+        what: they register, for messages: ``optimizer``.
+        check: returns an object under its name, or raises ConfigError; it gets the object and its title for messages.
     """
-    for point in installed(group).values():
-        yield point, _package(point), _imported(point, f"the {what} {point.name} of {_package(point)}")
+    found: dict[Key, tuple[EntryPoint, Found]] = {}
+    wrong, taken = [], set()
+    for point in entry_points(group=group):
+        title = f"the {what} {point.name} of {package_of(point)}"
+        try:
+            name, value = check(_imported(point, title), title)
+            other = found.setdefault(name, (point, value))[0]
+            if other is not point:
+                taken.add(name)
+                both = f"{package_of(other)} and {package_of(point)}"
+                raise ConfigError(f"{both} both register the {what} {point.name}; uninstall one")
+        except Exception as error:  # also of the code of the package
+            known = isinstance(error, ConfigError)
+            wrong.append(str(error) if known else f"{title} cannot be registered ({error!r}); repair that package")
+    return Installed({name: each for name, each in found.items() if name not in taken}, tuple(wrong))
 
 
-def _package(point: EntryPoint) -> str:
+def package_of(point: EntryPoint) -> str:
+    """Return the name of the package of an entry point."""
     return point.dist.name if point.dist else "a package"
 
 
-def _imported(point: EntryPoint, what: str) -> Any:
+def _imported(point: EntryPoint, title: str) -> Any:
     try:
         return point.load()
     except Exception as error:  # of the code of the package
-        raise ConfigError(f"{what} cannot be imported ({error}); repair or uninstall that package") from None
+        raise ConfigError(f"{title} cannot be imported ({error}); repair or uninstall that package") from None
 
 
 def _of_file(text: str, flag: str) -> Plugin:
@@ -163,7 +191,7 @@ def _execute(plugin: Plugin, source: bytes, name: str, flag: str) -> ModuleType:
 
 def _of_package(text: str, group: Group, flag: str) -> Plugin:
     point = _point(text, group, flag)
-    return Plugin(text, _imported(point, f"{flag} {text}: {_package(point)}"), _identity_of_point(point))
+    return Plugin(text, _imported(point, f"{flag} {text}: {package_of(point)}"), _identity_of_point(point))
 
 
 def _point(text: str, group: Group, flag: str) -> EntryPoint:

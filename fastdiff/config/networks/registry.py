@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from fastdiff.conditions import Shape, of_source
 from fastdiff.errors import ConfigError, require
-from fastdiff.plugins.user_code import Group, each_of
+from fastdiff.plugins.user_code import Group, Installed, load_installed
 
 _BUILT_IN = (
     "fastdiff.config.networks.dit:DiTConfig",
@@ -124,8 +124,6 @@ class ModelConfig:
 
 Configuration = TypeVar("Configuration", bound=ModelConfig)
 _registered: dict[str, type[ModelConfig]] = {}
-_points: dict[str, EntryPoint] = {}
-"""Entry points of the installed networks by kind."""
 
 
 def register(config: type[Configuration], *, instead: type[ModelConfig] | None = None) -> type[Configuration]:
@@ -138,14 +136,7 @@ def register(config: type[Configuration], *, instead: type[ModelConfig] | None =
     Raises:
         ConfigError: another network has this kind, or the type lacks a required field.
     """
-    fields = {field.name: field.default for field in dataclasses.fields(config)}
-    kind = fields.get("kind")
-    require(
-        isinstance(kind, str) and fields.keys() >= {"channels", "size"} and bool(getattr(config, "family", "")),
-        f"{config.__module__}.{config.__qualname__} cannot be registered: it needs a field kind with its name as the "
-        "default, fields channels and size, and the name of its family",
-    )
-    assert isinstance(kind, str)
+    kind = _kind_of(config)
     known = _registered.setdefault(kind, config)
     if known is instead:
         known = _registered[kind] = config
@@ -157,21 +148,26 @@ def register(config: type[Configuration], *, instead: type[ModelConfig] | None =
     return config
 
 
-def networks() -> dict[str, type[ModelConfig]]:
-    """Return the configuration type of every network by kind: built in, installed, or registered by this process.
+def _kind_of(config: type[ModelConfig]) -> str:
+    fields = {field.name: field.default for field in dataclasses.fields(config)}
+    kind = fields.get("kind")
+    require(
+        isinstance(kind, str) and fields.keys() >= {"channels", "size"} and bool(getattr(config, "family", "")),
+        f"{config.__module__}.{config.__qualname__} cannot be registered: it needs a field kind with its name as the "
+        "default, fields channels and size, and the name of its family",
+    )
+    return str(kind)
 
-    Raises:
-        ConfigError: an installed network cannot be imported, or two networks have the same kind.
-    """
-    found = _built_in()
-    _installed()
-    return {**found, **_registered}
+
+def networks() -> dict[str, type[ModelConfig]]:
+    """Return the configuration type of every network by kind: built in, installed, or registered by this process."""
+    return {**_built_in(), **{kind: config for kind, (_, config) in _installed().found.items()}, **_registered}
 
 
 def package_of(kind: str) -> EntryPoint | None:
     """Return the entry point of an installed network; None: the network is of no package but this one."""
-    networks()
-    return _points.get(kind)
+    point, config = _installed().found.get(kind, (None, None))
+    return point if config is networks().get(kind) else None
 
 
 def network_called(kind: object, source: str) -> type[ModelConfig]:
@@ -182,10 +178,11 @@ def network_called(kind: object, source: str) -> type[ModelConfig]:
     """
     known = networks()
     if not isinstance(kind, str) or kind not in known:
-        raise ConfigError(
+        unknown = (
             f"{source}: model.kind: not a known network, given {kind!r}; expected {', '.join(known)}, or install the "
             f"package that registers it under the entry points {ENTRY_POINTS}, or name its file: PATH.py:NAME"
         )
+        raise ConfigError("; ".join([unknown, *_installed().wrong]))
     return known[kind]
 
 
@@ -197,10 +194,11 @@ def network_of_class(name: str, pipeline: str) -> type[ModelConfig]:
     """
     known = {config.diffusers_class: config for config in networks().values() if config.diffusers_class}
     if name not in known:
-        raise ConfigError(
+        unknown = (
             f"{pipeline} has a network of class {name}; expected {' or '.join(known)}, or install the package that "
             f"registers it under the entry points {ENTRY_POINTS}"
         )
+        raise ConfigError("; ".join([unknown, *_installed().wrong]))
     return known[name]
 
 
@@ -211,8 +209,12 @@ def _built_in() -> dict[str, type[ModelConfig]]:
 
 
 @cache
-def _installed() -> None:
-    for point, package, config in each_of(ENTRY_POINTS, "network"):
-        if not issubclass(config, ModelConfig):
-            config = resolve_name(_OF_PLAIN)(config, f"the network {point.name} of {package}")
-        _points[str(register(config).__dataclass_fields__["kind"].default)] = point
+def _installed() -> Installed[str, type[ModelConfig]]:
+    return load_installed(ENTRY_POINTS, "network", _checked)
+
+
+def _checked(config: Any, title: str) -> tuple[str, type[ModelConfig]]:
+    require(isinstance(config, type), f"{title} is a {type(config).__name__}, expected a class")
+    if not issubclass(config, ModelConfig):
+        config = resolve_name(_OF_PLAIN)(config, title)
+    return _kind_of(config), config

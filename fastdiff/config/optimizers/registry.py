@@ -17,14 +17,12 @@ from fastdiff.config.optimizers.adamw import ADAMW, ADAMW8BIT, ADAMW8BIT_BNB
 from fastdiff.config.optimizers.family import BYTES, OptimizerFamily
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError, require
-from fastdiff.plugins.user_code import Group, each_of, identity_of
+from fastdiff.plugins.user_code import Group, Installed, identity_of, load_installed
 
 ENTRY_POINTS: Group = "fastdiff.optimizers"
 """Group of the entry points (``module:FAMILY``) by which other packages register optimizers."""
 _BUILT_IN = (ADAMW, ADAMW8BIT, ADAMW8BIT_BNB)
 _registered: dict[str, OptimizerFamily] = {family.name: family for family in _BUILT_IN}
-_of_packages: dict[str, str] = {}
-"""Names of the entry points of the installed optimizers, by name."""
 
 
 def register(family: OptimizerFamily) -> OptimizerFamily:
@@ -33,8 +31,13 @@ def register(family: OptimizerFamily) -> OptimizerFamily:
     Raises:
         ConfigError: another optimizer has this name, or its parts contradict each other.
     """
+    _require_consistent(family)
     known = _registered.setdefault(family.name, family)
     require(known is family, f"two optimizers have the name {family.name}; rename one")
+    return family
+
+
+def _require_consistent(family: OptimizerFamily) -> None:
     named = get_args(get_type_hints(family.config)["name"])
     wrong = next(filter(None, (
         f"{family.config.__name__}.name is not Literal[{family.name!r}]" if family.name not in named else "",
@@ -46,10 +49,7 @@ def register(family: OptimizerFamily) -> OptimizerFamily:
           "whole_matrices=True" for one in family.state
           if family.whole_matrices and (one.unit == "block" or one.dtype != "float32")),
     )), None)  # fmt: skip
-    if wrong is not None:
-        del _registered[family.name]
-        raise ConfigError(f"the optimizer {family.name} cannot be registered: {wrong}")
-    return family
+    require(wrong is None, f"the optimizer {family.name} cannot be registered: {wrong}")
 
 
 class AnyOptimizer:
@@ -66,27 +66,24 @@ class AnyOptimizer:
 
 
 def optimizers() -> dict[str, OptimizerFamily]:
-    """Return the family of every optimizer by name: built in, installed, or registered by this process.
-
-    Raises:
-        ConfigError: an installed optimizer cannot be imported, or two optimizers have the same name.
-    """
-    _installed()
-    return dict(_registered)
+    """Return the family of every optimizer by name: built in, installed, or registered by this process."""
+    found = {name: family for name, (_, family) in _installed().found.items()}
+    return _registered | found | _registered  # those of this process come first, and have precedence
 
 
 def optimizer_family(name: str, source: str = "--optim.name") -> OptimizerFamily:
     """Return the family of the optimizer of this name.
 
     Raises:
-        ConfigError: unknown name; ``source`` names its origin.
+        ConfigError: unknown name, or that of a broken package; ``source`` names its origin.
     """
     known = optimizers()
     if name not in known:
-        raise ConfigError(
+        unknown = (
             f"{source}: not a known optimizer, given {name!r}; expected {', '.join(known)}, or install the package "
             f"that registers it under the entry points {ENTRY_POINTS}"
         )
+        raise ConfigError("; ".join([unknown, *_installed().wrong]))
     return known[name]
 
 
@@ -97,16 +94,19 @@ def family_of(config: OptimConfig) -> OptimizerFamily:
 
 def package_of(name: str) -> str | None:
     """Return the entry point and the package with its version of an installed optimizer; None: it is of no package."""
-    optimizers()
-    point = _of_packages.get(name)
-    return None if point is None else identity_of(point, ENTRY_POINTS, "--optim.name")
+    point, family = _installed().found.get(name, (None, None))
+    if point is None or family is not optimizers()[name]:
+        return None
+    return identity_of(point.name, ENTRY_POINTS, "--optim.name")
 
 
 @cache
-def _installed() -> None:
-    for point, package, family in each_of(ENTRY_POINTS, "optimizer"):
-        require(
-            isinstance(family, OptimizerFamily),
-            f"the optimizer {point.name} of {package} is a {type(family).__name__}, expected an OptimizerFamily",
-        )
-        _of_packages[register(family).name] = point.name
+def _installed() -> Installed[str, OptimizerFamily]:
+    return load_installed(ENTRY_POINTS, "optimizer", _checked)
+
+
+def _checked(family: Any, title: str) -> tuple[str, OptimizerFamily]:
+    if not isinstance(family, OptimizerFamily):
+        raise ConfigError(f"{title} is a {type(family).__name__}, expected an OptimizerFamily")
+    _require_consistent(family)
+    return family.name, family

@@ -8,12 +8,12 @@ The encoders of this package are listed in ``_BUILT_IN``. One of another package
 
 from functools import cache
 from pkgutil import resolve_name
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastdiff.conditions import CONDITIONS
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, require
 from fastdiff.models.encoders.family import AutoencoderFamily, TextEncoderFamily
-from fastdiff.plugins.user_code import Group, each_of
+from fastdiff.plugins.user_code import Group, Installed, load_installed
 
 _BUILT_IN = (
     "fastdiff.models.encoders.autoencoder_kl:AUTOENCODER_KL",
@@ -22,6 +22,8 @@ _BUILT_IN = (
 )
 ENTRY_POINTS: Group = "fastdiff.encoders"
 """Group of the entry points (``module:RECORD``) by which other packages register encoders."""
+_Record = AutoencoderFamily | TextEncoderFamily
+_Name = tuple[type[_Record], tuple[str, ...]]
 Family = TypeVar("Family", AutoencoderFamily, TextEncoderFamily)
 
 
@@ -29,23 +31,18 @@ def encoder_of(kind: type[Family], classes: tuple[str, ...], pipeline: str) -> F
     """Return the record of an autoencoder, or of text encoders, by their classes.
 
     Raises:
-        ConfigError: there is no such record, two have the same classes, or an installed one cannot be imported.
+        ConfigError: there is no such record, or its package is broken.
     """
-    known = {family.classes: family for family in (*_built_in(), *_installed()) if isinstance(family, kind)}
+    others: Installed[_Name, _Record] = _installed()
+    both = (*(family for _, family in others.found.values()), *_built_in())
+    known = {family.classes: family for family in both if isinstance(family, kind)}
     if classes not in known:
-        raise ConfigError(
+        unknown = (
             f"{pipeline} has {kind.title} of class {_named(classes)}; expected {' or '.join(map(_named, known))}, or "
             f"install the package that registers it under the entry points {ENTRY_POINTS}"
         )
+        raise ConfigError("; ".join([unknown, *others.wrong]))
     return known[classes]
-
-
-def _require_known_conditions(family: AutoencoderFamily | TextEncoderFamily, package: str) -> None:
-    unknown = [name for name in getattr(family, "conditions", ()) if name not in CONDITIONS]
-    if unknown:
-        raise ConfigError(
-            f"{_named(family.classes)} of {package} gives the condition {unknown[0]}; expected {', '.join(CONDITIONS)}"
-        )
 
 
 def _named(classes: tuple[str, ...]) -> str:
@@ -53,24 +50,18 @@ def _named(classes: tuple[str, ...]) -> str:
 
 
 @cache
-def _built_in() -> tuple[AutoencoderFamily | TextEncoderFamily, ...]:
+def _built_in() -> tuple[_Record, ...]:
     return tuple(resolve_name(name) for name in _BUILT_IN)
 
 
 @cache
-def _installed() -> tuple[AutoencoderFamily | TextEncoderFamily, ...]:
-    found = {(type(family), family.classes): "fastdiff" for family in _built_in()}
-    families = []
-    for point, package, family in each_of(ENTRY_POINTS, "encoder"):
-        if not isinstance(family, AutoencoderFamily | TextEncoderFamily):
-            raise ConfigError(
-                f"the encoder {point.name} of {package} is a {type(family).__name__}, expected an AutoencoderFamily or "
-                "a TextEncoderFamily; repair or uninstall that package"
-            )
-        _require_known_conditions(family, package)
-        if (other := found.setdefault((type(family), family.classes), package)) != package:
-            raise ConfigError(
-                f"{other} and {package} both register {family.title} of class {_named(family.classes)}; uninstall one"
-            )
-        families.append(family)
-    return tuple(families)
+def _installed() -> Installed[_Name, _Record]:
+    return load_installed(ENTRY_POINTS, "encoder", _checked)
+
+
+def _checked(family: Any, title: str) -> tuple[_Name, _Record]:
+    if not isinstance(family, AutoencoderFamily | TextEncoderFamily):
+        raise ConfigError(f"{title} is a {type(family).__name__}, expected an AutoencoderFamily or a TextEncoderFamily")
+    unknown = [name for name in getattr(family, "conditions", ()) if name not in CONDITIONS]
+    require(not unknown, f"{title} gives the condition {', '.join(unknown)}; expected {', '.join(CONDITIONS)}")
+    return (type(family), family.classes), family
