@@ -18,11 +18,10 @@ from fastdiff.export.schedulers import noise_of, write_json
 from fastdiff.export.weights import ExportedWeights
 from fastdiff.models.family import family_of
 from fastdiff.models.load import pretrained
-from fastdiff.models.pretrained.pipeline import INDEX, Pretrained
+from fastdiff.models.pretrained.pipeline import DESCRIPTIONS, INDEX, Pretrained
 
 _OPTIONAL = ("safety_checker", "feature_extractor", "image_encoder")
 """Optional parts of a pipeline."""
-_TEXT = (".json", ".txt", ".model")
 
 
 def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:
@@ -120,7 +119,7 @@ def copy_part(pipeline: Pretrained, part: str, target: Path) -> bool:
         if ".index." in path.name:  # maps weights to files
             if in_several and "safetensors" in path.name and _is_of(variant, path.name) == of_variant:
                 (target / _plain(path.name, variant)).write_text(_plain(path.read_text(), variant))
-        elif path.suffix in _TEXT:
+        elif path.suffix in DESCRIPTIONS:
             shutil.copyfile(path, target / path.name)
     return True
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastdiff.data.shards.format import Normalisation
 from fastdiff.models.encoders.autoencoder import Autoencoder
-from fastdiff.models.encoders.family import TextEncoder
+from fastdiff.models.encoders.text_encoders import TextEncoders
 from fastdiff.models.pretrained.pipeline import Pretrained
 
 _TENSORS = 6
@@ -100,7 +100,7 @@ class LatentEncoder:
         return found
 
     @cached_property
-    def _text(self) -> TextEncoder:
+    def _text(self) -> TextEncoders:
         return self._pretrained.text(self.device, self._dtype)
 
 

@@ -65,14 +65,14 @@ class TextEncoder(Protocol):
         """Return the conditions of N captions, ``[N, ...]`` each and of equal shape for any caption.
 
         A caption that is longer than the encoder's limit is truncated. A shorter one is padded; if the network must
-        tell padding from text, the mask is a condition of its own.
+        tell padding from text, the mask is a condition of its own: bool, with a valid token in every caption.
         """
 
     def cut(self, captions: Sequence[str]) -> int | None:
         """Return how many tokens an encoder reads of a caption, if one of these has more; None: all are read whole."""
 
     def null(self) -> dict[str, Tensor]:
-        """Return the null condition of classifier-free guidance: the conditions of one caption, ``[...]`` each."""
+        """Return the null condition of classifier-free guidance: all conditions of one caption, ``[...]`` each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

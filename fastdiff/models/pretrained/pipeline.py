@@ -23,14 +23,16 @@ from fastdiff.config.networks.registry import ModelConfig, network_of_class
 from fastdiff.errors import ConfigError
 from fastdiff.files import read_bounded
 from fastdiff.models.encoders.autoencoder import Autoencoder
-from fastdiff.models.encoders.family import AutoencoderFamily, LatentSpace, TextEncoder, TextEncoderFamily
+from fastdiff.models.encoders.family import AutoencoderFamily, LatentSpace, TextEncoderFamily
 from fastdiff.models.encoders.registry import encoder_of
+from fastdiff.models.encoders.text_encoders import TextEncoders
 
 INDEX = "model_index.json"
 """Class of each part of a pipeline."""
 _DENOISERS = ("unet", "transformer")
 _TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
-_DESCRIPTIONS = ("*.json", "*.txt", "*.model")
+DESCRIPTIONS = (".json", ".txt", ".model", ".jinja")
+"""Suffixes of configurations, vocabularies and chat templates."""
 _LARGEST_DESCRIPTION = 64 << 20
 """Maximum size of a JSON file in bytes; the vocabulary of CLIP is one."""
 _OF_TRANSFORMERS = (*_TEXT_ENCODERS, "safety_checker", "image_encoder")
@@ -64,7 +66,7 @@ class Pretrained:
         """Folder of the pipeline on this machine; weights are downloaded on demand."""
         if self._is_local:
             return Path(self.path)
-        return self._download(_DESCRIPTIONS, self.revision)
+        return self._download([f"*{suffix}" for suffix in DESCRIPTIONS], self.revision)
 
     @property
     def commit(self) -> str | None:
@@ -138,9 +140,9 @@ class Pretrained:
             raise ConfigError(f"{self.path} has no text_encoder{alone}; expected a text-to-image pipeline")
         return encoder_of(TextEncoderFamily, tuple(map(self.class_of, names)), self.path)
 
-    def text(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> TextEncoder:
+    def text(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> TextEncoders:
         """Load its text encoders with their tokenizers, frozen."""
-        return self.text_family.load(self, device, dtype)
+        return TextEncoders(self.text_family, self.text_family.load(self, device, dtype))
 
     def weights(self, part: str) -> dict[str, Tensor]:
         """Return the tensors of a part by name, fp32 on the CPU."""

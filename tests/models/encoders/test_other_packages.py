@@ -3,13 +3,14 @@
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
@@ -17,12 +18,14 @@ from fastdiff.errors import ConfigError
 from fastdiff.models.encoders import registry
 from fastdiff.models.encoders.family import AutoencoderFamily, TextEncoderFamily
 from fastdiff.models.encoders.registry import encoder_of
+from fastdiff.models.encoders.text_encoders import TextEncoders
 from fastdiff.sampling.npz import read_npz
 from tests.support.inputs.encoding import captioned, picture
 from tests.support.installed.packages import install
 from tests.support.processes import ROOT, Finished
 from tests.support.runs import losses, newest
 from tests.support.scripts import COMMAND, DYING, TRAIN, run_job, run_script
+from tests.support.toy_pipeline.text_encoder import ToyText
 
 CAPTIONS = ["red", "a red cat", "two blue birds", "", "one two three four five six seven", "cat", "a cat", "birds"]
 SOURCES = sorted((ROOT / "fastdiff").rglob("*.py"))
@@ -190,15 +193,40 @@ def test_records_are_found_by_all_classes_of_a_pipeline() -> None:
 
 
 @pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (("pooled",), "returns pooled {}, expected context and context_mask, the conditions of its record"),
+        (("context",), "returns context {}, expected context and context_mask"),
+        (("context", "context_mask", "float"), "returns context_mask in torch.float32 {}, expected torch.bool"),
+        (("context", "context_mask", "zero"), "returns a context_mask without a valid token {}, expected at least one"),
+    ],
+)
+def test_what_text_encoders_return_is_compared_with_their_record(returned: tuple[str, ...], message: str) -> None:
+    class Wrong(ToyText):
+        def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
+            found = super().__call__(captions)
+            mask = found["context_mask"]
+            found["context_mask"] = mask.float() if "float" in returned else mask & ("zero" not in returned)
+            found["pooled"] = found["context"][:, 0]
+            return {name: value for name, value in found.items() if name in returned}
+
+    family = TextEncoderFamily(classes=("T5",), conditions=("context", "context_mask"), load=lambda *_: encoders)
+    encoders = TextEncoders(family, Wrong(torch.ones(65, 8)))
+    for call, where in ((lambda: encoders(["cat"]), "for captions"), (encoders.null, r"from null\(\)")):
+        with pytest.raises(ConfigError, match=f"the text encoder T5 of tests {message.format(where)}"):
+            call()
+
+
+@pytest.mark.parametrize(
     ("entry", "message"),
     [
         ("text = toy_pipeline.nowhere:X", r"the encoder text of toy-pipeline cannot be imported \(No module .*nowhere"),
         ("text = math:pi", "the encoder text of toy-pipeline is a float, expected an AutoencoderFamily"),
         (
-            "clip = fastdiff.models.encoders.clip:ONE_CLIP",
-            "fastdiff and toy-pipeline both register text encoders of class CLIPTextModel; uninstall one",
+            "one = toy_pipeline.text_encoder:TOY_TEXT\ntwo = toy_pipeline.text_encoder:TOY_TEXT",
+            "toy-pipeline and toy-pipeline both register the encoder two; uninstall one",
         ),
-        ("text = wrong:TEXT", "Wrong of toy-pipeline gives the condition words; expected label, context, "),
+        ("text = wrong:TEXT", "the encoder text of toy-pipeline gives the condition words; expected label, context, "),
     ],
 )
 def test_wrong_entry_points_are_named(
@@ -210,7 +238,7 @@ def test_wrong_entry_points_are_named(
         "TEXT = TextEncoderFamily(classes=('Wrong',), conditions=('words',), load=None)\n"
     )
     monkeypatch.syspath_prepend(install(tmp_path / "site", "toy_pipeline", {"fastdiff.encoders": entry}))
-    registry._installed.cache_clear()
+    monkeypatch.setattr(registry, "_installed", registry._installed.__wrapped__)
+    assert encoder_of(TextEncoderFamily, ("CLIPTextModel",), "p").conditions == ("context",), "it stops nothing else"
     with pytest.raises(ConfigError, match=message):
-        encoder_of(TextEncoderFamily, ("CLIPTextModel",), "p")
-    registry._installed.cache_clear()
+        encoder_of(TextEncoderFamily, ("ToyTextModel",), "p")

@@ -102,6 +102,7 @@ def published(tmp_path: Path) -> Path:
     folder = build(tmp_path / "published")
     for path in list(folder.rglob("*.safetensors")):
         shutil.copyfile(path, path.with_suffix(".other.safetensors"))
+    (folder / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "safety_checker").mkdir()
     (folder / "safety_checker" / "config.json").write_text("{}")
     (folder / "safety_checker" / "pytorch_model.bin").write_bytes(b"a pickle")
@@ -127,6 +128,7 @@ def test_what_a_run_needs_is_downloaded_once_and_its_export_is_whole(
         "unet/diffusion_pytorch_model.safetensors",
         "vae/diffusion_pytorch_model.safetensors",
     ]
+    assert (tmp_path / "out" / "tokenizer" / "chat_template.jinja").is_file()
     loaded = StableDiffusionPipeline.from_pretrained(tmp_path / "out")
     assert loaded.safety_checker is None
     loaded.set_progress_bar_config(disable=True)
