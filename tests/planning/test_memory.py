@@ -123,6 +123,12 @@ def predicted(case: Case) -> Memory:
     return memory(setup, network.passes[case.recompute], accumulates=case.accumulation > 1, on_cpu=True)
 
 
+def test_only_state_in_blocks_is_updated_through_tables_of_blocks() -> None:
+    case = Case(TINY["dit"], 2, 2, "fp32", "adamw")
+    found = {name: predicted(replace(case, optimizer=name)).update for name in ("adamw", "adamw8bit", "adamw8bit-bnb")}
+    assert found["adamw8bit"] > found["adamw"] == found["adamw8bit-bnb"]
+
+
 def resident(name: str) -> int:
     found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
     assert found is not None
