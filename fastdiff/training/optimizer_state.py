@@ -5,7 +5,7 @@ state of bitsandbytes is saved as raw memory and copied back into an equal layou
 (``checkpoint.bitsandbytes_state``).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError, StorageError, require
 from fastdiff.parallel.fragments import Flat, Sizes, layout_digest
-from fastdiff.training.optimizer.build import lr_after
-from fastdiff.training.optimizer.step_count import step_count
+from fastdiff.training.optimizer.build import check_state, lr_after
+from fastdiff.training.optimizer.empty_state import sizes_of, step_count, zeros
 from fastdiff.training.state import TrainState
 
 
@@ -30,12 +30,7 @@ def sliced_state(state: TrainState) -> dict[str, Sizes | None]:
     """
     family = family_of(state.config.optim)
     tensors = sorted(family.state, key=lambda tensor: tensor.name) if family.sliced else []
-    return {
-        tensor.name: None
-        if tensor.unit == "element"
-        else {name: tensor.elements_per_entry(shape) for name, shape in state.engine.shapes.items()}
-        for tensor in tensors
-    }
+    return {tensor.name: sizes_of(tensor, state.engine.shapes) for tensor in tensors}
 
 
 def sliced_keys(state: TrainState) -> list[str]:
@@ -83,6 +78,7 @@ def _require_declared(state: TrainState) -> None:
             f"--optim.name {family.name} keeps the state {', '.join(sorted(kept))}, and its OptimizerFamily declares "
             f"{', '.join(sorted(declared)) or 'none'}; name each in state, and say by counts how it keeps step",
         )
+    check_state(family, [flat for flat in state.engine.flats if flat.state])
 
 
 def _steps(state: TrainState) -> int:
@@ -104,8 +100,7 @@ def restore(saved: Checkpoint, state: TrainState) -> None:
         StorageError: the checkpoint lacks a part of a parameter's state.
     """
     flats, world, manifest = state.engine.flats, state.world, saved.manifest
-    sliced = sliced_state(state)
-    if missing := sliced.keys() - {*manifest["sliced_state"]}:
+    if missing := sliced_state(state).keys() - {*manifest["sliced_state"]}:
         raise StorageError(
             f"{saved.folder}: lacks {min(missing)} of the optimizer, which has taken {saved.optimizer_steps} steps; "
             "restore the checkpoint from a copy",
@@ -119,8 +114,8 @@ def restore(saved: Checkpoint, state: TrainState) -> None:
             values = flat.state
         else:
             values = {key: _copied(value, flat, key) for key, value in saved.unsliced_state(index, world.rank).items()}
-        values |= _sliced(saved, flat, sliced)
-        values |= step_count(family_of(state.config.optim), saved.optimizer_steps, flat.key.device)
+        values |= _sliced(saved, flat, state)
+        values |= step_count(family_of(state.config.optim), saved.optimizer_steps, flat)
         flat.states[flat.key] = values
 
 
@@ -140,17 +135,17 @@ def _blockwise(saved: Checkpoint) -> BlockwiseState:
     return BlockwiseState(saved)
 
 
-def _sliced(saved: Checkpoint, flat: Flat, tensors: Mapping[str, Sizes | None]) -> dict[str, Tensor]:
+def _sliced(saved: Checkpoint, flat: Flat, state: TrainState) -> dict[str, Tensor]:
     """Return the state of ``flat`` that was saved in slices."""
-    found = {}
-    for key, sizes in tensors.items():
-        whole = flat.state.get(key)
+    found, shapes, family = {}, state.engine.shapes, family_of(state.config.optim)
+    for tensor in family.state if family.sliced else ():
+        sizes, whole = sizes_of(tensor, shapes), flat.state.get(tensor.name)
         if whole is None:
-            whole = torch.zeros_like(flat.key, requires_grad=False)
+            whole = zeros(tensor, flat, shapes)
         for part in flat.fragments if sizes is None else flat.blocks(sizes):
             if part.numel:
-                part.write(whole.view(-1), saved.slice(key, part))
-        found[key] = whole
+                part.write(whole.view(-1), saved.slice(tensor.name, part))
+        found[tensor.name] = whole
     return found
 
 
@@ -162,8 +157,9 @@ def check_groups(optimizer: torch.optim.Optimizer, config: OptimConfig, steps: i
     Raises:
         ConfigError: a group has another learning rate or another hyper-parameter.
     """
-    expected = {**config.hyper_parameters(), "lr": lr_after(config, steps, applied)}
+    given = {**config.hyper_parameters(), "lr": lr_after(config, steps, applied)}
     for number, group in enumerate(optimizer.param_groups):
+        expected = {key: value for key, value in given.items() if key in group}  # a class may keep some elsewhere
         found = {key: tuple(group[key]) if isinstance(group[key], list) else group[key] for key in expected}
         if found != expected:
             raise ConfigError(

@@ -3,16 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastdiff.checkpoint.power_function import constant_name
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.checkpoint.unchanged import Metadata, check_resume, check_unchanged
 from fastdiff.config.launch_options import Launch
-from fastdiff.config.optimizers.family import OptimizerFamily
 from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.optim import OptimConfig
@@ -23,7 +20,7 @@ from fastdiff.models.pretrained.training_state import AdamState, PublishedTraini
 from fastdiff.parallel.fragments import Flat
 from fastdiff.progress import Progress
 from fastdiff.training.checkpoints import Checkpoints
-from fastdiff.training.optimizer.step_count import step_count
+from fastdiff.training.optimizer.empty_state import empty_state
 from fastdiff.training.state import TrainState
 
 
@@ -88,11 +85,14 @@ def continue_from(path: Path, state: TrainState) -> Progress:
         elif first:
             log.warning(f"{path} has no average {name}: it starts at the weights")
     family = family_of(config.optim)
-    if training.optimizer is not None and family.is_adam:
+    if training.optimizer is not None and family.continues_adamw:
         if first:
             _report_differences(path, training, config.optim)
         for flat in state.engine.flats:
-            flat.states[flat.key] = _adamw(family, flat, training.optimizer)
+            moments = empty_state(family, flat, state.engine.shapes, training.optimizer.applied)
+            _fill(flat, moments["exp_avg"].view(-1), training.optimizer.exp_avg)
+            _fill(flat, moments["exp_avg_sq"].view(-1), training.optimizer.exp_avg_sq)
+            flat.states[flat.key] = moments
     elif first:
         reason = f"--optim.name is {config.optim.name}" if training.optimizer is not None else f"{path} has none"
         log.warning(f"the optimizer starts without the state of an AdamW: {reason}")
@@ -124,13 +124,6 @@ def _options(given: AdamState | OptimConfig) -> dict[str, str]:
     values = {name: getattr(given, name) for name in ("lr", "betas", "eps", "weight_decay")}
     numbers = {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
     return {name: " ".join(str(float(number)) for number in found) for name, found in numbers.items()}
-
-
-def _adamw(family: OptimizerFamily, flat: Flat, saved: AdamState) -> dict[str, Any]:
-    moments = {name: torch.zeros_like(flat.key, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-    _fill(flat, moments["exp_avg"].view(-1), saved.exp_avg)
-    _fill(flat, moments["exp_avg_sq"].view(-1), saved.exp_avg_sq)
-    return {**moments, **step_count(family, saved.applied, flat.key.device)}
 
 
 def _fill(flat: Flat, target: Tensor | None, source: Mapping[str, Tensor]) -> None:

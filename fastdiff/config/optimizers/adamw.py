@@ -48,6 +48,7 @@ ADAMW = OptimizerFamily(
     smaller="adamw8bit",
     aliases=("adamw_torch", "adamw_torch_fused"),
     adamw_moments="fastdiff.export.adamw_state:of_torch",
+    continues_adamw=True,
 )
 ADAMW8BIT = OptimizerFamily(
     name="adamw8bit",

@@ -5,7 +5,7 @@ record. The record imports no torch. It names code as ``module:NAME``, which is 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
@@ -87,6 +87,9 @@ class OptimizerFamily:
     adamw_moments: str | None = None
     """``module:FUNCTION(saved)`` that reads its state as moments of ``torch.optim.AdamW`` (``export.adamw_state``);
     None: an export leaves its state out."""
+    continues_adamw: bool = False
+    """Whether it has the state and the hyper-parameters of ``torch.optim.AdamW``, so that it continues a published
+    training."""
 
     @property
     def elements(self) -> tuple[StateTensor, ...]:
@@ -107,12 +110,3 @@ class OptimizerFamily:
     def elementwise(self) -> bool:
         """Whether the update of an element depends on no other, so that the order of the elements does not matter."""
         return not self.whole_matrices and all(tensor.unit == "element" for tensor in self.state)
-
-    @property
-    def is_adam(self) -> bool:
-        """Whether it has the state and options of ``torch.optim.AdamW``, so that it continues a published training."""
-        moments = {(tensor.name, tensor.unit, tensor.dtype) for tensor in self.state}
-        options = {one.name for one in fields(self.config)}
-        return moments == {(name, "element", "float32") for name in ("exp_avg", "exp_avg_sq")} and options >= {
-            "betas", "eps"
-        }  # fmt: skip

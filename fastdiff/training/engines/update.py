@@ -14,6 +14,7 @@ from fastdiff.training.ema import Ema
 from fastdiff.training.engines.buffers import Part
 from fastdiff.training.optimizer.build import create_state
 from fastdiff.training.optimizer.clipping import norm_of
+from fastdiff.training.optimizer.empty_state import empty_state
 from fastdiff_kernels.adamw.norm import clip, norm
 
 
@@ -38,15 +39,17 @@ class Update(ABC):
         self.norm: Tensor | None = None
         """Of the last gradient before clipping, a scalar on the device; None before the first step."""
 
-    @abstractmethod
     def create_state(self, optimizer: torch.optim.Optimizer, shapes: Shapes, world: World) -> None:
-        """Create the optimizer's state of every part; called once by all ranks.
+        """Create the optimizer's state of every part, as its family declares it; called once by all ranks.
 
         Args:
             optimizer: of the engine, over the keys of the parts.
             shapes: of all trained parameters.
             world: the ranks.
         """
+        family = family_of(self.config)
+        for flat in (part.flat for part in self.parts):
+            flat.states[flat.key] = empty_state(family, flat, shapes)
 
     def examine(self, gradient: Tensor) -> Tensor:
         """Take the norm of the flat gradient; return whether the step is skipped, a scalar on the device."""

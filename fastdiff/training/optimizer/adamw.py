@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from fastdiff.config.optimizers.adamw import AdamWConfig
-from fastdiff.parallel.fragments import Shapes
-from fastdiff.parallel.world import World
 from fastdiff.training.engines.buffers import Part
 from fastdiff.training.engines.update import Update
 from fastdiff_kernels.adamw import adamw, step_numbers
@@ -31,12 +29,6 @@ class AdamWUpdate(Update):
         chosen = choose("adamw", parts[0].flat.master)
         self.by_host = parts[0].grad.device.type == "cpu" and chosen == "reference"
         self._numbers = torch.zeros(NUMBERS, device=parts[0].grad.device)
-
-    def create_state(self, optimizer: torch.optim.Optimizer, shapes: Shapes, world: World) -> None:
-        """Create both moments."""
-        for flat in (part.flat for part in self.parts):
-            moments = {name: torch.zeros_like(flat.master) for name in ("exp_avg", "exp_avg_sq")}
-            flat.states[flat.key] = {"step": 0, **moments}
 
     def _take(self, number: int, lr: float, shares: Sequence[float]) -> None:
         if not self.by_host:

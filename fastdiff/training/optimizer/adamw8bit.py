@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.config.optimizers.adamw import ADAMW8BIT, AdamWConfig
-from fastdiff.parallel.fragments import Flat, Shapes
+from fastdiff.parallel.fragments import Flat
 from fastdiff.parallel.world import World
 from fastdiff.training.engines.buffers import Part
 from fastdiff.training.engines.update import Update
@@ -44,16 +44,6 @@ class AdamW8bitUpdate(Update):
         self._numbers = torch.zeros(NUMBERS, device=device)
         self._number = torch.zeros((), dtype=torch.int64, device=device)
         self._blocks = [build_blocks(part.flat.fragments, device) for part in parts]
-
-    def create_state(self, optimizer: torch.optim.Optimizer, shapes: Shapes, world: World) -> None:
-        """Create codes and scales of both moments."""
-        for part, blocks in zip(self.parts, self._blocks, strict=True):
-            flat = part.flat
-            sizes = [flat.master.numel() if tensor.unit == "element" else blocks.pieces for tensor in ADAMW8BIT.state]
-            flat.states[flat.key] = {"step": 0} | {
-                tensor.name: torch.zeros(size, dtype=getattr(torch, tensor.dtype), device=flat.master.device)
-                for tensor, size in zip(ADAMW8BIT.state, sizes, strict=True)
-            }
 
     def _take(self, number: int, lr: float, shares: Sequence[float]) -> None:
         config = self.config

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from fastdiff.config.optimizers.family import OptimizerFamily
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes
 from fastdiff.parallel.world import World
-from fastdiff.training.optimizer.step_count import step_count
+from fastdiff.training.optimizer.empty_state import empty_state, sizes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class WholeMatrices(torch.optim.Optimizer):
     of: ClassVar[type[torch.optim.Optimizer]]
 
     def __init__(self, params: Any, **arguments: Any) -> None:
-        self._inner = self.of([torch.zeros(1)], **arguments)
+        self._inner = self.of([torch.zeros(1, 1)], **arguments)
         self._matrices: list[_Matrix] = []
         self._flats: Sequence[Flat] = ()
         super().__init__(params, self._inner.defaults)
@@ -106,17 +106,9 @@ class WholeMatrices(torch.optim.Optimizer):
         """Create the state of every flat tensor; return this rank's slices by parameter."""
         pieces = {}
         for flat in self._flats:
-            self.state[flat.key] = step_count(self._family, 0, flat.key.device)
-            layouts = {
-                tensor.name: flat.blocks({name: tensor.elements_per_entry(shape) for name, shape in shapes.items()})
-                for tensor in self._family.state
-                if tensor.unit != "element"
-            }
-            for tensor in self._family.state:
-                layout = layouts.get(tensor.name)
-                size = flat.master.numel() if layout is None else sum(entry.numel for entry in layout)
-                zeros = torch.zeros(size, dtype=getattr(torch, tensor.dtype), device=flat.key.device)
-                self.state[flat.key][tensor.name] = zeros
+            self.state[flat.key] = empty_state(self._family, flat, shapes)
+            sizes = {tensor.name: sizes_of(tensor, shapes) for tensor in self._family.state}
+            layouts = {name: flat.blocks(found) for name, found in sizes.items() if found is not None}
             for number, fragment in enumerate(flat.fragments):
                 scalars = {name: layout[number] for name, layout in layouts.items() if layout[number].numel}
                 pieces[fragment.name] = _Piece(flat, fragment, scalars)

@@ -2,18 +2,19 @@
 
 import json
 import math
-import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from fastdiff.config.command_line.config_file import with_optimizer
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.optimizers import registry
 from fastdiff.config.optimizers.family import OptimizerFamily, StateTensor
 from fastdiff.config.run import RunConfig
@@ -21,6 +22,9 @@ from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.fragments import Fragment
 from fastdiff.parallel.world import World
+from fastdiff.training.loop import train
+from fastdiff.training.optimizer.build import build_optimizer
+from tests.support.installed.packages import install
 from tests.support.processes import ROOT, Finished, run_ranks
 from tests.support.runs import (
     assert_same_checkpoint,
@@ -54,6 +58,34 @@ RADAM = OptimizerFamily(
     state=(StateTensor(name="exp_avg"), StateTensor(name="exp_avg_sq")),
     counts="tensor",
 )
+
+
+class Half(torch.optim.Optimizer):
+    """Keeps its moment in bf16, and creates it in its first step."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float, weight_decay: float, betas: tuple[float, float]) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.decay = betas[0]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> Any:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                moment = self.state[p].setdefault("moment", torch.zeros_like(p, dtype=torch.bfloat16))
+                p.sub_(moment.lerp_(p.grad.bfloat16(), 1 - self.decay), alpha=group["lr"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HalfConfig(RAdamConfig):
+    name: Literal["half"] = "half"  # type: ignore[assignment]
+
+
+HALF = OptimizerFamily(
+    name="half",
+    config=HalfConfig,
+    optimizer=f"{__name__}:Half",
+    state=(StateTensor(name="moment", dtype="bfloat16"),),
+)
 ENGINES = [("flat", 0), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)]
 
 
@@ -62,7 +94,7 @@ def config_of(digits: Path, folder: Path, engine: str, steps: int, name: str = "
         sys.path.insert(0, str(SUPPORT))
     from toy_optimizer.family import TOY
 
-    for family in (TOY, RADAM):
+    for family in (TOY, RADAM, HALF):
         registry.register(family)
     return with_optimizer(tiny(digits, folder, steps, performance__engine=engine), name, "this test")
 
@@ -109,12 +141,43 @@ def test_every_engine_and_stage_trains_alike_and_resumes_bitwise(digits: Path, t
         assert after == pytest.approx(expected, rel=1e-5), f"two ranks of ZeRO-3 -> one rank, {name}"
 
 
-def test_a_record_is_enough_for_an_optimizer_of_torch(digits: Path, tmp_path: Path) -> None:
-    found = run_ranks(train_under, digits, tmp_path, (("flat", 0), ("deepspeed", 2)), "radam", ranks=2)[0]
+@pytest.mark.parametrize(("optimizer", "rel"), [("radam", 1e-5), ("half", 1e-2)])
+def test_a_record_is_enough_for_an_optimizer_of_flat_tensors(
+    optimizer: str, rel: float, digits: Path, tmp_path: Path
+) -> None:
+    found = run_ranks(train_under, digits, tmp_path, (("flat", 0), ("deepspeed", 2)), optimizer, ranks=2)[0]
     for name, (whole, parts) in found.items():
         assert hexes(parts) == hexes(whole), name
-        assert whole == pytest.approx(found["flat-0"][0], rel=1e-5), name
+        assert whole == pytest.approx(found["flat-0"][0], rel=rel), name
         assert newest(tmp_path / name / "whole").optimizer_steps == 6
+
+
+def test_state_of_another_dtype_than_declared_ends_the_run(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declared = replace(HALF, state=(StateTensor(name="moment"),))
+    monkeypatch.setitem(registry._registered, "half", declared)
+    config = with_optimizer(tiny(digits, tmp_path, 1), "half", "this test")
+    with pytest.raises(ConfigError, match=r"--optim.name half: .*'torch.bfloat16', .*expected 4 bytes"):
+        train(config, launch(0), world)
+
+
+def test_the_optimizer_of_the_command_line_replaces_that_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(SUPPORT)
+    from toy_optimizer.family import TOY
+
+    monkeypatch.setitem(registry._registered, "toy", TOY)
+    file = tmp_path / "run.yaml"
+
+    def parsed(optim: str) -> OptimConfig:
+        file.write_text(f"optim: {{{optim}}}")
+        return parse(["--preset", "digits", "--config", str(file), "--optim.name", "toy"])[1].optim
+
+    found = parsed("name: adamw, eps: 1.0e-6, clip: 3.0")
+    assert (type(found).__name__, found.lr, found.clip) == ("ToyConfig", 1e-2, 3.0)
+    assert parsed("momentum: 0.7").hyper_parameters()["momentum"] == 0.7, "it names none"
 
 
 def norms_of(run: Path) -> dict[str, float]:
@@ -131,12 +194,7 @@ def norms_of(run: Path) -> dict[str, float]:
 
 def installed(site: Path, entry: str = "toy_optimizer.family:TOY") -> Path:
     """A folder for PYTHONPATH with the toy optimizer, as pip leaves it there."""
-    shutil.copytree(SUPPORT / "toy_optimizer", site / "toy_optimizer", ignore=shutil.ignore_patterns("__pycache__"))
-    metadata = site / "toy_optimizer-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-optimizer\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[fastdiff.optimizers]\ntoy = {entry}\n")
-    return site
+    return install(site, "toy_optimizer", {"fastdiff.optimizers": f"toy = {entry}"})
 
 
 def test_an_installed_optimizer_is_planned_trained_sampled_and_exported(digits: Path, tmp_path: Path) -> None:
@@ -195,6 +253,14 @@ def test_a_killed_run_goes_on_bitwise(digits: Path, tmp_path: Path) -> None:
     assert_same_checkpoint(killed, whole)
 
 
+def test_an_optimizer_that_refuses_vectors_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = StateTensor(name="momentum_buffer")
+    family = replace(RADAM, name="muon", optimizer="torch.optim:Muon", state=(moment,), whole_matrices=True)
+    monkeypatch.setitem(registry._registered, "muon", family)
+    optimizer = build_optimizer([torch.zeros(8)], OptimConfig(name="muon"), skip_non_finite=False)
+    assert optimizer.param_groups[0]["lr"] == 1e-4
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
@@ -209,10 +275,7 @@ def test_an_installed_optimizer_that_is_none_is_named(
     entry: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(installed(tmp_path, entry))
-    registry._installed.cache_clear()
-    try:
-        with pytest.raises(ConfigError, match=message):
-            registry.optimizers()
-    finally:
-        monkeypatch.undo()
-        registry._installed.cache_clear()
+    monkeypatch.setattr(registry, "_installed", registry._installed.__wrapped__)
+    assert registry.family_of(RunConfig().optim).name == "adamw", "it stops only runs that name it"
+    with pytest.raises(ConfigError, match=message):
+        registry.optimizer_family("toy")
