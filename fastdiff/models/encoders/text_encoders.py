@@ -1,7 +1,5 @@
 """The text encoders of a pipeline, loaded: captions to the conditions that their record names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """State of an optimizer before its first step, as its family declares it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
