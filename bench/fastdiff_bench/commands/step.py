@@ -37,7 +37,6 @@ _COLUMNS = {
     "resident GiB": ("peak resident", "{:.2f}"),
     "MFU": ("mfu", "{:.1%}"),
     "of matmul": ("of matmul", "{:.1%}"),
-    "launches": ("launches", "{:.0f}"),
     "breaks": ("graph breaks in code", "{:.0f}"),
     "compiled": ("compilations", "{:.0f}"),
 }
@@ -66,7 +65,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--trace",
         action="store_true",
-        help="trace steps: time by class of operation beside its roofline budget, launches by phase, idle share",
+        help="trace steps: time by class of operation, launches by phase, idle share",
     )
     add_measuring(parser)
     parser.set_defaults(run=_run)
@@ -124,18 +123,18 @@ class _Measuring:
             progress("")
             print("\n".join(_verdict(stepped)), flush=True)
             if self._trace and stepped.failure is None:
-                self._add_trace(stepped, bounds)
+                self._add_trace(stepped)
             found.append(stepped)
         done = [stepped for stepped in found if stepped.failure is None]
         if done:
             print(f"\n{_table(done)}")
         return int(not done or any(s.failure is not None and not s.out_of_memory for s in found))
 
-    def _add_trace(self, stepped: Stepped, bounds: Limits) -> None:
+    def _add_trace(self, stepped: Stepped) -> None:
         from fastdiff_bench.tracing import command
 
         workload, folder = stepped.workload, self._log.path.parent / "traces"
-        rows = command.run(workload, self._data(workload), self._effort, self._device, bounds, folder)
+        rows = command.run(workload, self._data(workload), self._effort, self._device, folder)
         self._write(rows)
         stepped.failure = next((row for row in rows if isinstance(row, Failure)), None)
 

@@ -1,7 +1,7 @@
 """Measurement of one workload in fastdiff's own loop.
 
 Times, memory and throughput come from a process without marks. A second process, with marks between the phases of a
-step, gives the share of each phase, and finally counts the launches of a step.
+step, gives the share of each phase.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -115,7 +115,7 @@ def run_fastdiff(timer: StepTimer, workload: Workload, data: Path, phases: bool)
     """Run ``trainers.ours.run``, imported in its own process, so that this process does not load DeepSpeed."""
     from fastdiff_bench.trainers import ours
 
-    ours.run(timer, workload, data, phases, launched=phases)
+    ours.run(timer, workload, data, phases)
 
 
 def _run(workload: Workload, data: Path, effort: Effort, device: str, *, phases: bool) -> Result:
@@ -165,10 +165,6 @@ def _marked(workload: Workload, result: Result) -> Iterator[Measurement]:
     yield _row(workload, facts, "marked step time", "ms", "neither", result.timing, 1e3)
     for name, seconds in phases_of(result).items():
         yield _row(workload, facts, f"phase {name}", "ms", "lower", Timing.of(seconds), 1e3)
-    launches = result.facts["launches"]
-    if launches:  # the profiler sees none without access to the GPU's counters
-        facts = workload.facts | {"launched": result.facts["launched"]}
-        yield _row(workload, facts, "launches", "1", "lower", float(launches))
 
 
 def flops_per_sample(network: ModelConfig, objective: ObjectiveConfig) -> float:

@@ -42,7 +42,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         "--sweep deterministic=false,true",
     )  # fmt: skip
     parser.add_argument(
-        "--cuda-graph", action=argparse.BooleanOptionalAction, help="as --performance.cuda_graph; the phases, launches "
+        "--cuda-graph", action=argparse.BooleanOptionalAction, help="as --performance.cuda_graph; the phases "
         "and traces of a step are those without it",
     )  # fmt: skip
     parser.add_argument("--loader", help="as --data.loader")

@@ -1,16 +1,13 @@
-"""``bench step --trace``: time of a step by class beside its roofline budget, launches by phase, share of idleness."""
+"""``bench step --trace``: time of a step by class, launches by phase, share of idleness."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from fastdiff_bench.measure.interleaved import Effort, Program, run_interleaved
-from fastdiff_bench.measure.roofline import Limits
 from fastdiff_bench.measure.session import StepTimer
 from fastdiff_bench.measure.workload import Workload
 from fastdiff_bench.records.record import Failure, Measurement
 from fastdiff_bench.records.tables import table
-from fastdiff_bench.tracing import budget
 from fastdiff_bench.tracing.breakdown import Breakdown, break_down
 from fastdiff_bench.tracing.classes import CLASSES, IDLE
 from fastdiff_bench.tracing.events import read
@@ -18,9 +15,7 @@ from fastdiff_bench.tracing.events import read
 BENCH = "step"
 
 
-def run(
-    workload: Workload, data: Path, effort: Effort, device: str, limits: Limits, folder: Path
-) -> list[Measurement | Failure]:
+def run(workload: Workload, data: Path, effort: Effort, device: str, folder: Path) -> list[Measurement | Failure]:
     """Trace one workload and print its table.
 
     Args:
@@ -28,7 +23,6 @@ def run(
         data: folder of shards for its model.
         effort: of the other measurements; ``steps`` of a round are traced, after its warm-up.
         device: ``cuda`` or ``cpu``.
-        limits: of this machine, measured now.
         folder: for the traces, one folder per workload.
     """
     name = f"{workload.case}; {workload.provider}, traced"
@@ -40,10 +34,8 @@ def run(
         return [Failure(bench=BENCH, case=workload.case, provider=workload.provider, reason=result.failure)]
     path = Path(str(result.facts["trace"]))
     found = break_down(read(path))
-    precision = workload.config(Path(), Path()).performance.precision
-    least = budget.seconds(json.loads(str(result.facts["work"])), limits, precision)
-    print(f"\n{name}: {found.steps} steps\n{text(found, least)}\ntrace: {path}, open it at https://ui.perfetto.dev")
-    return list(_measurements(workload.decided(result.facts), found, least))
+    print(f"\n{name}: {found.steps} steps\n{text(found)}\ntrace: {path}, open it at https://ui.perfetto.dev")
+    return list(_measurements(workload.decided(result.facts), found))
 
 
 def run_fastdiff(timer: StepTimer, workload: Workload, data: Path, folder: Path, steps: int) -> None:
@@ -53,53 +45,37 @@ def run_fastdiff(timer: StepTimer, workload: Workload, data: Path, folder: Path,
     ours.run(timer, workload, data, traced=(folder, steps))
 
 
-def text(found: Breakdown, least: dict[str, float]) -> str:
-    """Return the tables of a breakdown beside the budget in seconds by class, which may be empty."""
-    rows = [["class", "ms", "share", "kernels" if found.on_device else "operators", "budget ms", "of budget"]]
+def text(found: Breakdown) -> str:
+    """Return the tables of a breakdown."""
+    rows = [["class", "ms", "share", "kernels" if found.on_device else "operators"]]
     for kind in sorted(CLASSES, key=lambda kind: -found.seconds[kind]):
-        seconds, floor = found.seconds[kind], least.get(kind, 0.0)
-        if seconds or floor:
-            many = f"{seconds / floor:.1f}x" if floor else "-"
-            rows.append([kind, *_cells(found, seconds), f"{found.operations.get(kind, 0):.0f}", _ms(floor), many])
-    total = sum(least.values())
-    rows.append([IDLE, *_cells(found, found.seconds[IDLE]), "", "", ""])
-    count = sum(found.operations.values())
-    of_budget = f"{found.wall / total:.1f}x" if total else "-"
-    rows.append(["step", *_cells(found, found.wall), f"{count:.0f}", _ms(total), of_budget])
+        if seconds := found.seconds[kind]:
+            rows.append([kind, *_cells(found, seconds), f"{found.operations.get(kind, 0):.0f}"])
+    rows.append([IDLE, *_cells(found, found.seconds[IDLE]), ""])
+    rows.append(["step", *_cells(found, found.wall), f"{sum(found.operations.values()):.0f}"])
     launched = [["launches per step", *found.launches], ["", *(f"{n:.0f}" for n in found.launches.values())]]
     what = "no kernel runs on the device" if found.on_device else "no operator runs: Python, hooks, waiting for data"
-    how = (
-        "budget: every operation alone at the measured rate of matrix products or of a copy, whichever takes longer; "
-        "fused code may need less."
-        if least
-        else "no budget: the step that counts the work, with its blocks not compiled, was out of memory."
-    )
     return "\n".join(
         [
-            table(rows, "<>>>>>"),
+            table(rows, "<>>>"),
             "",
             table(launched, "<" + ">" * len(found.launches)),
             f"idle: {found.idle_share:.1%} of the step, in which {what}. The profiler itself slows the host.",
-            how,
         ]
     )
 
 
 def _cells(found: Breakdown, seconds: float) -> list[str]:
-    return [_ms(seconds), f"{seconds / found.wall:.1%}"]
+    return [f"{1e3 * seconds:.3f}", f"{seconds / found.wall:.1%}"]
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3f}"
-
-
-def _measurements(workload: Workload, found: Breakdown, least: dict[str, float]) -> Iterator[Measurement]:
+def _measurements(workload: Workload, found: Breakdown) -> Iterator[Measurement]:
     facts = workload.facts | {"traced_steps": found.steps, "on_device": found.on_device}
 
     def row(quantity: str, unit: str, value: float) -> Measurement:
         return Measurement(
             bench=BENCH, case=workload.case, provider=workload.provider, quantity=quantity, unit=unit, value=value,
-            better="neither" if quantity.startswith("budget") else "lower", facts=facts,
+            better="lower", facts=facts,
         )  # fmt: skip
 
     yield row("traced step time", "ms", 1e3 * found.wall)
@@ -108,5 +84,3 @@ def _measurements(workload: Workload, found: Breakdown, least: dict[str, float])
         yield row(f"traced {kind}", "ms", 1e3 * seconds)
     for phase, number in found.launches.items():
         yield row(f"launches in {phase}", "1", number)
-    for kind, seconds in least.items():
-        yield row(f"budget {kind}", "ms", 1e3 * seconds)

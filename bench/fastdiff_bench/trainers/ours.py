@@ -21,7 +21,6 @@ from fastdiff.training.callbacks.base import Callback, Callbacks
 from fastdiff.training.forward_backward.micro_batch import ForwardBackward
 from fastdiff.training.loop import take_steps
 from fastdiff.training.state import TrainState
-from fastdiff_bench.measure import launches
 from fastdiff_bench.measure.session import Enough, StepTimer
 from fastdiff_bench.measure.workload import Workload
 from fastdiff_bench.tracing import program
@@ -32,22 +31,19 @@ def run(
     workload: Workload,
     data: Path,
     phases: bool = False,
-    launched: bool = False,
     traced: tuple[Path, int] | None = None,
 ) -> None:
     """Step until ``Enough``.
 
     Facts: ``parameters``, ``device`` (its name), ``micro`` (samples of a micro-batch), ``graph_breaks`` and
     ``compilations`` of torch.compile so far, ``last_compilation`` (the last step that compiled, counted from 1; 0:
-    none); with ``launched`` also the number ``launches`` of a step and their kind ``launched``; with
-    ``traced`` those of ``fastdiff_bench.tracing.program``.
+    none); with ``traced`` also ``trace``, the path of the trace.
 
     Args:
         timer: of this process.
         workload: what to train.
         data: folder of shards that fit its model.
         phases: also measure the phases of a step.
-        launched: count the launches of one additional step at the end.
         traced: trace this number of additional steps at the end, into this folder.
     """
     quieten()
@@ -76,11 +72,8 @@ def run(
         try:
             take_steps(state, stream, Observed(callbacks, AfterStep(timer)))
         except Enough:
-            if launched:
-                found = launches.count(lambda: _one_step(state, stream), timer.device)
-                timer.facts["launches"], timer.facts["launched"] = found
             if traced is not None:
-                timer.facts |= program.trace(state, lambda: _one_step(state, stream), *traced)
+                timer.facts["trace"] = str(program.trace(state, lambda: _one_step(state, stream), *traced))
             raise
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fastdiff.console import log
 from fastdiff.training.callbacks.base import Callback
-from fastdiff.training.profiling.ranges import Closable, Opener, named_ranges
+from fastdiff.training.profiling.ranges import Opener, Range, named_ranges
 from fastdiff.training.profiling.recording import MEMORY_VIEWER, VIEWER, Recording, trace_path
 from fastdiff.training.state import TrainState
 
@@ -28,7 +28,7 @@ class Profile(Callback):
         self._recording: Recording | None = None
         self._ranges = ExitStack()
         self._opened: Opener | None = None
-        self._step: Closable | None = None
+        self._step: Range | None = None
         self._first = 1
         """The first step in the trace, from 1."""
         if state.world.is_first and state.progress.steps >= self._steps.stop and not self._has_traces(state):

@@ -7,7 +7,7 @@ runs the code of the parts alone. No range waits for the device.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.autograd.profiler import record_function
@@ -15,21 +15,6 @@ from torch.autograd.profiler import record_function
 from fastdiff.models.blockwise import BlockwiseModel
 from fastdiff.training.profiling.blocks import watch_blocks
 from fastdiff.training.state import TrainState
-
-
-class Closable(Protocol):
-    """A range that is closed once, or more often without effect."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether it has ended."""
-
-    def close(self) -> None:
-        """End it."""
-
-
-Opener = Callable[[str], Closable]
-_Call = Callable[..., Any]
 
 
 class Range:
@@ -61,8 +46,12 @@ class Range:
                 torch.cuda.nvtx.range_end(self._nvtx)  # type: ignore[no-untyped-call]
 
 
+Opener = Callable[[str], Range]
+_Call = Callable[..., Any]
+
+
 @contextmanager
-def named_ranges(state: TrainState, make: Opener | None = None) -> Iterator[Opener]:
+def named_ranges(state: TrainState) -> Iterator[Opener]:
     """Put named ranges around the parts of every step inside; called by any rank alone.
 
     The ranges are ``data``, ``forward``, ``objective``, ``block N forward`` (or ``recompute``), ``backward``, ``block N
@@ -74,17 +63,16 @@ def named_ranges(state: TrainState, make: Opener | None = None) -> Iterator[Open
 
     Args:
         state: of the run.
-        make: opens a range; None: one for the profiler and NVTX.
 
     Yields:
         A function that opens another range; all that are open at the end are closed.
     """
-    open_: list[Closable] = []
-    make = make or functools.partial(Range, nvtx=state.world.device.type == "cuda")
+    open_: list[Range] = []
+    nvtx = state.world.device.type == "cuda"
 
-    def opened(name: str) -> Closable:
+    def opened(name: str) -> Range:
         open_[:] = [range_ for range_ in open_ if not range_.closed]
-        open_.append(make(name))
+        open_.append(Range(name, nvtx=nvtx))
         return open_[-1]
 
     def close_all() -> None:

@@ -2,21 +2,17 @@
 
 import gzip
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fastdiff.parallel.world import World
-from fastdiff.training.build import build
 from fastdiff.training.loop import train
 from fastdiff.training.profiling.recording import trace_path
 from fastdiff_bench import BenchError
-from fastdiff_bench.tracing import budget, command, program
 from fastdiff_bench.tracing.breakdown import break_down
-from fastdiff_bench.tracing.classes import CLASSES, IDLE, of_kernel, of_operator
+from fastdiff_bench.tracing.classes import IDLE, of_kernel, of_operator
 from fastdiff_bench.tracing.events import parse, read
 from tests.support.runs import launch, tiny
 
@@ -129,47 +125,6 @@ def test_every_operator_of_torch_that_a_step_meets_has_a_class_or_no_work() -> N
     assert of_operator("aten::as_strided", None) is None
     assert of_operator("aten::gelu", None) == "elementwise"
     assert of_operator("backward", None) is None
-
-
-def test_the_budget_of_a_product_is_its_arithmetic_or_its_bytes() -> None:
-    counted = budget._Counted()
-    a, b = torch.ones(64, 32), torch.ones(32, 16)
-    with counted:
-        a.t().t() @ b
-        around = counted.enter("optimizer")
-        a.mul_(2.0)
-        around.close()
-        a + a
-    (product,), (update,), (addition,) = (
-        counted.work[kind].items() for kind in ("matrix products", "optimizer", "elementwise")
-    )
-    assert product == ((2 * 64 * 32 * 16, 4 * (64 * 32 + 32 * 16 + 64 * 16)), 1)
-    assert update == ((0, 4 * 64 * 32), 1)
-    assert addition == ((0, 2 * 4 * 64 * 32), 1)
-    assert set(counted.work) <= set(CLASSES)
-
-
-def test_a_trace_is_kept_without_memory_for_its_budget(world: World, digits: Path, tmp_path: Path) -> None:
-    """The step that counts the work runs out of memory; other errors of it are not hidden."""
-    errors = [torch.OutOfMemoryError("CUDA out of memory"), ValueError("another")]
-    taken = 0
-
-    def step() -> None:
-        nonlocal taken
-        taken += 1
-        if taken % 3 == 0:
-            raise errors[taken // 3 - 1]
-        torch.ones(8).add_(1)
-
-    with ExitStack() as stack:
-        state = build(tiny(digits, tmp_path / "run"), launch(1), world, stack).state
-        facts = program.trace(state, step, tmp_path, steps=1)
-        with pytest.raises(ValueError, match="another"):
-            program.trace(state, step, tmp_path, steps=1)
-    found = break_down(read(Path(str(facts["trace"]))))
-    told = command.text(found, json.loads(str(facts["work"])))
-    assert "no budget" in told
-    assert "elementwise" in told
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:

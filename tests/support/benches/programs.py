@@ -124,14 +124,14 @@ def ours(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None
         raise torch.OutOfMemoryError("CUDA out of memory")
     from fastdiff_bench.trainers import ours
 
-    ours.run(timer, workload, data, phases, launched=phases)
+    ours.run(timer, workload, data, phases)
 
 
 def growing(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
     """Hold so much memory per sample of the batch in every step."""
     from fastdiff_bench.measure.stepping import PHASES
 
-    timer.ready(parameters=1, device="cpu", graph_breaks=0, compilations=0, last_compilation=0, launches=1, launched="")
+    timer.ready(parameters=1, device="cpu", graph_breaks=0, compilations=0, last_compilation=0)
     while True:
         held = torch.ones(workload.samples * PER_SAMPLE // 4)
         for name in PHASES[:-1]:
