@@ -26,7 +26,7 @@
 # largest  largest-dit largest-sd2: largest batch    what step needs
 # data                                               isal webdataset; as another reader: nvidia.dali
 # memcheck the kernels under compute-sanitizer       pytest hypothesis scipy; compute-sanitizer of CUDA
-# report   a page about the records in OUT           jinja2 matplotlib
+# report   a page about the records in OUT           jinja2
 #
 # Every part ends within 540 s, so that it can be a call of its own: one that takes longer is interrupted, and keeps the
 # records that it has written by then, and what torch.compile has cached for the next call. A part that fails does not
@@ -121,7 +121,7 @@ each_part() {
     bench largest-sd2 540 "$step" step --preset $unet --precision bf16 --find-batch "${memory[@]}"
     bench data 180 "isal webdataset" data "${read[@]}"
     "$do" memcheck 540 "pytest hypothesis scipy $no_sanitizer" "${checked[@]}" "${test[@]}" "${kernels[@]}"
-    "$do" report 60 "jinja2 matplotlib" python3 -m fastdiff_bench report "$out/report.html" "$out"
+    "$do" report 60 "jinja2" python3 -m fastdiff_bench report "$out/report.html" "$out"
 }
 
 # The same for a command of fastdiff bench.

@@ -9,11 +9,9 @@ from fastdiff.optional_packages import pip_install
 from fastdiff.outputs import require_output, write_output
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands
-from fastdiff_bench.page import bench_charts, overview, plots
-from fastdiff_bench.page.plots import Plot
+from fastdiff_bench.page import bench_charts, overview
 from fastdiff_bench.page.row_charts import RowChart
 from fastdiff_bench.page.tables import Table, tables
-from fastdiff_bench.page.todays_command import Command, translate
 from fastdiff_bench.records import comparisons, readme, record, record_warnings
 from fastdiff_bench.records.fingerprint import CLONE
 from fastdiff_bench.records.record import Failure, Record
@@ -44,7 +42,6 @@ class Bench:
     title: str
     is_smoke: bool
     charts: tuple[RowChart, ...]
-    plots: tuple[Plot, ...]
     tables: tuple[Table, ...]
     failures: tuple[Failure, ...]
 
@@ -53,7 +50,6 @@ class Bench:
 class Section:
     """Records of one folder."""
 
-    anchor: str
     title: str
     folder: str
     device: str
@@ -62,7 +58,7 @@ class Section:
     """Reservations about the commit and the machine, as sentences."""
     fingerprint: tuple[tuple[str, str], ...]
     """Fingerprint fields of its files that say something, with all their values."""
-    files: tuple[tuple[str, str, Command], ...]
+    files: tuple[tuple[str, str, str], ...]
     """Name, date and command line of each file."""
     benches: tuple[Bench, ...]
 
@@ -76,7 +72,7 @@ def page(records: Sequence[Record]) -> str:
     folders: dict[Path, list[Record]] = {}
     for one in records:
         folders.setdefault(one.path.parent, []).append(one)
-    sections = [_section(f"r{place}", path, folders[path]) for place, path in enumerate(sorted(folders))]
+    sections = [_section(path, folders[path]) for path in sorted(folders)]
     found = [compared for one in records for compared in comparisons.of_record(one)]
     loader = jinja2.PackageLoader("fastdiff_bench.page", "")
     environment = jinja2.Environment(
@@ -131,14 +127,13 @@ def _place(benches: Sequence[Bench]) -> tuple[int, str]:
     return min(places, default=len(order)), benches[0].title if benches else ""
 
 
-def _section(anchor: str, folder: Path, records: Sequence[Record]) -> Section:
+def _section(folder: Path, records: Sequence[Record]) -> Section:
     fields = [asdict(one.fingerprint) for one in records]
-    benches = [bench for place, one in enumerate(records) for bench in _benches(one, f"{anchor}-{place}")]
+    benches = [bench for one in records for bench in _benches(one)]
     said = {
         name.replace("_", " "): "; ".join(dict.fromkeys(str(of_one[name]) for of_one in fields)) for name in fields[0]
     }
     return Section(
-        anchor=anchor,
         title=_title(folder.name, records),
         folder=f"{folder.parent.name} / {folder.name}",
         device="; ".join(dict.fromkeys(overview.device(one.fingerprint) for one in records)),
@@ -149,7 +144,7 @@ def _section(anchor: str, folder: Path, records: Sequence[Record]) -> Section:
             for name, value in said.items()
             if name not in ("date", "command", "smoke") and value.lower() != "none"
         ),
-        files=tuple((one.path.name, one.fingerprint.date, translate(one.fingerprint.command)) for one in records),
+        files=tuple((one.path.name, one.fingerprint.date, one.fingerprint.command) for one in records),
         benches=tuple(sorted(benches, key=lambda bench: _place([bench]))),
     )
 
@@ -175,7 +170,7 @@ def _warnings(records: Sequence[Record]) -> Iterator[str]:
             yield f"Doubtful: {reason} ({one.path.name})."
 
 
-def _benches(one: Record, prefix: str) -> Iterator[Bench]:
+def _benches(one: Record) -> Iterator[Bench]:
     """Yield the benches of a file; separate runs stay separate, since the machine may have changed in between."""
     smoke = record_warnings.is_smoke(one)
     for name in dict.fromkeys([*(m.bench for m in one.measurements), *(f.bench for f in one.failures)]):
@@ -186,7 +181,6 @@ def _benches(one: Record, prefix: str) -> Iterator[Bench]:
             title=_TITLES.get(name, name),
             is_smoke=smoke,
             charts=tuple(bench_charts.of_bench(name, measurements)),
-            plots=tuple(plots.of_bench(name, measurements, f"{prefix}-{name}")),
             tables=tuple(tables(measurements)),
             failures=tuple(failure for failure in one.failures if failure.bench == name),
         )

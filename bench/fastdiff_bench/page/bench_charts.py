@@ -44,35 +44,61 @@ def of_bench(bench: str, measurements: Sequence[Measurement]) -> Iterator[RowCha
         caption = "Time of the phases of a step; each bar is as long as its step, and other is what no phase covers."
         if (bars := row_charts.stacks("Where the time of a step goes", caption, by_provider(measurements))) is not None:
             yield bars
-    if bench == "data":
-        yield from _of_quantity("throughput", measurements, "Throughput of each reader, median with p20 to p80.")
+    for quantity, caption in _QUANTITIES.get(bench, {}).items():
+        yield from _of_quantity(quantity, measurements, caption)
     if bench == "op":
-        limits = {m.quantity: m.value for m in measurements if m.case == "limits"}
+        limits = {m.quantity: m for m in measurements if m.case == "limits"}
         for op in dict.fromkeys(m.case.split()[0] for m in measurements if m.case != "limits"):
             own = [m for m in measurements if m.case.split()[0] == op]
-            caption = f"Bandwidth of {op} by implementation, median with p20 to p80"
-            yield from _of_quantity("bandwidth", own, caption, limits.get("copy bandwidth"))
+            quantity, limit = _bound(own)
+            caption = f"{quantity.capitalize()} of {op} by implementation"
+            yield from _of_quantity(quantity, own, caption, limits.get(limit))
+
+
+_QUANTITIES = {
+    "data": {"throughput": "Throughput of each reader"},
+    "step": {
+        "throughput": "Throughput of each configuration",
+        "peak allocated": "Largest memory of tensors on the GPU",
+        "peak resident": "Largest memory of the process",
+    },
+    "scale": {"predicted efficiency": "Time of the measured step over the predicted one"},
+}
+"""Drawn quantities of a bench, with what they are."""
+
+
+def _bound(own: Sequence[Measurement]) -> tuple[str, str]:
+    """Return the rate of an op that is closest to its limit, as in a roofline, and the name of this limit."""
+    copy, matmul = (max((m for m in own if m.quantity == of), key=lambda m: m.value, default=None) for of in _SHARES)
+    if matmul is None or (copy is not None and copy.value >= matmul.value):
+        return "bandwidth", "copy bandwidth"
+    return "rate", f"matmul rate {matmul.facts.get('arithmetic')}"
+
+
+_SHARES = ("of copy", "of matmul")
 
 
 def _of_quantity(
-    quantity: str, measurements: Sequence[Measurement], caption: str, reference: float | None = None
+    quantity: str, measurements: Sequence[Measurement], caption: str, limit: Measurement | None = None
 ) -> Iterator[RowChart]:
-    """Yield a chart of one quantity, in the order of its table."""
+    """Yield a chart of one quantity that at least two have, in the order of its table."""
     for title, group in parts(measurements):
         shown = {
             case: [(name, of_one[quantity]) for name, of_one in providers if quantity in of_one]
             for case, providers in ordered(title, group).items()
         }
         shown = {case: rows for case, rows in shown.items() if rows}
-        if not shown:
-            continue
         every = [m for rows in shown.values() for _, m in rows]
+        if len(every) < 2:
+            continue
         bound = sum(m.facts.get("launch bound") is True for m in every)
-        text = caption.removesuffix(".") + (f"; the line is a copy, {number(reference)} GB/s." if reference else ".")
+        text = f"{caption}, median with p20 to p80" if any(m.p20 is not None for m in every) else caption
+        text += f"; the line is the {limit.quantity}, {number(limit.value)} {limit.unit}." if limit else "."
         text += f" {bound} of {len(every)} points are launch bound." if bound else ""
         kinds: dict[str, Kind] = {
             name: "ours" if is_ours(name) or m.facts.get("default") == name else "rival"
             for rows in shown.values()
             for name, m in rows
         }
-        yield row_charts.points(quantity.capitalize(), text, shown, label(quantity, every[0].unit), kinds, reference)
+        line = None if limit is None else limit.value
+        yield row_charts.points(quantity.capitalize(), text, shown, label(quantity, every[0].unit), kinds, line)
