@@ -128,10 +128,10 @@ def _device(work: Work, gpus: Gpus, shares: Shares, factors: Factors) -> tuple[f
     update = factors.update * update_seconds(work, gpus, shares)
     forward = one / (4 if work.recompute else 3)
     compute, sent = Compute(forward, one - forward), messages(work, gpus)
-    overlap, cost, ranks = work.zero.overlap, _cost(gpus), gpus.count
-    last = step_seconds(compute, sent, cost, ranks, overlap=overlap)
+    overlap, cost = work.zero.overlap, _cost(gpus)
+    last = step_seconds(compute, sent, cost, overlap=overlap)
     last += _NCCL_SMS * _overlapped(compute, sent, cost) if overlap else 0.0
-    before = step_seconds(compute, _repeated(sent, work.zero.stage), cost, ranks, overlap=overlap)
+    before = step_seconds(compute, _repeated(sent, work.zero.stage), cost, overlap=overlap)
     return last + update + (work.accumulation - 1) * before, work.accumulation * one, update
 
 

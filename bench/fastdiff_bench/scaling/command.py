@@ -2,23 +2,20 @@
 
 Measured, for one ZeRO stage after the other: steps of one rank, of W independent runs (which share the machine but do
 not communicate), and of W ranks together, interleaved, with the same samples per rank (weak scaling), and the bytes
-sent. Fitted: the time of each collective by size. Checked: from these and the steps without communication, the model in
-``fastdiff/planning/scaling/communication.py`` predicts the steps of the ranks together. Predicted: see
+sent, beside those of the model in ``fastdiff/planning/scaling/communication.py``. Predicted: see
 ``bench/fastdiff_bench/scaling/projection.py``.
 """
 
 import argparse
 import json
-import statistics
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from fastdiff.planning.scaling.communication import Compute, Message, sent, step_seconds
+from fastdiff.planning.scaling.communication import Message, sent
 from fastdiff.planning.scaling.zero import Zero, parameters_of, width_of
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_measuring, device, open_log
@@ -30,10 +27,8 @@ from fastdiff_bench.measure.workload import Workload
 from fastdiff_bench.records.record import Better, Failure, Log, Measurement, measured
 from fastdiff_bench.records.tables import table
 from fastdiff_bench.scaling import host, projection
-from fastdiff_bench.scaling.line import Line, fit
 from fastdiff_bench.trainers import collectives
 
-_KINDS = ("all-reduce", "reduce-scatter", "all-gather")
 _STAGES = ("ddp", "zero1", "zero2", "zero3")
 FULL, SMOKE = Effort(rounds=8, steps=5, warm_up=10), Effort(rounds=2, steps=2, warm_up=4)
 _SAMPLES = 256
@@ -49,8 +44,6 @@ class Plan:
     ranks: tuple[int, ...]
     device: str
     effort: Effort
-    sizes: tuple[int, ...]
-    """Message sizes of the sweep, in bytes per rank."""
 
     def name(self, stage: str, ranks: int, apart: bool = False) -> str:
         """Return the provider in the records."""
@@ -119,15 +112,8 @@ def _run(arguments: argparse.Namespace) -> int:
         for name in failed:
             log.write(Failure(bench="scale", case=plan.workload.case, provider=name, reason=str(results[name].failure)))
         _report_measured(plan, results, log)
-        fitted = True
-        for ranks in plan.ranks:
-            if ranks > 1:
-                lines = fit_links(plan, ranks, log)
-                fitted = fitted and lines is not None
-                if lines is not None:
-                    _report_checked(plan, ranks, results, lines, log)
         print(f"record: {log.path}")
-    return int(bool(failed) or not fitted)
+    return int(bool(failed))
 
 
 def _measure_host(arguments: argparse.Namespace) -> int:
@@ -164,14 +150,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         raise BenchError(f"--batch {batch}: expected at least one sample per rank")
     workload = Workload(preset=arguments.preset or "digits", batch=batch, precision=arguments.precision)
     stages = tuple(arguments.stages[-1:] if smoke else arguments.stages)
-    plan = Plan(
-        workload,
-        stages,
-        ranks,
-        on,
-        SMOKE if smoke else FULL,
-        sizes=tuple(2**power for power in range(10, 19 if smoke else (29 if on == "cuda" else 25), 2)),
-    )
+    plan = Plan(workload, stages, ranks, on, SMOKE if smoke else FULL)
     for stage in stages:
         plan.messages(stage, 1)
     return plan
@@ -229,84 +208,10 @@ def _report_counted(plan: Plan, stage: str, ranks: int, result: Result, facts: d
 
 def _measurement(
     plan: Plan, name: str, quantity: str, unit: str, value: Timing | float, facts: dict[str, Fact],
-    better: Better = "neither", case: str | None = None,
+    better: Better = "neither",
 ) -> Measurement:  # fmt: skip
     row = partial(
-        Measurement, bench="scale", case=case or plan.workload.case, provider=name, quantity=quantity, unit=unit,
+        Measurement, bench="scale", case=plan.workload.case, provider=name, quantity=quantity, unit=unit,
         better=better, facts=facts,
     )  # fmt: skip
     return row(**measured(value, 1e3 if unit == "ms" else 1.0)) if isinstance(value, Timing) else row(value=value)
-
-
-def fit_links(plan: Plan, ranks: int, log: Log) -> dict[str, Line] | None:
-    """Measure and record the time of each collective by size; None: it failed."""
-    name = f"{'nccl' if plan.device == 'cuda' else 'gloo'}, {ranks} ranks"
-    arguments = (_KINDS, tuple(ranks * size for size in plan.sizes))
-    program = Program(name, collectives.sweep, arguments, ranks, {"OMP_NUM_THREADS": "1"})
-    result = run_interleaved([program], replace(plan.effort, warm_up=1), device=plan.device)[name]
-    if result.failure is not None:
-        log.write(Failure(bench="scale", case="links", provider=name, reason=result.failure))
-        print(f"\n{name}: the sweep of message sizes failed: {result.failure}")
-        return None
-    calls: list[collectives.Call] = json.loads(str(result.facts["calls"]))
-    lines, rows = {}, [["fitted", "alpha us", "1/beta GB/s", "residual"]]
-    for kind in _KINDS:
-        # The first of each size is the warm-up.
-        seconds = {size: [call[2] for call in calls if (call[0], call[1]) == (kind, size)][1:] for size in arguments[1]}
-        lines[kind] = line = fit([(size, statistics.median(values)) for size, values in seconds.items()])
-        rate = 1 / line.per_byte / 1e9 if line.per_byte else 0.0
-        rows.append([f"{kind}, {name}", f"{1e6 * line.latency:.1f}", f"{rate:.3f}", f"{line.residual:.2f}"])
-        facts: dict[str, Fact] = {
-            "kind": kind,
-            "ranks": ranks,
-            "smallest": arguments[1][0],
-            "largest": arguments[1][-1],
-        }
-        for quantity, unit, value, better in _quantities(line, rate):
-            log.write(_measurement(plan, name, f"{kind} {quantity}", unit, value, facts, better, case="links"))
-    print(f"\n{table(rows, '<>>>')}")
-    return lines
-
-
-def _quantities(line: Line, rate: float) -> tuple[tuple[str, str, float, Better], ...]:
-    return (
-        ("latency", "us", 1e6 * line.latency, "lower"),
-        ("bandwidth", "GB/s", rate, "higher"),
-        ("residual", "1", line.residual, "lower"),
-    )
-
-
-def _report_checked(plan: Plan, ranks: int, results: dict[str, Result], lines: dict[str, Line], log: Log) -> None:
-    """Predict the steps of ranks together from steps without communication."""
-    rows = [["checked", "from", "predicted ms", "measured ms", "error"]]
-    overlap = plan.device == "cuda"
-    for stage in plan.stages:
-        name, zero = plan.name(stage, ranks), plan.zero(stage)
-        for source in ([plan.name(stage, 1)] if 1 in plan.ranks else []) + [plan.name(stage, ranks, apart=True)]:
-            if results[name].failure is not None or results[source].failure is not None:
-                continue
-            predicted = step_seconds(
-                _compute(results[source], zero.shards),
-                plan.messages(stage, ranks),
-                lambda message: lines[message.kind].seconds(message.bytes),
-                ranks,
-                overlap=overlap,
-            )
-            seen = results[name].timing.median
-            error = predicted / seen - 1
-            rows.append([name, source, f"{1e3 * predicted:.1f}", f"{1e3 * seen:.1f}", f"{100 * error:+.0f} %"])
-            start = source.partition(", ")[2]
-            facts: dict[str, Fact] = {"from": start, "measured": 1e3 * seen, "stage": zero.stage, "ranks": ranks}
-            predicted_ms = 1e3 * predicted
-            log.write(_measurement(plan, name, f"predicted step time from {start}", "ms", predicted_ms, facts))
-            log.write(_measurement(plan, name, f"prediction error from {start}", "1", error, facts))
-    print(f"\n{table(rows, '<<>>>')}")
-    print(
-        "Not modelled: ranks of one machine share its memory bandwidth and caches, as the independent runs do;\n"
-        "DeepSpeed's own work for sending (flattening, copying, partitioning); and ranks that wait for one another."
-    )
-
-
-def _compute(result: Result, shards: Sequence[str]) -> Compute:
-    phases = {name: result.phase(name).median for name in result.sessions[0].phases}
-    return Compute.of(result.timing.median, phases, shards)

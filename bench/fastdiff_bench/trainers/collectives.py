@@ -8,7 +8,7 @@ result, so the seconds are those of the transfer alone.
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastdiff.parallel.world import free_port, start_world
+from fastdiff.parallel.world import free_port
 from fastdiff_bench.measure.session import Fact, StepTimer
 from fastdiff_bench.measure.workload import Workload
 from fastdiff_bench.trainers import ours
@@ -69,7 +69,7 @@ def run(timer: StepTimer, workload: Workload, data: Path, counted: tuple[int, in
         counted: first and end (exclusive) of the recorded steps, counted from 0.
     """
     with ExitStack() as stack:
-        ours.run(cast(StepTimer, _CountingTimer(timer, stack, *counted)), workload, data, phases=True)
+        ours.run(cast(StepTimer, _CountingTimer(timer, stack, *counted)), workload, data)
 
 
 def run_apart(timer: StepTimer, workload: Workload, data: Path) -> None:
@@ -81,34 +81,7 @@ def run_apart(timer: StepTimer, workload: Workload, data: Path) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ.update(alone, MASTER_PORT=str(free_port()))
-    ours.run(timer, workload, data, phases=True)
-
-
-def sweep(timer: StepTimer, kinds: Sequence[str], sizes: Sequence[int]) -> None:
-    """Run one collective of every kind and size per step; the seconds become the fact ``calls``, a JSON list.
-
-    Args:
-        timer: of this process.
-        kinds: ``all-reduce``, ``reduce-scatter`` and ``all-gather``.
-        sizes: bytes of the whole vector, multiples of 4 times the ranks.
-    """
-    world = start_world()
-    whole = torch.ones(max(sizes) // 4, device=world.device)
-    part = torch.ones(len(whole) // world.size, device=world.device)
-    actions: dict[str, Callable[[Tensor, Tensor], object]] = {
-        "all-reduce": lambda whole, part: torch.distributed.all_reduce(whole),
-        "reduce-scatter": lambda whole, part: torch.distributed.reduce_scatter_tensor(part, whole),
-        "all-gather": lambda whole, part: torch.distributed.all_gather_into_tensor(whole, part),
-    }
-    calls: list[Call] = []
-    timer.ready()
-    with recording(calls):
-        while True:
-            for size in sizes:
-                for kind in kinds:
-                    actions[kind](whole[: size // 4], part[: size // 4 // world.size])
-            timer.facts["calls"] = json.dumps(calls)
-            timer.after_step()
+    ours.run(timer, workload, data)
 
 
 class _CountingTimer:

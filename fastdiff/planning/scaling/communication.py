@@ -14,7 +14,7 @@ broadcast, reduction and scan", 2009; used by NCCL since 2.4), whichever is fast
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,45 +84,25 @@ class Compute:
 
     forward: float
     backward: float
-    rest: float = 0.0
-    """Data, objective and all other work that does not depend on the number of ranks."""
-    sharded: float = 0.0
-    """Optimizer and EMA work that is divided among the ranks."""
 
     @property
     def seconds(self) -> float:
         """Seconds of the whole step."""
-        return self.forward + self.backward + self.rest + self.sharded
-
-    @classmethod
-    def of(cls, seconds: float, phases: Mapping[str, float], shards: Sequence[str]) -> Compute:
-        """Derive it from the times of a step and its phases; without phases, backward takes twice forward.
-
-        Args:
-            seconds: of the step.
-            phases: seconds by name, as in ``bench step``; or none.
-            shards: phases whose work is divided among the ranks.
-        """
-        if not {"forward", "backward"} <= phases.keys():
-            return cls(seconds / 3, 2 * seconds / 3)
-        sharded = sum(phases.get(name, 0.0) for name in shards)
-        rest = seconds - phases["forward"] - phases["backward"] - sharded
-        return cls(phases["forward"], phases["backward"], max(rest, 0.0), sharded)
+        return self.forward + self.backward
 
 
 def step_seconds(
-    compute: Compute, messages: Sequence[Message], cost: Callable[[Message], float], ranks: int, *, overlap: bool
+    compute: Compute, messages: Sequence[Message], cost: Callable[[Message], float], *, overlap: bool
 ) -> float:
-    """Return the seconds of a step of ``ranks`` ranks that each compute as fast as a single one.
+    """Return the seconds of a step of ranks that each compute as fast as a single one.
 
     Args:
         compute: of one rank.
         messages: of one step, in order.
         cost: returns the seconds of a message.
-        ranks: number of ranks.
         overlap: whether communication overlaps computation.
     """
-    total = compute.forward + compute.backward + compute.rest + compute.sharded / ranks
+    total = compute.seconds
     if not overlap:
         return total + sum(map(cost, messages))
     parts = {part: [message for message in messages if message.part == part] for part in ("forward", "backward")}

@@ -83,11 +83,6 @@ class Zero:
             **given,
         )
 
-    @property
-    def shards(self) -> tuple[str, ...]:
-        """Phases whose work is divided among the ranks; fastdiff shards the EMA at every stage."""
-        return ("optimizer", "ema") if self.stage else ("ema",)
-
     def messages(
         self, parameters: Sequence[int], width: int, ranks: int, sums: int | None = None, frozen: Sequence[int] = ()
     ) -> list[Message]:

@@ -19,7 +19,6 @@ from fastdiff_bench.measure.session import Enough, StepTimer
 from fastdiff_bench.measure.workload import Workload
 from fastdiff_bench.records import record
 from fastdiff_bench.records.record import Failure, Log, Measurement
-from fastdiff_bench.scaling import command as scale
 from fastdiff_bench.scaling import host
 from fastdiff_bench.scaling.command import consensus
 from fastdiff_bench.trainers import collectives
@@ -112,7 +111,7 @@ def volumes(calls: list[tuple[str, int]]) -> Counter[str]:
 
 
 @pytest.mark.nightly
-def test_the_command_measures_fits_and_checks(tmp_path: Path, capfd: Any) -> None:
+def test_the_command_measures_ranks_apart_and_together(tmp_path: Path, capfd: Any) -> None:
     assert main(["scale", "--smoke", "--device", "cpu", "--out", str(tmp_path)]) == 0
     found = record.read(tmp_path / "scale.jsonl")
     assert found.failures == ()
@@ -128,26 +127,8 @@ def test_the_command_measures_fits_and_checks(tmp_path: Path, capfd: Any) -> Non
     assert rows["zero3, 2 ranks", "collectives"].value > rows["zero3, 1 rank", "collectives"].value
     for name in ("zero3, 1 rank", "zero3, 2 ranks apart", "zero3, 2 ranks"):
         assert rows[name, "step time"].value > 0
-    for kind in ("all-reduce", "reduce-scatter", "all-gather"):
-        assert rows["gloo, 2 ranks", f"{kind} bandwidth"].value >= 0
-    measured = rows["zero3, 2 ranks", "step time"].value
-    for start in ("1 rank", "2 ranks apart"):
-        predicted = rows["zero3, 2 ranks", f"predicted step time from {start}"].value
-        assert rows["zero3, 2 ranks", f"prediction error from {start}"].value == pytest.approx(predicted / measured - 1)
-        assert predicted > 0
     printed = capfd.readouterr().out
-    assert all(title in printed for title in ("measured  ", "fitted  ", "checked  ", "Not modelled"))
-
-
-def test_a_sweep_that_fails_is_recorded_and_keeps_what_was_measured(tmp_path: Path, capsys: Any) -> None:
-    workload = Workload(preset="digits", batch=4)
-    # Three numbers for two ranks: they cannot be scattered.
-    plan = scale.Plan(workload, ("ddp",), (2,), "cpu", scale.SMOKE, sizes=(6,))
-    with Log(tmp_path / "scale.jsonl") as log:
-        assert scale.fit_links(plan, 2, log) is None
-    [failure] = record.read(log.path).failures
-    assert (failure.case, failure.provider) == ("links", "gloo, 2 ranks")
-    assert "the sweep of message sizes failed" in capsys.readouterr().out
+    assert "measured  " in printed
 
 
 def step_record(folder: Path, memory: str = "peak allocated", step_ms: float = 400.0, **facts: Any) -> Path:
