@@ -65,11 +65,7 @@ class AppendedFile:
         self._descriptor: int | None = None
 
     def append(self, record: bytes) -> None:
-        """Append one record.
-
-        Raises:
-            OSError: with the path; the record cannot be written, and the file is not ``buffered``.
-        """
+        """Append one record; OSError, with the path, if it cannot be written and the file is not ``buffered``."""
         if self._waiting and sum(map(len, self._waiting)) + len(record) > _MOST:
             self._lost += 1
         else:
@@ -77,11 +73,7 @@ class AppendedFile:
         self.retry()
 
     def retry(self) -> None:
-        """Write the records that wait, as far as there is room.
-
-        Raises:
-            OSError: with the path; one cannot be written, and the file is not ``buffered``.
-        """
+        """Write the records that wait, as far as there is room; OSError as ``append``."""
         try:
             self._write()
         except OSError as error:
@@ -118,11 +110,7 @@ class AppendedFile:
 
 
 class WholeFiles:
-    """Files that are written at once and atomically, such as ``run.json`` and pictures.
-
-    Args:
-        buffered: keep files that cannot be written in memory, and write them later.
-    """
+    """Files written at once and atomically, as pictures; ``buffered`` keeps in memory what cannot be written yet."""
 
     def __init__(self, *, buffered: bool = False) -> None:
         self._buffered = buffered
@@ -132,13 +120,8 @@ class WholeFiles:
     def write(self, path: Path, content: bytes, *, durable: bool = True) -> None:
         """Write a file, and its folder if missing.
 
-        Args:
-            path: of the file.
-            content: of the file.
-            durable: False: do not wait until it is on the disk.
-
-        Raises:
-            OSError: with the path; it cannot be written, and the files are not ``buffered``.
+        OSError, with the path, if that fails and the files are not ``buffered``. ``durable`` False: do not wait until
+        it is on the disk.
         """
         self._waiting[path] = content
         if not durable:
@@ -146,11 +129,7 @@ class WholeFiles:
         self.retry()
 
     def retry(self) -> None:
-        """Write the files that wait, as far as there is room.
-
-        Raises:
-            OSError: with the path; one cannot be written, and the files are not ``buffered``.
-        """
+        """Write the files that wait, as far as there is room; OSError as ``write``."""
         for path, content in list(self._waiting.items()):
             try:
                 path.parent.mkdir(exist_ok=True)

@@ -77,11 +77,7 @@ def on_first_node() -> bool:
 
 
 def _file() -> Path:
-    """Return the file of this job on this node, the same for all its ranks; remove files of jobs that have ended.
-
-    Raises:
-        OSError: there is no folder that belongs to this user alone.
-    """
+    """Return the file of this job on this node, of all its ranks; remove those of ended jobs. OSError: it cannot."""
     folder = private_folder()
     job = "-".join(re.sub(r"[^\w.]", "_", os.environ.get(name, "")) for name in ("MASTER_ADDR", "MASTER_PORT"))
     mine = f"{_LAUNCHER}-{job}"
@@ -93,11 +89,7 @@ def _file() -> Path:
 
 
 def private_folder() -> Path:
-    """Return a folder of this user alone for files between the ranks of a node; their names begin with their launcher.
-
-    Raises:
-        OSError: there is no such folder, and none can be made.
-    """
+    """Return a folder of this user alone for files between the ranks of a node; OSError: there is none."""
     folder = Path(tempfile.gettempdir()) / f"fastdiff-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

@@ -29,17 +29,9 @@ _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> dict[str, Any]:
-    """Write a new file in one pass over its parts, and wait until it is on the disk.
+    """Write a new file of ``parts`` and wait for the disk; return ``bytes``, its size, and ``sha256``, hexadecimal.
 
-    Args:
-        path: must not exist.
-        parts: its bytes, in order.
-
-    Returns:
-        ``bytes``, the size, and ``sha256``, the hexadecimal digest.
-
-    Raises:
-        StorageError: it could not be written; the partial file stays.
+    StorageError: it could not be written; the partial file stays.
     """
     views = [memoryview(part).cast("B") for part in parts]
     size, digest = sum(len(view) for view in views), hashlib.sha256()
@@ -62,10 +54,8 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> dict[str, Any
 def reserve(descriptor: int, size: int) -> None:
     """Reserve space for a file if the file system supports it, so that a full disk fails before the first byte.
 
-    ``os.posix_fallocate`` is not used: without support of the file system it writes to every block.
-
-    Raises:
-        OSError: there is no space.
+    ``os.posix_fallocate`` is not used: without support of the file system it writes to every block. OSError: there is
+    no space.
     """
     code = _fallocate(descriptor, _KEEP_SIZE, 0, size)
     if code not in (0, *_CANNOT_RESERVE):
@@ -122,11 +112,7 @@ def remove(path: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk.
-
-    Raises:
-        OSError: with the file name, which the error of the system call lacks.
-    """
+    """Wait until a file, or the entries of a folder, are on the disk; OSError with its name."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -146,19 +132,10 @@ def temporary(path: Path) -> Path:
 
 
 def publish(path: Path, content: bytes, mode: int = 0o666, *, masked: bool = True, durable: bool = True) -> None:
-    """Write a small file under a temporary name, fsync, rename, fsync the folder.
+    """Write a small file under a temporary name, fsync, rename, fsync the folder; OSError, with its name, leaves none.
 
-    A link of the temporary name is not followed, and one of the final name is replaced.
-
-    Args:
-        path: of the file.
-        content: of the file.
-        mode: its permissions.
-        masked: less those of the umask.
-        durable: False: do not wait until it is on the disk.
-
-    Raises:
-        OSError: with the name of the file; nothing is left of it.
+    A link of the temporary name is not followed, and one of the final name is replaced. ``masked``: ``mode`` less the
+    permissions of the umask. ``durable`` False: do not wait until it is on the disk.
     """
     source = temporary(path)
     try:
@@ -180,11 +157,7 @@ def publish(path: Path, content: bytes, mode: int = 0o666, *, masked: bool = Tru
 
 
 def make_parents(path: Path) -> None:
-    """Make the missing folders above ``path``.
-
-    Raises:
-        OSError: one cannot be made; ENOTDIR where a file stands in its place.
-    """
+    """Make the missing folders above ``path``; OSError: one cannot be made, ENOTDIR where a file is in its place."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
@@ -223,11 +196,7 @@ _ATTEMPTS = 1000
 
 
 def open_lock_in(folder: Path, name: str) -> int:
-    """Open the lock ``name`` in a folder that other processes remove when they are done; make both if missing.
-
-    Raises:
-        OSError: one of them cannot be made.
-    """
+    """Open the lock ``name``, made if missing, in a folder that others remove when they are done; OSError: it fails."""
     for _ in range(_ATTEMPTS):
         folder.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):  # removed meanwhile
@@ -236,21 +205,12 @@ def open_lock_in(folder: Path, name: str) -> int:
 
 
 def open_lock(path: Path) -> int:
-    """Open the file of a lock and return its descriptor; it is made if missing, and its content stays.
-
-    Raises:
-        OSError: it cannot be opened, or is a link.
-    """
+    """Open the file of a lock, made if missing, and return its descriptor; OSError: it fails, or is a link."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def lock(descriptor: int, folder: Path) -> None:
-    """Lock an open file of ``folder`` until it is closed.
-
-    Raises:
-        BlockingIOError: another process holds the lock.
-        StorageError: the file system has no locks.
-    """
+    """Lock an open file of ``folder`` until it is closed; BlockingIOError: another has it, StorageError: no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -384,11 +344,7 @@ def _remove_unfinished(place: Path) -> None:
 
 
 def raise_open_files() -> None:
-    """Raise the soft limit of open files of this process and its children to the hard one.
-
-    Raises:
-        ConfigError: the hard limit is too low for a run.
-    """
+    """Raise the soft limit of open files, of children too, to the hard one; ConfigError: that is too low for a run."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if most < _FEWEST_OPEN_FILES:
@@ -401,15 +357,9 @@ def raise_open_files() -> None:
 
 
 def read_bounded(path: Path | int, most: int) -> bytes:
-    """Read a regular file with a size limit; refuse pipes and devices.
+    """Read a regular file of at most ``most`` bytes; ValueError: larger, growing, or no such file; OSError: unreadable.
 
-    Args:
-        path: of the file, links are followed; or a descriptor, opened with ``O_NONBLOCK``, which is closed.
-        most: largest accepted size in bytes.
-
-    Raises:
-        ValueError: it is larger, grows during the read, or is no regular file.
-        OSError: it cannot be read.
+    ``path``: links are followed; or a descriptor, opened with ``O_NONBLOCK``, which is closed.
     """
     # Without O_NONBLOCK, opening a pipe that has no writer would block.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:

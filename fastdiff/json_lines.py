@@ -33,11 +33,7 @@ class JsonLines(AppendedFile):
     """An append-only file with one JSON object per line; see ``AppendedFile`` for its arguments."""
 
     def write(self, record: Record) -> None:
-        """Append one record; NaN and infinity, which JSON lacks, become null.
-
-        Raises:
-            OSError: with the path; the record cannot be written, and the file is not ``buffered``.
-        """
+        """Append one record, null for NaN and infinity, which JSON lacks; OSError as ``append``."""
         clean = {k: None if isinstance(v, float) and v - v != 0 else v for k, v in record.items()}
         self.append(json.dumps(clean).encode() + b"\n")
 
@@ -46,29 +42,17 @@ class JsonLines(AppendedFile):
         return sum(1 for _ in each_record(self._path)) + len(self._waiting)
 
     def last(self) -> Record | None:
-        """Return the last record, also one that waits for room; None if there is none.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Return the last record, also one that waits for room; None: there is none. OSError: it cannot be read."""
         return record_of(self._waiting[-1]) if self._waiting else last_record(self._path)
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of a file, without lines that are none; an absent file has none.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the records of a file, without lines that are none; an absent file has none. OSError: unreadable."""
     return list(each_record(path))
 
 
 def each_record(path: Path) -> Iterator[Record]:
-    """Yield the records of a file as ``read_records``, with one line in memory at a time.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Yield the records of a file as ``read_records``, with one line in memory at a time."""
     with suppress(FileNotFoundError), open_lines(path) as file:
         yield from (record for line in whole_lines(file) if (record := record_of(line)) is not None)
 
@@ -93,11 +77,7 @@ def whole_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def last_record(path: Path) -> Record | None:
-    """Return the last record in the last ``_TAIL`` bytes of a file; None if there is none, or no file.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the last record in the last ``_TAIL`` bytes of a file; None: none, or no file. OSError: unreadable."""
     with suppress(FileNotFoundError), _opened(path) as file:
         for _, block in islice(_blocks_from_end(file), 1):
             return next((found for line in reversed(block.splitlines()) if (found := record_of(line))), None)
@@ -107,10 +87,7 @@ def last_record(path: Path) -> Record | None:
 def drop_records_after(path: Path, step: int) -> None:
     """Remove records beyond ``step``, which a resumed run writes again, and lines near them that are no records.
 
-    Only the end of the file is read, back to a record that stays; there the file is cut off.
-
-    Raises:
-        OSError: the file cannot be read, cut off or replaced.
+    Only the end of the file is read, back to a record that stays; there the file is cut off. OSError: that fails.
     """
     try:
         with _opened(path) as file:

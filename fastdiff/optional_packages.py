@@ -28,20 +28,12 @@ CUDA_VERSIONS = frozenset(_OF_CUDA)
 
 
 def pip_install(*packages: str) -> str:
-    """Return the command that installs packages in the tested versions, for example ``pip install 'peft>=0.18,<1'``.
-
-    Raises:
-        KeyError: a package is not among the optional ones.
-    """
+    """Return the command that installs packages in the tested versions, for example ``pip install 'peft>=0.18,<1'``."""
     return _command(*(_REQUIREMENTS[package] for package in packages))
 
 
 def pip_install_for_cuda(version: int) -> str:
-    """Return the command that installs torch and the packages that are built for a major version of CUDA.
-
-    Raises:
-        KeyError: no set of packages is built for it; see ``CUDA_VERSIONS``.
-    """
+    """Return the command that installs torch and what is built for a version of CUDA, one of ``CUDA_VERSIONS``."""
     return _command(*_OF_CUDA[version])
 
 

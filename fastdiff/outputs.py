@@ -22,17 +22,10 @@ _SHOWN = 3
 def require_own_folder(
     flag: str, folder: Path, is_own: Callable[[str], bool], is_beside: Callable[[str], bool] = of_other_program
 ) -> None:
-    """Refuse a folder of someone else: one that has only entries of others.
+    """Raise ConfigError for a folder of someone else, which has only entries of others; OSError: it cannot be read.
 
-    Args:
-        flag: of the folder, for the message.
-        folder: need not exist.
-        is_own: whether the command writes an entry of this name.
-        is_beside: whether an entry of this name does not count, as hidden ones and those of systems.
-
-    Raises:
-        ConfigError: the folder is of someone else.
-        OSError: it cannot be read.
+    ``flag`` is for the message. ``is_own`` tells the names that the command writes, ``is_beside`` those that do not
+    count, as hidden ones and those of systems.
     """
     try:
         names = sorted(os.listdir(folder))
@@ -76,10 +69,7 @@ def write_output(path: Path, content: bytes, mode: int = 0o666) -> None:
 def require_output(path: Path) -> None:
     """Fail before the work if its result could not be written to ``path``, and say if it replaces an earlier file.
 
-    The missing folders above it are made.
-
-    Raises:
-        OSError: with the path.
+    The missing folders above it are made. OSError: with the path.
     """
     earlier = _mode_of_output(path)
     if earlier is None or stat.S_ISREG(earlier):

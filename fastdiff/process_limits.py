@@ -28,11 +28,7 @@ def is_reached(error: Exception) -> bool:
 
 
 def try_threads() -> None:
-    """Start as many threads as a process needs, and end them.
-
-    Raises:
-        RuntimeError: one cannot be started (``is_reached``).
-    """
+    """Start as many threads as a process needs, and end them; RuntimeError (``is_reached``): one cannot be started."""
     release = threading.Event()
     started = []
     try:

@@ -58,37 +58,14 @@ def seed_initial_values(seed: int) -> None:
 
 
 def uniform(seed: int, stream: Stream, position: Tensor, count: int) -> Tensor:
-    """Uniform numbers in [0, 1).
+    """Return uniform numbers in [0, 1), ``[B, count]`` fp32 on the device of ``position``; errors: ``philox.uniform``.
 
-    Args:
-        seed: seed of the run, in [0, 2**64).
-        stream: purpose of the numbers.
-        position: ``[B]`` int64 positions in the run.
-        count: numbers per position.
-
-    Returns:
-        ``[B, count]`` fp32 on the device of ``position``.
-
-    Raises:
-        ValueError: see ``fastdiff_kernels.philox.uniform``.
+    ``seed`` of the run in [0, 2**64); ``stream``: purpose of the numbers; ``position``: ``[B]`` int64 in the run.
     """
     return philox.uniform(seed, int(stream), position, count)
 
 
 def normal(seed: int, stream: Stream, position: Tensor, shape: Sequence[int]) -> Tensor:
-    """Standard normal numbers.
-
-    Args:
-        seed: seed of the run, in [0, 2**64).
-        stream: purpose of the numbers.
-        position: ``[B]`` int64 positions in the run.
-        shape: shape of the numbers of one position, in row-major order.
-
-    Returns:
-        ``[B, *shape]`` fp32 on the device of ``position``.
-
-    Raises:
-        ValueError: see ``fastdiff_kernels.philox.normal``.
-    """
+    """Return standard normal numbers ``[B, *shape]`` fp32, row-major, on the device of ``position``; as ``uniform``."""
     flat = philox.normal(seed, int(stream), position, math.prod(shape))
     return flat.view(position.shape[0], *shape)

@@ -19,14 +19,9 @@ LINK = "it is a link, which is not followed in a run folder"
 
 
 def open_inside(run: Path, name: str | PurePath) -> int:
-    """Return a descriptor to read a regular file of a run folder.
+    """Return a descriptor to read a regular file of a run folder by its name in it, without ``..``.
 
-    Args:
-        run: the folder.
-        name: of the file in it, without ``..``.
-
-    Raises:
-        OSError: it cannot be opened, is no regular file, or is a link or behind one (ELOOP); with the path.
+    OSError, with the path: it cannot be opened, is no regular file, or is a link or behind one (ELOOP).
     """
     *folders, last = _parts(run, name)
     with _opened_folder(run, folders) as parent:
@@ -38,21 +33,12 @@ def open_inside(run: Path, name: str | PurePath) -> int:
 
 
 def read_inside(run: Path, name: str | PurePath, most: int) -> bytes:
-    """Return the content of a file of a run folder, of at most ``most`` bytes.
-
-    Raises:
-        ValueError: it is larger, or grows during the read.
-        OSError: see ``open_inside``.
-    """
+    """Return a file of a run folder; ValueError: it is, or grows, above ``most`` bytes; OSError as ``open_inside``."""
     return read_bounded(open_inside(run, name), most)
 
 
 def names_inside(run: Path, folder: str | PurePath) -> list[str]:
-    """Return the names in a folder of a run, sorted; none if it is missing or no folder.
-
-    Raises:
-        OSError: it cannot be read, or is a link or behind one (ELOOP); with the path.
-    """
+    """Return the sorted names in a folder of a run; none if missing or no folder. OSError as ``open_inside``."""
     *folders, last = _parts(run, folder)
     try:
         with _opened_folder(run, folders) as parent:

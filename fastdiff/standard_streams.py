@@ -35,11 +35,7 @@ def open_closed_descriptors() -> None:
 
 
 class Lossy(io.RawIOBase):
-    """Raw stream of a descriptor that drops the bytes that it does not accept.
-
-    Args:
-        descriptor: open for writing; closing this stream leaves it open.
-    """
+    """Raw stream of a descriptor that drops the bytes that it does not accept, and does not close the descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -126,11 +126,7 @@ def preset(name: str, **changes: Any) -> Config:
 
 
 def for_ranks(config: RunConfig) -> bytes:
-    """Return the JSON file from which ranks read a configuration.
-
-    Raises:
-        ConfigError: the network is known to this process alone.
-    """
+    """Return the JSON file from which ranks read a configuration; ConfigError if this process alone has the network."""
     return json.dumps(_naming_files(config.model.kind, json.loads(json.dumps(dataclasses.asdict(config))))).encode()
 
 

@@ -56,11 +56,7 @@ class Stream:
 
 
 class Terminal:
-    """A bar below the lines of the output.
-
-    Args:
-        config: of the run.
-    """
+    """A bar below the lines of the output."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -97,12 +93,7 @@ class Terminal:
 
 
 class Notebook:
-    """A view of the run that is drawn again and again, with the lines of the output below it.
-
-    Args:
-        run: its folder.
-        steps: of the whole run.
-    """
+    """A view of the run in a folder, of ``steps`` in all, drawn again and again above the lines of the output."""
 
     def __init__(self, run: Path, steps: int) -> None:
         from IPython.display import HTML, display

@@ -96,12 +96,8 @@ class AsyncSaves:
     def wait(self, what: str, allowed: int | None = None) -> None:
         """Wait until no save of a kind is running; called by all ranks.
 
-        Args:
-            what: the kind.
-            allowed: consecutive failures that only cause a warning; None: as many as the run survives.
-
-        Raises:
-            FastdiffError: on every rank: it failed more often than allowed.
+        After more than ``allowed`` consecutive failures (None: as many as the run survives) FastdiffError on every
+        rank, before that a warning.
         """
         save = self._running.get(what)
         if save is None:

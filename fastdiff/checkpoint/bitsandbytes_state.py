@@ -36,11 +36,7 @@ def fragments_tensor(flat: Flat, parameters: Sequence[str]) -> Tensor:
 
 
 class BlockwiseState:
-    """Optimizer state of all ranks, by parameter.
-
-    Args:
-        saved: a checkpoint with bitsandbytes state and the fragments of its flat tensors.
-    """
+    """Optimizer state of all ranks by parameter, from a checkpoint of bitsandbytes with the fragments of its flats."""
 
     def __init__(self, saved: Checkpoint) -> None:
         self._folder = saved.folder

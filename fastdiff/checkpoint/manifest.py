@@ -97,12 +97,7 @@ _SCHEMA = TypeAdapter(Manifest)
 
 
 def committed(checkpoints: Path) -> list[Path]:
-    """Return the committed checkpoints of a run, newest first; only committed ones have a manifest.
-
-    Raises:
-        ConfigError: the folder is a link.
-        OSError: it cannot be read.
-    """
+    """Return the checkpoints with a manifest, newest first; ConfigError: a link, OSError: an unreadable folder."""
     try:
         names = names_inside(*_place(checkpoints))
     except OSError as error:

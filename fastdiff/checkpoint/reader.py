@@ -54,11 +54,7 @@ class _Piece:
 
 
 class Checkpoint:
-    """A committed checkpoint, opened for reading.
-
-    Args:
-        folder: ``step-N`` with its manifest. The caller has verified the digests.
-    """
+    """A committed checkpoint, ``step-N`` with its manifest, opened for reading; the caller has verified the digests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

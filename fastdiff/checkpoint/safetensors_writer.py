@@ -57,12 +57,7 @@ def write_tensors(
 
 
 def header(layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """Return the length and the header of a file: the bytes before the values.
-
-    Args:
-        layout: dtype and shape of every tensor, in the order of their values.
-        metadata: of the file.
-    """
+    """Return length and header of a file, with dtype and shape of every tensor in the order of their values."""
     content: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     end = 0
     for name, (dtype, shape) in layout.items():

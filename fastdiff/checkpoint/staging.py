@@ -30,11 +30,7 @@ class Share:
 
 
 class HostCopy:
-    """Reusable host memory for copies.
-
-    Args:
-        pinned_gib: limit of the memory that is pinned, for copies from a GPU; the rest is pageable.
-    """
+    """Reusable host memory for copies; ``pinned_gib`` limits what is pinned, for copies from a GPU."""
 
     def __init__(self, pinned_gib: float = math.inf) -> None:
         self._blocks: list[Tensor] = []

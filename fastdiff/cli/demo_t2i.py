@@ -43,11 +43,7 @@ def caption(digit: int) -> str:
 
 
 def prepare(folder: Path) -> float:
-    """Write ``images`` and ``pipeline`` to a new folder, which is complete or missing; see ``write_pipeline``.
-
-    Raises:
-        ConfigError: the folder exists, or another process writes it.
-    """
+    """Write ``images`` and ``pipeline`` to a new folder, whole or not at all; ConfigError: it exists, or is written."""
     require(not folder.exists(), f"{folder} exists; choose another folder, or delete this one")
     with unfinished_folder(folder) as unfinished:
         write_images(unfinished / "images")
@@ -66,11 +62,7 @@ def write_images(folder: Path) -> None:
 
 
 def write_pipeline(folder: Path, *, steps: int = _STEPS) -> float:
-    """Write the tiny pipeline and fit its autoencoder to the digits.
-
-    Returns:
-        Root mean squared error of its reconstructions of every fourth scan, for pixels in [-1, 1].
-    """
+    """Write the tiny pipeline, its autoencoder fitted to the digits; return its RMS error, for pixels in [-1, 1]."""
     from diffusers import AutoencoderKL
 
     tiny_pipeline.build(folder)

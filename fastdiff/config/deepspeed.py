@@ -52,11 +52,7 @@ def named() -> dict[str, Path]:
 
 
 def read(given: str) -> DsConfig:
-    """Return the JSON object of a configuration, given by its name or as the path of a file.
-
-    Raises:
-        ConfigError: there is none, or the file has no JSON object.
-    """
+    """Return the JSON object of a configuration, by its name or as the path of a file; ConfigError if there is none."""
     path = named().get(given, Path(given))
     try:
         raw = json.loads(read_bounded(path, _LARGEST))

@@ -58,11 +58,7 @@ def _version(package: str) -> str:
 
 
 def plugins(config: RunConfig) -> dict[str, str]:
-    """Return the code of users in a run, without executing it: ``plugin.ROLE`` and ``FILE:NAME sha256 DIGEST``.
-
-    Raises:
-        ConfigError: a file or an installed plug-in is missing.
-    """
+    """Return the code of users, unexecuted: ``plugin.ROLE`` and ``FILE:NAME sha256 DIGEST``; ConfigError: missing."""
     found, network, objective = {}, plugin_of(config.model.kind), config.objective.plugin
     if network is not None:
         found["plugin.network"] = _identified(network.text, network.identity)
@@ -145,11 +141,7 @@ def run_json(
 
 
 def require_run(folder: Path) -> None:
-    """Refuse a folder without a run.
-
-    Raises:
-        ConfigError: it has no ``run.json``; the message names the runs beside it.
-    """
+    """Raise ConfigError, with the names of the runs beside it, for a folder without ``run.json``."""
     if not os.path.lexists(folder / "run.json"):
         near = sorted(path.parent.name for path in folder.parent.glob("*/run.json"))
         hint = f"runs there: {', '.join(near)}" if near else "start one with `fastdiff train`"
@@ -157,12 +149,7 @@ def require_run(folder: Path) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return the content of ``run.json``.
-
-    Raises:
-        ConfigError: the folder has no run.
-        StorageError: the file cannot be read, or is damaged.
-    """
+    """Return the content of ``run.json``; ConfigError without a run, StorageError if it is unreadable or damaged."""
     require_run(folder)
     path = folder / "run.json"
     try:

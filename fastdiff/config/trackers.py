@@ -23,11 +23,7 @@ not have."""
 
 
 def require_usable(report_to: Sequence[str]) -> None:
-    """Check that the trackers are installed and have the logins that they need; nothing is asked over a network.
-
-    Raises:
-        ConfigError: with the command that installs it, or with the ways to log in or to go without.
-    """
+    """Require that the trackers are installed and have their logins, without a network; ConfigError: the ways out."""
     for problem in problems(report_to):
         raise ConfigError(problem)
 

@@ -18,11 +18,7 @@ _MARKS = ("run.json", ".lock", "metrics.jsonl")
 class Folders:
     """Run folders that are named, and folders of runs.
 
-    Args:
-        paths: as the user gave them; none: all runs in ``runs``, which need not exist yet.
-
-    Raises:
-        ConfigError: a path is no folder.
+    None: all runs in ``runs``, which need not exist yet. ConfigError: a path is no folder.
     """
 
     paths: Sequence[Path]

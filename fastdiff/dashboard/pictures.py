@@ -76,12 +76,7 @@ def pictures_of(run: Path) -> tuple[list[Picture], list[str]]:
 
 @lru_cache(maxsize=65536)
 def _size(run: Path, name: str, changed: int) -> tuple[int, int]:
-    """Return width and height from the header of a PNG.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is none, or too large.
-    """
+    """Return width and height from the header of a PNG; OSError: unreadable, ValueError: no PNG, or too large."""
     with open(open_inside(run, name), "rb") as file:
         head = file.read(24)
     if len(head) < 24 or not head.startswith(_SIGNATURE):
@@ -93,12 +88,7 @@ def _size(run: Path, name: str, changed: int) -> tuple[int, int]:
 
 
 def content(picture: Picture, width: int | None = None) -> tuple[bytes, str]:
-    """Return a picture and its type; a wider one than ``width`` pixels is made as small.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is too large, or cannot be decoded.
-    """
+    """Return a picture, at most ``width`` pixels wide, and its type; OSError, or ValueError: too large or damaged."""
     if width is not None and picture.width > width:
         return _smaller(picture, width), "image/webp"
     return read_inside(picture.run, picture.name, _MOST_BYTES), "image/png"
@@ -127,11 +117,7 @@ def _smaller(picture: Picture, width: int) -> bytes:
 
 
 def _require_cheap(file: BinaryIO) -> None:
-    """Refuse a PNG that would cost more memory or time than its decoding is worth; the file is then at its begin.
-
-    Raises:
-        ValueError: it is too large, or cut into very many chunks.
-    """
+    """Raise ValueError for a PNG too large, or in too many chunks, to be decoded; then the file is at its begin."""
     size = os.fstat(file.fileno()).st_size
     head = file.read(24)
     width, height = struct.unpack(">II", head[16:24]) if len(head) == 24 else (0, 0)

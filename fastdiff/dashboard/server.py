@@ -47,13 +47,9 @@ _HEADERS = {
 
 
 def bind(port: int | None) -> socket.socket:
-    """Return a listening socket of this machine alone.
+    """Return a listening socket of this machine alone; ConfigError: the port is taken.
 
-    Args:
-        port: to listen on; None: the first free one from ``FIRST_PORT`` on, so that the address rarely changes.
-
-    Raises:
-        ConfigError: the port is taken.
+    ``port`` None: the first free one from ``FIRST_PORT`` on, so that the address rarely changes.
     """
     for tried in [port] if port is not None else range(FIRST_PORT, FIRST_PORT + _PORTS):
         found = socket.socket()
@@ -71,16 +67,7 @@ def bind(port: int | None) -> socket.socket:
 
 
 def serve(folders: Folders, listening: socket.socket, token: str | None) -> None:
-    """Serve the page until Ctrl-C.
-
-    Args:
-        folders: runs to show.
-        listening: socket of ``bind``.
-        token: which other users of this machine need; None: they need none.
-
-    Raises:
-        KeyboardInterrupt: at Ctrl-C, after the server has ended.
-    """
+    """Serve the page until Ctrl-C (KeyboardInterrupt, once the server has ended); ``token`` None: nobody needs one."""
     server: uvicorn.Server
     app = application(folders, lambda: server.should_exit, token)
     config = uvicorn.Config(

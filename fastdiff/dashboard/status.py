@@ -95,11 +95,7 @@ def _lives(lock: Path) -> bool | None:
 
 
 def _has_open(process: int, file: os.stat_result) -> bool:
-    """Return whether a process of this machine has a file open.
-
-    Raises:
-        PermissionError: it is the process of another user.
-    """
+    """Return whether a process of this machine has a file open; PermissionError: it is another user's."""
     descriptors = Path(f"/proc/{process}/fd")
     try:
         found = list(descriptors.iterdir())

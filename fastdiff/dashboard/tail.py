@@ -57,10 +57,7 @@ class Tail:
         """Give the new records to the sink; return whether there are no more.
 
         A file that is absent has no records. Of one that cannot be read, or whose folder is gone too, those that have
-        been read stay.
-
-        Args:
-            until: time of ``time.monotonic`` after which no further chunk is read.
+        been read stay. No further chunk is read after ``until``, of ``time.monotonic``.
         """
         try:
             file = open_lines(self._path)

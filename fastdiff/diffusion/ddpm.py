@@ -13,11 +13,7 @@ _USUAL_STEPS = 1000.0
 
 
 class Ddpm:
-    """Tables of a run; ``native`` levels are timesteps, int64 in [0, T).
-
-    Raises:
-        ConfigError: unknown schedule.
-    """
+    """Tables of a run; ``native`` levels are timesteps, int64 in [0, T). ConfigError: unknown schedule."""
 
     def __init__(self, config: DdpmConfig, device: torch.device | str) -> None:
         schedule = Schedule.build(config, "cpu", torch.float64)

@@ -52,15 +52,9 @@ def betas(config: DdpmConfig) -> Tensor:
 
 
 def zero_terminal_snr(table: Tensor) -> Tensor:
-    """Rescale betas so that the last step is pure noise and the first keeps its abar.
+    """Rescale ``[T]`` float64 betas, T >= 2, so that the last step is pure noise (beta 1) and the first keeps its abar.
 
     Lin et al. 2023 (arXiv:2305.08891), algorithm 1: sqrt(abar) is shifted and scaled linearly.
-
-    Args:
-        table: ``[T]`` float64 betas, T >= 2.
-
-    Returns:
-        ``[T]`` float64 betas; the last is exactly 1.
     """
     root = torch.cumprod(1.0 - table, 0).sqrt()
     first, last = root[0], root[-1]
@@ -113,11 +107,7 @@ class Schedule:
 
 
 def alpha_bar_of(scheduler: Mapping[str, Any]) -> Tensor:
-    """Return the running product of 1 - beta of a ``scheduler_config.json`` of diffusers.
-
-    Returns:
-        ``[num_train_timesteps]`` float64; empty for a schedule that only diffusers supports.
-    """
+    """Return the product of 1 - beta, ``[T]`` float64, of a ``scheduler_config.json``; empty: only diffusers has it."""
     start, end = float(scheduler.get("beta_start", _FIRST)), float(scheduler.get("beta_end", _LAST))
     steps = int(scheduler.get("num_train_timesteps", 1000))
     if scheduler.get("trained_betas") is not None:

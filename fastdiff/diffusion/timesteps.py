@@ -117,11 +117,6 @@ class Importance(Timesteps):
 
     The losses of an optimizer step take effect from the next step on, in the order of their positions, independent of
     rank and micro-batch. So the levels depend only on the seed and on the losses.
-
-    Args:
-        shares: the share of each position.
-        timesteps: number of timesteps T.
-        device: device of the losses.
     """
 
     def __init__(self, shares: Shares, timesteps: int, device: torch.device | str) -> None:
@@ -219,12 +214,7 @@ class LossHistory:
         self._taken = torch.zeros(timesteps + 1, dtype=torch.int64, device=device)
 
     def take(self, timestep: Tensor, losses: Tensor) -> None:
-        """Add losses, the oldest first; losses that are not finite are ignored.
-
-        Args:
-            timestep: ``[N]`` int64.
-            losses: ``[N]`` fp32.
-        """
+        """Add losses ``[N]`` fp32 of timesteps ``[N]`` int64, the oldest first, without those that are not finite."""
         nowhere = len(self._taken) - 1
         timestep, order = torch.where(losses.isfinite(), timestep, nowhere).sort(stable=True)
         # Losses of one timestep are adjacent now, in their order: count those before and after each.

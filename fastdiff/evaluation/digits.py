@@ -32,9 +32,7 @@ def evaluate_run(run: Run) -> dict[str, Any]:
 
     A run with classes draws 500 digits (``evaluate_digits``). A super-resolution run draws 8 enlargements of each of
     the 382 scans of the split ``test`` (``evaluate_enlarged``) and writes some of them to ``enlarged.png``.
-
-    Raises:
-        ConfigError: the run was trained on other data, or has no measure.
+    ConfigError: the run was trained on other data, or has no measure.
     """
     source = DatasetInfo.read(run.config.data.path).provenance.source
     if not source.startswith(DIGITS_SOURCE):

@@ -45,15 +45,7 @@ class Extractor:
 
 
 def open_extractor(name: str) -> Extractor:
-    """Open an extractor.
-
-    Args:
-        name: ``pixels``, ``inception`` or ``PATH.py:FUNCTION``.
-
-    Raises:
-        ConfigError: The name is unknown, or a required package or file is missing or invalid.
-        OSError: A file cannot be read.
-    """
+    """Open ``pixels``, ``inception`` or ``PATH.py:FUNCTION``; ConfigError: unknown, missing or invalid."""
     if name == "pixels":
         return Extractor(name, None, _pixels)
     if name == "inception":
@@ -152,12 +144,7 @@ def open_inception() -> Extract:
 
 
 def published_weights() -> dict[str, torch.Tensor]:
-    """Read the published weights from the hub folder of torch.
-
-    Raises:
-        ConfigError: The file is missing, or another one.
-        OSError: The file cannot be read.
-    """
+    """Read the published weights from torch's hub folder; ConfigError: missing, or others; OSError: unreadable."""
     path = _weights_path()
     if not path.is_file():
         raise ConfigError(

@@ -32,12 +32,7 @@ _EPSILON = float(np.finfo(np.float64).eps)
 
 @dataclass(frozen=True, eq=False)
 class Gaussian:
-    """Mean and covariance of a set of features: the input of the Fréchet distance.
-
-    Attributes:
-        mean: ``[D]`` float64.
-        covariance: ``[D, D]`` float64, with the divisor N - 1.
-    """
+    """Mean ``[D]`` and covariance ``[D, D]`` (divisor N - 1) of features, float64: input of the Fréchet distance."""
 
     mean: npt.NDArray[np.float64]
     covariance: npt.NDArray[np.float64]

@@ -49,12 +49,7 @@ class ImageSet(Protocol):
         """Number of images."""
 
     def batches(self, count: int) -> Iterator[Pixels]:
-        """Yield ``[B, H, W, C]`` uint8; B is ``count`` except for the last batch.
-
-        Raises:
-            DataError: An image is damaged or of another size.
-            OSError: The storage cannot be read.
-        """
+        """Yield ``[count, H, W, C]`` uint8, the last batch may be smaller; DataError: damaged, or of another size."""
 
     def name_of(self, index: int) -> str:
         """Return the name of an image for messages."""
@@ -69,13 +64,7 @@ class Reference:
 
 
 def open_images(path: Path) -> ImageSet:
-    """Open a set of images.
-
-    Raises:
-        ConfigError: The path is neither an npz file of images nor a folder.
-        DataError: The file is damaged, or the folder holds no images.
-        OSError: The path cannot be read.
-    """
+    """Open a set of images; ConfigError: neither npz nor folder, DataError: damaged or empty, OSError: unreadable."""
     if path.is_dir():
         return FolderImages(path)
     names = _names(path)
@@ -85,13 +74,7 @@ def open_images(path: Path) -> ImageSet:
 
 
 def open_reference(path: Path) -> Reference:
-    """Open a set of images, saved statistics, or a file of both.
-
-    Raises:
-        ConfigError: The path is neither an npz file of these nor a folder.
-        DataError: As ``open_images``, or the statistics are not a mean and a covariance.
-        OSError: The path cannot be read.
-    """
+    """Open a set of images, statistics (DataError: no mean and covariance), or both; errors as ``open_images``."""
     names = frozenset() if path.is_dir() else _names(path)
     if not names >= _STATISTICS:
         return Reference(open_images(path), None)
@@ -123,11 +106,7 @@ class NpzImages:
 
 
 class FolderImages:
-    """All images below a folder as RGB, sorted by name, chosen as ``fastdiff encode`` does.
-
-    Attributes:
-        left_out: Pictures that are not taken, by reason.
-    """
+    """All images below a folder as RGB, by name, chosen as ``fastdiff encode`` does; ``left_out`` counts the others."""
 
     def __init__(self, folder: Path) -> None:
         if (folder / "run.json").is_file():

@@ -88,13 +88,10 @@ class Likelihood:
 
 
 class Steps:
-    """Measurements of predictions at given timesteps.
+    """Measurements of predictions at given timesteps of the process ddpm.
 
-    Args:
-        config: of the process ddpm.
-        device: of the tensors.
-        clip: clamp estimates of x0. The mean of the reverse step then follows from the clamped x0, unless the model
-            predicts the mean itself.
+    ``clip`` clamps estimates of x0. The mean of the reverse step then follows from the clamped x0, unless the model
+    predicts the mean itself.
     """
 
     def __init__(self, config: DdpmConfig, device: torch.device | str, *, clip: bool) -> None:
@@ -250,11 +247,7 @@ def read_clean(
 
 
 def check(run: Run) -> DdpmConfig:
-    """Return the objective of a run that has a bound.
-
-    Raises:
-        ConfigError: its process has no Gaussian steps, or its bound is infinite.
-    """
+    """Return the objective of a run; ConfigError: its process has no Gaussian steps, or its bound is infinite."""
     objective = run.config.objective
     if not isinstance(objective, DdpmConfig):
         raise ConfigError(
@@ -319,12 +312,7 @@ _COLOURS = "#0072B2", "#D55E00", "#009E73"
 
 
 def draw(path: Path, found: Likelihood) -> None:
-    """Write the plot (``figures.figure_for``): bound, errors of x0 and of the noise by timestep, on logarithmic axes.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-        OSError: with the path; it cannot be written.
-    """
+    """Plot bound, errors of x0 and of the noise by timestep, on logarithmic axes; errors as ``figures.figure_for``."""
     curves = {
         f"variational bound, bits per dimension: {found.vb.sum():.3f} in all": found.vb,
         "squared error of x0": found.xstart_mse,

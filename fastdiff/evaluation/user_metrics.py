@@ -30,11 +30,7 @@ class UserMetric:
     """Of its figures: ``NAME``, or ``NAME.KEY`` for each of several."""
 
     def __call__(self, samples: Features, reference: Features) -> Figures:
-        """Return its figures by name; it is called twice.
-
-        Raises:
-            ConfigError: its code raises an exception, returns no numbers, or other numbers when it is called again.
-        """
+        """Return its figures by name, called twice; ConfigError: an exception, no numbers, or others again."""
         figures = self._called(samples, reference)
         require(
             figures == self._called(samples, reference),
@@ -60,11 +56,7 @@ class UserMetric:
 
 
 def open_metrics(names: Sequence[str]) -> list[UserMetric]:
-    """Open metrics.
-
-    Raises:
-        ConfigError: a metric cannot be opened; or two have one name, or one that of another figure.
-    """
+    """Open metrics; ConfigError: one cannot be opened, two have one name, or one has that of another figure."""
     found = [_open(name) for name in names]
     twice = {metric.name for metric in found if [other.name for other in found].count(metric.name) > 1}
     require(not twice, f"{_FLAG}: two metrics have the name {', '.join(sorted(twice))}; rename one")

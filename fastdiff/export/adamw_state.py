@@ -25,13 +25,7 @@ Read = Callable[[Moment, str], Tensor]
 
 
 def moments(saved: Checkpoint, optim: OptimConfig, lora: LoraConfig) -> Read | str:
-    """Return a reader of the moments of every parameter, or the reason why there are none.
-
-    Args:
-        saved: a checkpoint, not a snapshot.
-        optim: the run's.
-        lora: the run's.
-    """
+    """Return a reader of the moments of every parameter in a checkpoint, no snapshot; or why there are none."""
     if lora.rank:
         return "it is the state of an adapter, not of the merged weights"
     if not saved.optimizer_steps:

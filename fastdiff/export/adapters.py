@@ -43,12 +43,8 @@ _DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"
 def kohya(weights: Mapping[str, Tensor], config: LoraConfig, model: UNetConfig) -> dict[str, Tensor]:
     """Return the matrices under kohya's names, with alpha beside them.
 
-    kohya trains SD 1.x and 2.x under diffusers' names of the blocks, and SDXL under the original ones.
-
-    Args:
-        weights: every trained parameter, names as in ``model.named_parameters()``.
-        config: configuration of the adapter.
-        model: of the network.
+    kohya trains SD 1.x and 2.x under diffusers' names of the blocks, and SDXL under the original ones. ``weights`` are
+    all trained ones, named as in ``model.named_parameters()``.
     """
     found: dict[str, Tensor] = {}
     for layer in _layers(weights):

@@ -28,13 +28,7 @@ _INSTEAD = "use iddpm or safetensors"
 
 
 def to_diffusers(model: AdmConfig) -> dict[str, Any]:
-    """Return the arguments of ``UNet2DModel``.
-
-    It has one class more than the run: the last is the null class.
-
-    Raises:
-        ConfigError: it has no equivalent network.
-    """
+    """Return the arguments of ``UNet2DModel``, with the null class as its last; ConfigError: no equivalent network."""
     widths, attended = model.widths, _attended(model)
     require(
         not model.low_res_size,

@@ -34,13 +34,9 @@ def layer(theirs: str, ours: str, change: Callable[[Tensor], Tensor] = lambda te
 
 
 def projections(theirs: str, ours: str, heads: int, packing: tuple[str, str]) -> Sources:
-    """Split a packed projection into queries, keys and values.
+    """Split a packed projection ``ours`` into queries, keys and values of the attention ``theirs``.
 
-    Args:
-        theirs: name of the attention.
-        ours: name of the projection; ``packing`` is the layout of its outputs.
-        heads: of the attention.
-        packing: ``("qkv", "heads")``, the queries of all heads first, or ``("heads", "qkv")``.
+    ``packing`` of the outputs: ``("qkv", "heads")``, the queries of all heads first, or ``("heads", "qkv")``.
     """
     axis = packing.index("qkv")
 
@@ -62,11 +58,7 @@ def projections(theirs: str, ours: str, heads: int, packing: tuple[str, str]) ->
 def write_model(
     folder: Path, kind: str, config: Mapping[str, Any], sources: Sources, weights: ExportedWeights, dtype: torch.dtype
 ) -> None:
-    """Write ``config.json`` and the weights, one tensor at a time.
-
-    Raises:
-        OSError: a file cannot be written, for example because the disk is full.
-    """
+    """Write ``config.json`` and the weights, one tensor at a time; OSError if it cannot, as on a full disk."""
     folder.mkdir()
     content = {"_class_name": kind, "_diffusers_version": importlib.metadata.version("diffusers"), **config}
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -69,11 +69,7 @@ def formats_of(model: ModelConfig | type[ModelConfig]) -> dict[str, str]:
 
 
 def format_of(model: ModelConfig, name: str) -> ExportFormat:
-    """Return the format of a network by name.
-
-    Raises:
-        ConfigError: the network has no such format; the message lists its formats.
-    """
+    """Return the format of a network by name; ConfigError, which lists its formats, if it has no such one."""
     found = formats_of(model)
     if name in found:
         form = resolve_name(found[name])

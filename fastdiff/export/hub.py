@@ -6,11 +6,7 @@ from fastdiff.errors import ConfigError, StorageError
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Validate the name of a repository.
-
-    Raises:
-        ConfigError: it is invalid; the message gives the reason.
-    """
+    """Raise ConfigError, with the reason, if the name of a repository is invalid."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -21,15 +17,10 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def push(folder: Path, repo_id: str, *, private: bool) -> str:
-    """Upload a folder to a model repository, creating it if missing, and return its address.
+    """Upload a folder to the model repository ``user/name``, created if missing, and return its address.
 
-    Args:
-        folder: of the export.
-        repo_id: ``user/name``.
-        private: create a private repository; otherwise its owner's default. An existing one stays as it is.
-
-    Raises:
-        StorageError: the hub is unreachable or refuses; the folder is unchanged.
+    ``private`` is for a new repository; otherwise its owner's default. StorageError: the hub is unreachable or refuses;
+    the folder is unchanged.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2, by its version

@@ -38,12 +38,7 @@ _OPEN_CLIP = (
 
 
 def original_layer(layer: str, model: UNetConfig) -> str:
-    """Return the original name of a layer, such as ``input_blocks.1.1.proj_in``.
-
-    Args:
-        layer: name in diffusers and here, such as ``down_blocks.0.attentions.0.proj_in``.
-        model: shape of the UNet.
-    """
+    """Return the original name, such as ``input_blocks.1.1.proj_in``, of a layer of a UNet in diffusers and here."""
     if layer in _OUTSIDE:
         return _OUTSIDE[layer]
     block, *parts = layer.split(".")
@@ -61,12 +56,7 @@ def original_weights(names: Iterable[str], model: UNetConfig) -> dict[str, str]:
 
 
 def autoencoder_weight(name: str, levels: int) -> str:
-    """Return the original name of a weight of the autoencoder; the original decoder counts its levels from the finest.
-
-    Args:
-        name: in diffusers' ``AutoencoderKL``.
-        levels: of the autoencoder.
-    """
+    """Return the original name of a weight of ``AutoencoderKL``; its decoder counts the ``levels`` from the finest."""
     name = re.sub(r"^decoder\.up_blocks\.(\d+)", lambda found: f"decoder.up.{levels - 1 - int(found[1])}", name)
     for theirs, original in _AUTOENCODER:
         name = re.sub(theirs, original, name)
@@ -74,11 +64,7 @@ def autoencoder_weight(name: str, levels: int) -> str:
 
 
 def open_clip_weight(name: str) -> str:
-    """Return OpenCLIP's name of a weight of a text encoder, other than those of queries, keys and values.
-
-    Args:
-        name: in the text encoders of transformers, without ``text_model.``.
-    """
+    """Return OpenCLIP's name of a weight, but queries, keys and values, from transformers' without ``text_model.``."""
     for theirs, original in _OPEN_CLIP:
         name = re.sub(theirs, original, name)
     return name

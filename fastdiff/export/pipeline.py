@@ -97,11 +97,7 @@ def scheduler_config(base: Mapping[str, Any], objective: ObjectiveConfig) -> dic
 
 
 def copy_part(pipeline: Pretrained, part: str, target: Path) -> bool:
-    """Copy the configuration and the weights of one part of a pipeline, under names without a variant.
-
-    Returns:
-        Whether it was found; an optional part may be missing, or have no safetensors files.
-    """
+    """Copy configuration and weights of a part, under names without a variant; False: an optional part has none."""
     source, variant, required = pipeline.folder_of(part), pipeline.variant, part not in _OPTIONAL
     if not source.is_dir():
         if required:

@@ -35,11 +35,7 @@ class ExportedWeights:
     """Selected weights or average, in words."""
 
     def reader(self, dtype: torch.dtype) -> Read:
-        """Return ``read`` with a check that ``dtype`` can represent every weight.
-
-        Raises:
-            ConfigError: on reading a weight that overflows.
-        """
+        """Return ``read`` with a check of each weight: ConfigError for one that overflows ``dtype``."""
         return lambda name: representable(name, self.read(name), dtype)
 
 
@@ -69,11 +65,7 @@ def exported_weights(
 
 
 def published_weights(config: RunConfig) -> ExportedWeights:
-    """Return the weights of a published file, checked against the network.
-
-    Raises:
-        ConfigError: the file belongs to another network, or cannot be read.
-    """
+    """Return the weights of a published file; ConfigError: it belongs to another network, or cannot be read."""
     return ExportedWeights(*_built(config), f"weights of {Path(config.pretrained.path).name}")
 
 

@@ -138,12 +138,7 @@ class Sums:
 
 
 def read_ledger(run: Path) -> Sums:
-    """Read the ledger of a run; lines that are no records are left out, and their time is ``unknown``.
-
-    Raises:
-        ConfigError: there is no ledger, or no start in it.
-        OSError: it cannot be read.
-    """
+    """Read a ledger; the time of lines that are no records is ``unknown``. ConfigError: it has no start."""
     reading = _Reading()
     with suppress(FileNotFoundError), open_lines(run / FILE) as file:
         for number, line in enumerate(whole_lines(file), 1):
@@ -193,12 +188,9 @@ class _Reading:
             self._left_out.append(f"line {number:,}: {why}")
 
     def take(self, record: Record) -> bool:
-        """Take the next record; one that lacks a field, as after a fault of the disk, is left out.
+        """Take the next record and return True; False: it lacks a field, as after a fault of the disk, and is left out.
 
         Each kind is read whole before it changes a sum, so that one that is left out has left nothing behind.
-
-        Returns:
-            Whether it was taken.
         """
         event = record.get("event")
         take = {

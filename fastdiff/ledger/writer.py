@@ -99,12 +99,7 @@ class Ledger:
             self._write_time()
 
     def note_ranks(self, own_s: Sequence[float], watts: float | None) -> None:
-        """Record what the ranks told in an exchange that they make anyway.
-
-        Args:
-            own_s: seconds of each rank's own work in the steps since the last call (``parallel.compute_time``).
-            watts: mean power of a GPU; None: not measured.
-        """
+        """Record each rank's seconds of own work since the last call, and a GPU's mean power (None: not measured)."""
         self._own_s = [total + new for total, new in zip(self._own_s, own_s, strict=True)]
         if watts is not None:
             self._watts.append(watts)

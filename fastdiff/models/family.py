@@ -102,11 +102,7 @@ class ModelFamily(Generic[C]):
 
 
 def family_of(config: C | type[C]) -> ModelFamily[C]:
-    """Return the family of a network for its configuration or the type of its configuration.
-
-    Raises:
-        ConfigError: the configuration names none.
-    """
+    """Return the family of a network for its configuration, or the type of that; ConfigError: it names none."""
     return _family(config.family)
 
 

@@ -31,11 +31,7 @@ _RECIPE = "rowwise_with_gw_hp"
 
 
 def wide_layers(model: BlockwiseModel) -> list[str]:
-    """Return the names of the layers that gain: wide, in a block, and working on tokens.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the names of the layers that gain: wide, in a block, and working on tokens; ConfigError: there is none."""
     apart = family_of(model.config).per_sample
     blocks = {name: block for name, block in model.named_modules() if isinstance(block, model.block_classes)}
     layers = {

@@ -37,10 +37,7 @@ def resolve(config: RunConfig) -> RunConfig:
     """Fill in the network's shape and the prediction from the pretrained pipeline.
 
     A branch of a pipeline on the hub is replaced by its current commit, so that the run, its resumes and its export use
-    the same weights.
-
-    Raises:
-        ConfigError: unknown pipeline, or its noise schedule differs from that of the run.
+    the same weights. ConfigError: unknown pipeline, or its noise schedule differs from that of the run.
     """
     if not config.pretrained.path or config.pretrained.is_file:
         return _explicit(config)
@@ -61,11 +58,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def with_local_shape(config: RunConfig) -> RunConfig:
-    """Return the run with the shape of its pretrained network, if the pipeline is a folder of this machine.
-
-    Raises:
-        ConfigError: the pipeline has no such network.
-    """
+    """Return the run with the shape of its pretrained network, if that is a folder here; ConfigError: it has none."""
     here = config.pretrained.weights and Path(config.pretrained.path).is_dir()
     return replace(config, model=pretrained(config.pretrained).network_config()) if here else config
 
@@ -83,11 +76,7 @@ def _explicit(config: RunConfig) -> RunConfig:
 
 
 def download(config: PretrainedConfig, *, online: bool) -> None:
-    """Download the weights that every rank reads, unless they are on this machine.
-
-    Raises:
-        ConfigError: a part of the pipeline of the run is missing or cannot be reached.
-    """
+    """Download the weights that every rank reads, unless they are here; ConfigError: a part cannot be reached."""
     if not config.path or config.is_file:
         return
     found = pretrained(config)
@@ -99,11 +88,7 @@ def download(config: PretrainedConfig, *, online: bool) -> None:
 
 
 def base_digest(config: PretrainedConfig, lora: LoraConfig) -> str | None:
-    """Return the digest of the frozen base weights of a LoRA; None if all weights are trained.
-
-    Raises:
-        ConfigError: the weights are missing or cannot be read.
-    """
+    """Return the digest of a LoRA's frozen base weights; None: all are trained. ConfigError: they cannot be read."""
     if not lora.rank:
         return None
     if not config.is_file:
@@ -114,11 +99,7 @@ def base_digest(config: PretrainedConfig, lora: LoraConfig) -> str | None:
 
 
 def check_base(config: PretrainedConfig, lora: LoraConfig, recorded: str | None) -> None:
-    """Refuse base weights that differ from those in the training of the adapter.
-
-    Raises:
-        ConfigError: they differ, or cannot be read.
-    """
+    """Raise ConfigError if base weights differ from those in the training of the adapter, or cannot be read."""
     if recorded is not None and (here := base_digest(config, lora)) != recorded:
         raise ConfigError(
             f"{config.path} has changed: its weights have the digest {str(here)[:12]}, the adapter was "
@@ -127,14 +108,9 @@ def check_base(config: PretrainedConfig, lora: LoraConfig, recorded: str | None)
 
 
 def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Model:
-    """Build the network of a run in fp32 on the CPU.
+    """Build the network of a resolved run in fp32 on the CPU; ConfigError: weights belong to another network.
 
-    Args:
-        config: resolved configuration of the run.
-        weights: all trained parameters, with LoRA the added ones; None: initial or pretrained weights.
-
-    Raises:
-        ConfigError: the weights, or the pretrained weights, belong to another network.
+    ``weights``: all trained parameters, with LoRA the added ones; None: initial or pretrained weights.
     """
     performance = config.performance
     options = {"recompute": performance.recompute, "attention": performance.attention, "seed": config.seed}

@@ -24,15 +24,9 @@ def in_turn(rank: int, ranks: int, count: int) -> Iterator[int]:
 
 
 class Claims:
-    """The claims of this process.
+    """The claims of this process: locks ``NAME-000012.lock`` of a folder, which whoever has finished all may remove.
 
-    Args:
-        folder: Folder of the locks; a process that has finished all work may remove it.
-        name: The lock of piece 12 is ``NAME-000012.lock``.
-
-    Raises:
-        OSError: From every method: the file cannot be opened.
-        StorageError: From every method: the file system cannot lock files.
+    From every method OSError if the file cannot be opened, StorageError if the file system cannot lock files.
     """
 
     def __init__(self, folder: Path, name: str) -> None:

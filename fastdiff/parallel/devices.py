@@ -44,11 +44,7 @@ def select_device(asked: Asked = "auto", local_rank: int = 0, local_size: int = 
 
 
 def usable_gpus(asked: Asked = "auto") -> int:
-    """Return the number of GPUs that this process can use, without creating a CUDA context; 0: use the CPU.
-
-    Raises:
-        ConfigError: a GPU is present that torch cannot use; ``cuda`` without a GPU.
-    """
+    """Return the number of usable GPUs, without a CUDA context; 0: the CPU. ConfigError: torch cannot use one."""
     if asked == "cpu":
         return 0
     with warnings.catch_warnings():
@@ -95,11 +91,7 @@ def architecture_problem(capability: Capability, built: Sequence[str]) -> str | 
     """Return why a torch has no code for a GPU; None if it has.
 
     Code for sm_86 runs on every later GPU of its major version, sm_90a only on sm_90, compute_90 (PTX) on every later
-    GPU, sm_100f on every later one of its major version.
-
-    Args:
-        capability: of the GPU.
-        built: architectures of torch (``torch.cuda.get_arch_list``); empty: unknown.
+    GPU, sm_100f on every later one of its major version. ``built`` is ``torch.cuda.get_arch_list()``; empty: unknown.
     """
     if torch.version.hip is not None:  # names of AMD's architectures, such as gfx942, are no capabilities
         return None

@@ -49,11 +49,7 @@ def place() -> Place:
 
 
 def place_in_any_job() -> Place:
-    """Return ``place()`` or, if neither has started this process, its place in a step of Slurm (``srun``).
-
-    Raises:
-        ConfigError: A variable is missing, or is no number that can be.
-    """
+    """Return ``place()`` or, if neither has started this process, its place in Slurm; ConfigError as there."""
     # The other variables of Slurm are also set outside of a step, in the batch script.
     if "RANK" in os.environ or "SLURM_STEP_ID" not in os.environ or _number("SLURM_STEP_ID", 0) >= _SPECIAL_STEP:
         return place()

@@ -4,12 +4,9 @@ import torch
 
 
 class PowerMeter:
-    """Reading of the power of this rank's GPU by NVML, through torch.
+    """Reading of the power of this rank's GPU by NVML, through torch; a CPU is not measured.
 
     It needs the package nvidia-ml-py (import name pynvml), which fastdiff does not install.
-
-    Args:
-        device: of this rank; a CPU is not measured.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -68,13 +68,7 @@ ASSUMED = Basis()
 
 
 def calibrated(measured: Measured, work: Work, gpus: Gpus) -> Basis:
-    """Return the basis that predicts a measured step exactly.
-
-    Args:
-        measured: the step.
-        work: of a rank in it.
-        gpus: on which it ran.
-    """
+    """Return the basis that predicts a measured step, with the work of a rank in it, exactly."""
     plain = step_time(work, gpus)
     device = plain.device.middle
     if measured.passes is None or measured.passes >= measured.seconds:
@@ -91,11 +85,7 @@ def calibrated(measured: Measured, work: Work, gpus: Gpus) -> Basis:
 
 
 def read(path: Path) -> Measured:
-    """Return the measured step of a run folder, or the fastest of a record of ``bench step``.
-
-    Raises:
-        ConfigError: it is neither, or has no step.
-    """
+    """Return the measured step of a run folder, or the fastest of a record of ``bench step``; ConfigError: no step."""
     try:
         return _of_run(path) if path.is_dir() else _of_record(path)
     except (OSError, ValueError, KeyError, TypeError) as error:

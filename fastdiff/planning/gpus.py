@@ -102,11 +102,7 @@ def known() -> tuple[Gpu, ...]:
 
 
 def read(path: Path) -> tuple[Gpu, ...]:
-    """Return the GPUs of a file in the format of ``gpus.toml``, then those of the package.
-
-    Raises:
-        ConfigError: the file cannot be read, or an entry lacks a figure.
-    """
+    """Return the GPUs of a file like ``gpus.toml``, then the package's; ConfigError: unreadable, or no figures."""
     try:
         text = read_bounded(path, _LARGEST).decode()
     except (OSError, ValueError) as error:
@@ -115,12 +111,7 @@ def read(path: Path) -> tuple[Gpu, ...]:
 
 
 def of_device(name: str, among: Iterable[Gpu] | None = None) -> Gpu | None:
-    """Return the GPU of a name that the driver reports; None if there is none.
-
-    Args:
-        name: for example ``NVIDIA H100 80GB HBM3``.
-        among: the GPUs that are known; None: those of the package.
-    """
+    """Return the GPU that the driver calls so, as ``NVIDIA H100 80GB HBM3``, ``among`` these (None: the package's)."""
     parts = ((part, gpu) for gpu in (among or known()) for part in gpu.names)
     # As a whole word: an L40 is no L4.
     found = [
@@ -130,12 +121,9 @@ def of_device(name: str, among: Iterable[Gpu] | None = None) -> Gpu | None:
 
 
 def parse(text: str, among: Sequence[Gpu]) -> Gpus:
-    """Return the GPUs that ``COUNTxNAME``, ``NODESxCOUNTxNAME`` or ``NAME`` names.
+    """Return the GPUs that ``COUNTxNAME``, ``NODESxCOUNTxNAME`` or ``NAME`` names; ConfigError: no such GPU or count.
 
     A count beyond a usual node is spread over whole ones.
-
-    Raises:
-        ConfigError: no such GPU, or a count that is none.
     """
     match = _SET.fullmatch(text)
     nodes, count, name = match.groups() if match else (None, None, text)

@@ -115,14 +115,8 @@ def _kept_buckets(setup: Setup, n: int, own: int, sums: int, bucket: int) -> flo
 def _pass(setup: Setup, traced: Traced, n: int, own: int, sums: int, bucket: int, *, held: bool) -> tuple[float, float]:
     """Return the bytes that a pass has at most, with gradients of the weights, and those of the engine beside them.
 
-    Args:
-        setup: of the run.
-        traced: a pass.
-        n: trained parameters.
-        own: bytes per element of the network.
-        sums: bytes per element of the sums of gradients.
-        bucket: elements of a bucket, at most ``n``.
-        held: whether the sums are part of what is held.
+    ``own`` and ``sums``: bytes per element of the network and of the sums of gradients. ``bucket``: elements, at most
+    the ``n`` trained ones. ``held``: the sums are part of what is held.
     """
     micro = setup.micro
     if setup.stage == 0 and setup.ranks > 1:

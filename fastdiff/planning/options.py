@@ -195,15 +195,7 @@ def _planned(config: RunConfig, launch: Launch, network: Network, basis: Basis, 
 
 
 def memory_of(config: RunConfig, setup: Setup, network: Network, *, bucket: int, on_cpu: bool = False) -> Memory:
-    """Predict the memory of a rank.
-
-    Args:
-        config: of the run, with its micro-batch.
-        setup: of the run.
-        network: of the run.
-        bucket: elements of gradients that ZeRO reduces at once.
-        on_cpu: whether the rank trains on a CPU.
-    """
+    """Predict the memory of a rank; ``bucket``: elements of gradients that ZeRO reduces at once."""
     output, validation = config.output, config.validation
     return memory(
         setup,
@@ -238,11 +230,7 @@ def _timed(planned: Planned, launch: Launch, network: Network, basis: Basis) -> 
 
 
 def work_of(config: RunConfig, raw: deepspeed_config.DsConfig, network: Network, ranks: int) -> Work:
-    """Return the work of a rank in a step.
-
-    Raises:
-        ConfigError: the DeepSpeed JSON offloads to the host, whose time is not modelled.
-    """
+    """Return the work of a rank in a step; ConfigError: the JSON offloads to the host, whose time is not modelled."""
     zero = Zero.of(raw)
     if zero.offload:
         raise ConfigError("the DeepSpeed JSON offloads the optimizer, whose time on the host plan does not predict")

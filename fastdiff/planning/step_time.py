@@ -84,13 +84,7 @@ class StepTime:
 
 
 def step_time(work: Work, gpus: Gpus, factors: Factors | None = None) -> StepTime:
-    """Predict a step.
-
-    Args:
-        work: of each rank.
-        gpus: one per rank.
-        factors: by which the prediction is corrected.
-    """
+    """Predict a step of the work of each rank, one per GPU, corrected by ``factors``."""
     factors = factors or Factors()
     found = [_device(work, gpus, shares, factors) for shares in (FAST, MIDDLE, SLOW)]
     host = host_seconds(work) * (0.0 if gpus.kind is CPU else factors.host)

@@ -35,11 +35,7 @@ def _is_mask(index: Tensor | None) -> bool:
 
 
 class NoHostSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fails on operations that make the host wait for a GPU, or copy a constant to it; on a CPU, too.
-
-    Raises:
-        HostSyncError: inside the context, at such an operation.
-    """
+    """Raises HostSyncError where the host would wait for a GPU, or copy a constant to it; on a CPU, too."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition("::")[2].split(".")[0]

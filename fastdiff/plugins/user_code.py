@@ -52,15 +52,7 @@ class Plugin:
 
     @contextmanager
     def blamed(self, what: str, error_type: type[FastdiffError] = ConfigError) -> Iterator[None]:
-        """Turn an exception of the user's code into one message with its line.
-
-        Args:
-            what: the flag, or the call in words.
-            error_type: of the message; an error after the first step is none of the flags.
-
-        Raises:
-            FastdiffError: ``error_type``: the code inside raised an exception that is not of fastdiff.
-        """
+        """Turn an exception of the user's code into one message, an ``error_type``, with its line and ``what``."""
         try:
             yield
         except FastdiffError:
@@ -85,25 +77,16 @@ def names_file(text: str) -> bool:
 
 
 def load(text: str, group: Group, flag: str) -> Plugin:
-    """Execute the file, or import the package, that ``text`` names, and return its object.
+    """Execute ``PATH.py:NAME``, or import the entry point of ``group``, that ``text`` names; return its object.
 
-    Args:
-        text: ``PATH.py:NAME``, or the name of an entry point.
-        group: group of the entry points.
-        flag: origin of ``text``, for messages.
-
-    Raises:
-        ConfigError: there is no such file, object or entry point, or its code raises an exception.
+    ConfigError, with the origin ``flag``: there is no such file, object or entry point, or its code raises an
+    exception.
     """
     return _of_file(text, flag) if names_file(text) else _of_package(text, group, flag)
 
 
 def identity_of(text: str, group: Group, flag: str) -> str:
-    """Return the ``Plugin.identity`` of what ``text`` names; nothing is executed.
-
-    Raises:
-        ConfigError: there is no such file or entry point.
-    """
+    """Return the ``Plugin.identity`` of what ``text`` names, unexecuted; ConfigError: no such file or entry point."""
     if names_file(text):
         return _identity_of_file(text, _source(text, flag))
     return _identity_of_point(_point(text, group, flag))

@@ -26,12 +26,7 @@ _NO = range(0)
 
 
 class ClassNames:
-    """The classes of a network.
-
-    Args:
-        count: number of classes; 0: none.
-        names: in the order of their numbers; empty: unknown.
-    """
+    """The classes of a network: their ``count``, 0: none, and ``names`` by their numbers, empty: unknown."""
 
     def __init__(self, count: int, names: Sequence[str] = ()) -> None:
         self.count, self.names = count, tuple(names)
@@ -44,11 +39,7 @@ class ClassNames:
         self._most_parts = 1 + max((name.count(",") for name in self.names), default=0)
 
     def numbers(self, choice: ClassChoice) -> list[int]:
-        """Return the numbers of the chosen classes, in the given order.
-
-        Raises:
-            ConfigError: a word or number is no class, or can mean several.
-        """
+        """Return the numbers of the chosen classes, as ordered; ConfigError: a word is no class, or can be several."""
         if isinstance(choice, str):
             found = [number for word in self._words(choice) for number in self._checked(word)]
         else:

@@ -32,12 +32,7 @@ class NpyMember:
     dtype: np.dtype[Any]
 
     def blocks(self, rows: int) -> Iterator[npt.NDArray[Any]]:
-        """Yield the array in order as blocks ``[rows, ...]`` of its first axis; the last block may be shorter.
-
-        Raises:
-            DataError: The file is damaged.
-            OSError: It cannot be read.
-        """
+        """Yield the array as blocks ``[rows, ...]``, at last a shorter one; DataError: damaged, OSError: unreadable."""
         of_row = math.prod(self.shape[1:]) * self.dtype.itemsize
         with _opened(self.path) as archive, archive.open(f"{self.name}.npy") as file:
             _read_header(file)
@@ -54,12 +49,7 @@ class NpyMember:
 
 
 def npz_names(path: Path) -> frozenset[str]:
-    """Return the names of the arrays in a file of ``np.savez`` or ``np.savez_compressed``.
-
-    Raises:
-        DataError: The path is not such a file.
-        OSError: It cannot be read.
-    """
+    """Return the names of the arrays in a file of ``np.savez``; DataError: the path is none, OSError: unreadable."""
     if not path.is_file():  # a pipe would block
         raise DataError(f"{path}: it is not a file")
     with _opened(path) as archive:
@@ -169,12 +159,7 @@ def save_npz(path: Path, images: npt.NDArray[np.uint8]) -> None:
 
 
 def read_npz(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64] | None]:
-    """Return the images ``[N, H, W, C]`` uint8 and their labels ``[N]``, if there are any.
-
-    Raises:
-        DataError: the file is missing, damaged, or has another layout.
-        StorageError: it cannot be read.
-    """
+    """Return images ``[N, H, W, C]`` uint8 and labels ``[N]``, if any; DataError: none, StorageError: unreadable."""
     try:
         names = npz_names(path)
         if IMAGES not in names:

@@ -112,11 +112,7 @@ def shown(config: RunConfig, latents: Tensor, device: torch.device, encoded_by: 
 
 
 def autoencoder_of(config: RunConfig) -> str | None:
-    """Return the name of a run's autoencoder: that of its pipeline, otherwise that of the run, or of its data.
-
-    Returns:
-        ``identity`` for pixel-space models; None if the autoencoder is unknown.
-    """
+    """Return a run's autoencoder: of its pipeline, else its own, or the data's; ``identity``: pixels, None: unknown."""
     if config.pretrained.path and not config.pretrained.is_file:
         return config.pretrained.path
     made_by = config.data.autoencoder or (IDENTITY if config.model.in_pixels else None)

@@ -19,11 +19,7 @@ SIGMA_MIN, SIGMA_MAX, _RHO = 0.002, 80.0, 7
 
 
 def trailing(timesteps: int, steps: int) -> list[int]:
-    """Return ``steps`` evenly spaced levels of ``timesteps``; the last one is ``timesteps - 1``.
-
-    Raises:
-        ConfigError: ``steps`` is not in 1 to ``timesteps``.
-    """
+    """Return ``steps`` (else ConfigError) evenly spaced levels of ``timesteps``; the last one is ``timesteps - 1``."""
     if not 1 <= steps <= timesteps:
         raise ConfigError(f"{steps} sampling steps; choose 1 to {timesteps}, the levels of the training")
     return [-(-timesteps * k // steps) - 1 for k in range(1, steps + 1)]
@@ -68,20 +64,12 @@ def spaced(timesteps: int, text: str) -> list[int]:
 
 
 def flow_shares(steps: int, shift: float) -> Tensor:
-    """Return ``[steps]`` float64 fractions of the path to noise: evenly spaced up to 1, shifted as in the training.
-
-    Raises:
-        ConfigError: ``steps`` is below 1.
-    """
+    """Return ``[steps]`` float64 fractions of the path to noise, even up to 1, shifted as in training."""
     return densities.shift(torch.arange(1, _some(steps) + 1, dtype=torch.float64) / steps, shift)
 
 
 def karras_sigmas(steps: int) -> Tensor:
-    """Return ``[steps]`` float64 sigmas from 0.002 to 80, for one step 80 (Karras et al. 2022, eq. 5).
-
-    Raises:
-        ConfigError: ``steps`` is below 1.
-    """
+    """Return ``[steps]`` float64 sigmas from 0.002 to 80, for one step 80 (Karras 2022, eq. 5); ConfigError: none."""
     share = torch.arange(_some(steps), dtype=torch.float64) / max(1, steps - 1)
     most, least = math.pow(SIGMA_MAX, 1 / _RHO), math.pow(SIGMA_MIN, 1 / _RHO)
     return ((most + share * (least - most)) ** _RHO).flip(0)

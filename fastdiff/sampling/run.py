@@ -127,14 +127,7 @@ class Run:
     def draw_classes(
         self, path: Path, classes: ClassChoice | None, *, per_class: int, sampler: SamplerConfig
     ) -> list[str]:
-        """Write a PNG with one column per class, and its name above the column.
-
-        Returns:
-            The names of the columns; empty if the classes have none.
-
-        Raises:
-            ConfigError: the model was not trained with these classes, or with prompts instead.
-        """
+        """Write a PNG with a column per class, and return their names, if any; ConfigError: no such classes."""
         if self.config.model.text_conditional:
             raise ConfigError(f"{self.folder} was trained with captions; give prompts with --prompt")
         if self.config.model.low_res_size:
@@ -152,11 +145,7 @@ class Run:
     def draw_prompts(
         self, path: Path, prompts: Sequence[str], *, negative: str | None, per_prompt: int, sampler: SamplerConfig
     ) -> None:
-        """Write a PNG with one column per prompt, decoded by the autoencoder of the run's pipeline.
-
-        Raises:
-            ConfigError: the model was trained with classes, or without a pipeline.
-        """
+        """Write a PNG with a column per prompt, decoded by the pipeline's autoencoder; ConfigError as ``embedded``."""
         from fastdiff.sampling.text import repeated
 
         _require_picture(per_prompt * len(prompts), "--per-prompt")
@@ -166,11 +155,7 @@ class Run:
         save_picture(path, image_grid(pixels, rows=per_prompt))
 
     def embedded(self, prompts: Sequence[str], *, negative: str | None) -> tuple[Condition, Condition]:
-        """Return the condition of the prompts, ``[N, ...]`` each, and the unconditional one; both on the CPU.
-
-        Raises:
-            ConfigError: the model was trained with classes, or without a pipeline.
-        """
+        """Return the conditions ``[N, ...]`` of prompts and of none, on the CPU; ConfigError: classes, no pipeline."""
         from fastdiff.sampling.text import encode_prompts
 
         if not self.config.model.text_conditional:
@@ -313,16 +298,9 @@ def _require_picture(images: int, flag: str) -> None:
 
 
 def open_checkpoint(folder: Path, step: int | None = None, *, snapshots: bool = False) -> Checkpoint:
-    """Open the newest intact checkpoint of the run in ``folder``, or the one of ``step``.
+    """Open the newest intact checkpoint of the run in ``folder``, or that of ``step``; ``snapshots``: or a snapshot.
 
-    Args:
-        folder: ``runs/NAME``.
-        step: None: the newest.
-        snapshots: accept a snapshot of the averages of ``step`` as well.
-
-    Raises:
-        ConfigError: ``folder`` has no run or no such checkpoint.
-        StorageError: no checkpoint is intact.
+    ConfigError: ``folder`` has no run or no such checkpoint. StorageError: no checkpoint is intact.
     """
     require_run(folder)
     checkpoints = folder / "checkpoints"
@@ -350,11 +328,7 @@ def config_of(saved: Checkpoint) -> RunConfig:
 
 
 def _require_plugin(saved: Checkpoint) -> None:
-    """Refuse a run whose network is code that the user has not named, and warn of other code than it was trained with.
-
-    Raises:
-        ConfigError: the code is not named; the message says how.
-    """
+    """Raise ConfigError if a run's network is code that is not named; warn of other code than it was trained with."""
     recorded = saved.manifest.get("versions", {}).get("plugin.network")
     if not isinstance(recorded, str) or " sha256 " not in recorded:  # of a package, which is installed or not
         return

@@ -113,10 +113,8 @@ class Run:
     def go_back(self, rewind: Rewind) -> None:
         """Rewind to the newest intact checkpoint before a spike, and continue after the spike; called by all ranks.
 
-        The result equals a process started from that checkpoint, but nothing is built again.
-
-        Raises:
-            FastdiffError: there is no such checkpoint, it cannot be read, or the state after the spike cannot be saved.
+        The result equals a process started from that checkpoint, but nothing is built again. FastdiffError: there is no
+        such checkpoint, it cannot be read, or the state after the spike cannot be saved.
         """
         state, parts = self.state, self._parts
         state.heartbeat.beat(state.progress.steps, "start")
@@ -144,11 +142,7 @@ class Run:
 
 
 def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, stop: StopRequest | None = None) -> Run:
-    """Build the run, or restore it from its newest intact checkpoint; called by all ranks.
-
-    Raises:
-        FastdiffError: a part does not fit the others, the folder is in use, or the data are damaged.
-    """
+    """Build the run, or restore it from its newest intact checkpoint; called by all ranks. FastdiffError: it cannot."""
     starting.enter("opening the data")
     parts = _prepare(config, launch, world, stack)
     saved = resume.find(parts.checkpoints, launch, parts.metadata, parts.folder)

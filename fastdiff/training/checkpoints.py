@@ -70,20 +70,12 @@ class Checkpoints:
         return None
 
     def draft(self, state: TrainState) -> Draft:
-        """Copy ``state`` for ``commit``, in the training thread; the previous draft must be committed or discarded.
-
-        Raises:
-            StorageError: on every rank, if any host has no memory for the copy.
-        """
+        """Copy ``state`` for ``commit``, in the training thread, after the last one; StorageError on all: no memory."""
         tensors, starts = _tensors(state)
         return self._folders.draft(state.world, state.progress.steps, tensors, starts, _manifest(state))
 
     def commit(self, draft: Draft) -> None:
-        """Write and commit a draft, then prune; from any thread.
-
-        Raises:
-            StorageError: on every rank, if any rank could not write. Earlier checkpoints are unchanged.
-        """
+        """Write and commit a draft, then prune; from any thread. StorageError on all, with earlier ones unchanged."""
         self._verified.add(self._folders.commit(draft))
         self._world.on_rank0(self._prune)
 
@@ -146,11 +138,7 @@ def restore(saved: Checkpoint, state: TrainState) -> Progress:
 
 
 def return_to(saved: Checkpoint, state: TrainState) -> Progress:
-    """Reset a trained state to that of a start from ``saved``, bit for bit; called by all ranks.
-
-    Raises:
-        StorageError: on every rank, if any cannot read the checkpoint.
-    """
+    """Reset a trained state to a start from ``saved``, bit for bit; called by all ranks. StorageError on all."""
     state.world.on_all_ranks(lambda: state.engine.return_to(partial(saved.slice, "master")))
     return restore(saved, state)
 
@@ -206,10 +194,8 @@ def sliced(
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Slice flat tensors, by kind, into this rank's ``<kind>/<parameter>``; return the slices and their starts.
 
-    Args:
-        flats: of this rank.
-        kinds: for each kind its values in every flat; None: it has none.
-        blocks: for the kinds whose entries are blocks of a parameter, their sizes.
+    ``kinds``: for each kind its values in every flat; None: it has none. ``blocks``: for the kinds whose entries are
+    blocks of a parameter, their sizes.
     """
     tensors, starts = {}, {}
     for kind, flat_tensors in kinds.items():

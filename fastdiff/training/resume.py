@@ -27,9 +27,7 @@ from fastdiff.training.state import TrainState
 def find(checkpoints: Checkpoints, launch: Launch, metadata: Metadata, folder: Path) -> Checkpoint | None:
     """Return the checkpoint to continue from, or None for a new run; called by all ranks.
 
-    Raises:
-        ConfigError: ``--resume`` excludes the state of the folder, or the run was started with another configuration.
-        StorageError: no checkpoint is intact.
+    ConfigError: ``--resume`` excludes the state of the folder, or another configuration. StorageError: none is intact.
     """
     saved = None if launch.resume == "never" else checkpoints.newest()
     check_resume(folder, launch.resume, resumable=saved is not None)

@@ -50,13 +50,10 @@ class TrainState:
     """Open files of JSON lines in the run folder by name, written by rank 0."""
 
     def json_lines(self, name: str) -> JsonLines:
-        """Return a file of the run folder; called by all ranks, rank 0 writes to it.
+        """Return a file of the run folder; called by all ranks, rank 0 writes to it. StorageError on all: it cannot.
 
         It is opened once, without the records of later steps, and stays open through every rewind: the run continues
         behind the spike, so that its records stay, also those that wait for room on the disk.
-
-        Raises:
-            StorageError: on every rank: the file cannot be read or replaced.
         """
         if name not in self.lines:
             path = self.folder / name

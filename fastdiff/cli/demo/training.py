@@ -32,11 +32,7 @@ class Training:
         self._command = [*FASTDIFF, "train", *flags, "--output.folder", str(folder), "--steps", str(steps)]
 
     def run(self, on_step: Callable[[Training, int], bool] | None = None) -> int:
-        """Run to the end, with a bar; return the exit code.
-
-        Args:
-            on_step: called with the supervisor's process and the newest logged step; True: not again.
-        """
+        """Run to the end with a bar; return the exit code. ``on_step`` gets the newest logged step until it is True."""
         with self._process() as process, Bar("training", self.steps, "steps", keeps=True) as bar:
             self.supervisor = process.pid
             while (code := process.poll()) is None:
@@ -56,11 +52,7 @@ class Training:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
 
     def require_done(self, code: int) -> None:
-        """Raise the end of a training that failed.
-
-        Raises:
-            FastdiffError: with its last lines.
-        """
+        """Raise the end of a training that failed, a FastdiffError with its last lines."""
         if code:
             kind = DivergedError if code == DivergedError.exit_code else FastdiffError
             raise kind(f"the training ended with exit code {code}; the end of {self.log}:\n{self.last_words()}")
@@ -91,11 +83,7 @@ class Training:
 
 
 def kill_rank(supervisor: int) -> tuple[int, int]:
-    """Send SIGKILL to the rank with the highest number below a supervisor; return that number and its process id.
-
-    Raises:
-        FastdiffError: it has no rank.
-    """
+    """Send SIGKILL to the highest rank below a supervisor; return its number and process id. FastdiffError: no rank."""
     ranks = {_environment(pid).get("RANK"): pid for pid in _below(supervisor)}
     numbered = {int(rank): pid for rank, pid in ranks.items() if rank is not None}
     if not numbered:

@@ -36,10 +36,8 @@ _MISSING = "not installed"
 def examine(name: str | None = None) -> Iterator[str]:
     """Yield the findings, one line each: facts; the table of a preset; what is OK of device, compilers and libraries.
 
-    In place of an "OK" line stand its problems, lines that begin with "PROBLEM" and name the remedy.
-
-    Raises:
-        ConfigError: there is no such preset.
+    In place of an "OK" line stand its problems, lines that begin with "PROBLEM" and name the remedy. ConfigError: no
+    such preset.
     """
     hint = ["kernels and attention: `fastdiff doctor --preset NAME` lists what each layer would use"]
     explained = hint if name is None else list(explain(name))  # fails before the first line is printed
@@ -73,11 +71,7 @@ def _header() -> str | None:
 
 
 def explain(name: str) -> Iterator[str]:
-    """Yield a table of the implementation of each op that a preset would use on this machine.
-
-    Raises:
-        ConfigError: there is no such preset.
-    """
+    """Yield a table of the implementation of each op that a preset would use here; ConfigError: no such preset."""
     config = preset(name)
     device = _selected()
     blocks = "compiled" if kernel_choice.compiles(config.performance, device) else "eager"

@@ -80,11 +80,7 @@ def _wanted(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def deepspeed_command(job: Job, hostfile: Path) -> list[str]:
-    """Return the command that starts the same job with DeepSpeed's own launcher.
-
-    Raises:
-        ConfigError: DeepSpeed's launcher would pass a word to a shell unquoted.
-    """
+    """Return the command of DeepSpeed's launcher for the same job; ConfigError if a shell would get a word unquoted."""
     train = str(PACKAGE / "train.py")
     for word in (*job.flags, train, os.getcwd(), sys.executable):
         if not _PLAIN.fullmatch(word):
@@ -99,10 +95,8 @@ def deepspeed_command(job: Job, hostfile: Path) -> list[str]:
 def run(job: Job, hosts: Hosts, ssh_config: Path | None) -> int:
     """Start the job on all hosts, show their output and return the exit code; called in the main thread.
 
-    A signal asks all hosts to save and stop; a second signal ends the connections.
-
-    Raises:
-        ConfigError: this machine has no ssh.
+    A signal asks all hosts to save and stop; a second signal ends the connections. ConfigError: this machine has no
+    ssh.
     """
     if names := withheld(os.environ):
         write_line(

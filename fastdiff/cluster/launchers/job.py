@@ -115,11 +115,7 @@ def random_port() -> int:
 
 
 def require_name(flag: str, value: str, pattern: str, expected: str) -> None:
-    """Require a value that is safe in a script, a manifest and a command line.
-
-    Raises:
-        ConfigError: the value does not match.
-    """
+    """Require a value that is safe in a script, a manifest and a command line; ConfigError if it does not match."""
     if not re.fullmatch(pattern, value, re.ASCII):
         raise ConfigError(f"{flag} {value!r}: expected {expected}")
 
@@ -149,11 +145,7 @@ def passed(path: Path, command: Sequence[str], doubt: str) -> str:
 
 
 def _check_trackers(report_to: Sequence[str], *, elsewhere: bool) -> None:
-    """Require the trackers' packages and logins; the machines of a job elsewhere may have what this one lacks.
-
-    Raises:
-        ConfigError: one is missing on the machine of the run.
-    """
+    """Require the trackers' packages and logins (ConfigError), if the run is here; others may have what it lacks."""
     if elsewhere:
         warn_of_problems(report_to, "seen from this machine: ")
     else:
@@ -163,10 +155,8 @@ def _check_trackers(report_to: Sequence[str], *, elsewhere: bool) -> None:
 def _check_plugins(config: RunConfig, *, elsewhere: bool) -> None:
     """Require the files of objective and callbacks; those of a job elsewhere may lie on its nodes only.
 
-    The file of a network is needed here as well: it decides the fields of the command line.
-
-    Raises:
-        ConfigError: one is missing on the machine of the run.
+    The file of a network is needed here as well: it decides the fields of the command line. ConfigError: one is missing
+    on the machine of the run.
     """
     try:
         plugins(config)

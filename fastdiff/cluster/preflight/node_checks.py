@@ -39,11 +39,7 @@ _DELAY_S = 10.0
 
 
 def node_versions(asked: Device = "auto") -> dict[str, str]:
-    """Return the versions of all software that affects the results, and a digest of fastdiff's source.
-
-    Args:
-        asked: device of the run; with ``cpu`` the GPUs of the nodes may differ.
-    """
+    """Return versions of what affects the results, and a digest of fastdiff; for ``asked`` cpu the GPUs may differ."""
     return versions() | _gpus(asked) | {"fastdiff's source": _source_digest()}
 
 
@@ -94,14 +90,9 @@ def _source_digest() -> str:
 
 
 def examine_data(data: DataConfig, validation: ValidationConfig) -> dict[str, str]:
-    """Read the first and the last sample of every data set of shards, and verify their checksums.
+    """Verify the first and the last sample of every data set of shards; return digests of the data sets by path.
 
-    Returns:
-        Digests of the data sets, by path.
-
-    Raises:
-        DataError: a data set is missing or damaged.
-        StorageError: a data set cannot be read.
+    DataError: a data set is missing or damaged. StorageError: it cannot be read.
     """
     paths = {validation.data} if validation.every else set()
     if not data.online:
@@ -135,11 +126,7 @@ def examine_space(config: RunConfig) -> None:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the size of a checkpoint: that of the newest one, or an estimate from the parameters.
-
-    Raises:
-        ConfigError: the pretrained pipeline of the run cannot be read.
-    """
+    """Return the size of the newest checkpoint, or an estimate; ConfigError: the pretrained pipeline is unreadable."""
     newest = next(iter(committed(Path(config.output.folder) / "checkpoints")), None)
     if newest is not None:
         return sum(int(entry["bytes"]) for entry in read_manifest(newest)["files"].values())
@@ -160,14 +147,7 @@ def _trained_parameters(network: ModelConfig, lora: LoraConfig) -> int:
 
 
 class SharedFolder:
-    """Check that all nodes share one output folder.
-
-    Args:
-        folder: the run folder.
-        keys: store of the nodes.
-        node: number of this node.
-        deadline: latest time, on the monotonic clock, for the answer of node 0.
-    """
+    """Check that all nodes share one run folder; ``deadline``, of the monotonic clock, is for the answer of node 0."""
 
     def __init__(self, folder: Path, keys: Store, node: int, deadline: float) -> None:
         self._folder = folder
@@ -177,11 +157,7 @@ class SharedFolder:
         self._probe = folder / f".preflight-{secrets.token_hex(8)}"  # replaced by node 0's name on the other nodes
 
     def write(self) -> None:
-        """Create a file of this node next to the file of node 0.
-
-        Raises:
-            StorageError: this node cannot write there, or does not see the folder that node 0 created.
-        """
+        """Create a file of this node next to that of node 0; StorageError: it cannot, or does not see that folder."""
         if self._node == 0:
             self._make()
         else:

@@ -106,11 +106,7 @@ def _judge(keys: Store, own: NodeReport, nodes: int, folder: SharedFolder, deadl
 
 
 def _meet(keys: Store, report: NodeReport, nodes: int, deadline: float) -> None:
-    """Wait until all nodes have arrived, so that no later step waits for a missing node.
-
-    Raises:
-        ConfigError: nodes are missing; node 0 names them to all others.
-    """
+    """Wait until all nodes have arrived, so that no later step waits; ConfigError: node 0 names the missing ones."""
     keys.set(f"name/{report.node}", report.name)
     missing: list[int] = []
     if report.node == 0:

@@ -22,10 +22,7 @@ def check_run_folder(config: RunConfig, launch: Launch) -> None:
     """Refuse a folder of someone else, with a run on other data or of another configuration, or with no UTF-8 path.
 
     What is only known later is left to the ranks: data at an address or encoded online, and the fields that a pipeline
-    decides.
-
-    Raises:
-        ConfigError: with the state of that run, and the flag for another folder.
+    decides. ConfigError has the state of that run, and the flag for another folder.
     """
     run = Path(config.output.folder)
     require_utf8("", str(run.absolute()))

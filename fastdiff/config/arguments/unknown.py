@@ -13,12 +13,9 @@ _UNKNOWN = "unknown flag"
 
 
 def explained(words: Sequence[str], known: Collection[str], command: str) -> str:
-    """Return one line about words that a parser has left over.
+    """Return one line about flags, with the values behind them as typed, that a parser of ``command`` has left over.
 
-    Args:
-        words: flags, each with the values behind it, as typed; values are shown only where they are translated.
-        known: the command's own flags, with their hyphens.
-        command: its name behind ``fastdiff``, such as ``train``.
+    ``known`` are the command's own flags, with their hyphens. Values are shown only where they are translated.
     """
     flags = _with_values(words)
     said = [_explained(flag, values, known, command) for flag, values in flags[:_MOST]]

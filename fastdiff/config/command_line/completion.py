@@ -8,12 +8,7 @@ from fastdiff.config.command_line.json_schema import config_schema
 
 
 def add_fields(parser: argparse.ArgumentParser, sections: tuple[str, ...] = ()) -> None:
-    """Register the fields of a run, of every network and objective, as options of a parser that only describes.
-
-    Args:
-        parser: flags that it has are left as they are.
-        sections: only these; empty: all fields.
-    """
+    """Register the fields of ``sections`` (none: all), of every network, on a parser that only describes them."""
     schema = config_schema()
     found: dict[str, list[Mapping[str, Any]]] = {}
     for name, field in _leaves(schema, schema["$defs"]):

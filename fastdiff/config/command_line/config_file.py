@@ -153,11 +153,7 @@ def refuse_code(record: dict[str, Any], named: Collection[str], source: str, how
 
 
 def with_own_network(given: dict[str, Any], source: str) -> dict[str, Any]:
-    """Register the network of a file that the user names as ``model.kind``, and return the fields with its kind.
-
-    Raises:
-        ConfigError: the file cannot be executed.
-    """
+    """Register the network of a file named as ``model.kind``; return the fields with its kind. ConfigError: no code."""
     model = given.get("model")
     if not isinstance(model, dict) or not isinstance(kind := model.get("kind"), str) or not names_file(kind):
         return given
@@ -189,10 +185,8 @@ def from_mapping(fields: dict[str, Any], source: str) -> RunConfig:
 def with_kind(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
     """Return ``base`` with the ``given`` kind of network, process and optimizer.
 
-    A new kind of network starts from its defaults; see also ``with_process`` and ``with_optimizer``.
-
-    Raises:
-        ConfigError: unknown network, process or optimizer; ``source`` names the origin of ``given``.
+    A new kind of network starts from its defaults; see also ``with_process`` and ``with_optimizer``. ConfigError: an
+    unknown one; ``source`` names the origin of ``given``.
     """
     model, objective, optim = given.get("model"), given.get("objective"), given.get("optim")
     kind = model.get("kind", base.model.kind) if isinstance(model, dict) else base.model.kind
@@ -232,11 +226,7 @@ def with_optimizer(base: RunConfig, name: object, source: str) -> RunConfig:
 
 
 def lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
-    """Return ``base`` with the ``given`` fields; ``source`` names them in errors.
-
-    Raises:
-        ConfigError: an unknown field (with the nearest name), a wrong type, or inconsistent values.
-    """
+    """Return ``base`` with the fields ``given`` by ``source``; ConfigError: unknown, of a wrong type, inconsistent."""
     base = with_kind(base, given, source)
     if isinstance(objective := given.get("objective"), dict):
         given = given | {"objective": without_defaults_of_others(base.objective.process, objective)}

@@ -28,11 +28,7 @@ _UNREADABLE = (OSError, ValueError, TypeError, KeyError, IndexError, AttributeEr
 
 
 def read_description(path: str) -> Any:
-    """Return the content of the ``dataset.json`` of a folder.
-
-    Raises:
-        OSError, ValueError, RecursionError: it is missing or cannot be read.
-    """
+    """Return the ``dataset.json`` of a folder; OSError, ValueError or RecursionError: missing or unreadable."""
     return json.loads(read_bounded(Path(path) / INFO_FILE, _LARGEST))
 
 

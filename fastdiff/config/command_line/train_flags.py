@@ -242,11 +242,7 @@ def pre_parser() -> argparse.ArgumentParser:
 
 
 def _without_other_processes(flags: Sequence[str], process: Process) -> list[str]:
-    """Remove the flags of other processes, which tyro does not know; they may only repeat their defaults.
-
-    Raises:
-        ConfigError: such a flag has another value.
-    """
+    """Remove flags of other processes, which tyro does not know; ConfigError for another value than their defaults."""
     parser = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     own = {field.name for field in fields(PROCESSES[process])}
     for name, value in DEFAULTS.items():

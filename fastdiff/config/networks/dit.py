@@ -73,12 +73,9 @@ DIT_PATCHES = (2, 4, 8)
 
 
 def dit_config(name: str, *, size: int = 32, learn_sigma: bool = False) -> DiTConfig:
-    """Return the configuration of a published size, from ``"DiT-S/2"`` to ``"DiT-XL/8"``.
+    """Return the configuration of a published size, from ``"DiT-S/2"`` to ``"DiT-XL/8"``; ConfigError for other names.
 
     ``size`` is height and width of the latents: 32 for images of 256 px, 64 for 512 px.
-
-    Raises:
-        ConfigError: ``name`` is not one of the twelve.
     """
     names = {f"DiT-{letter}/{patch}": (letter, patch) for letter in DIT_SIZES for patch in DIT_PATCHES}
     if name not in names:

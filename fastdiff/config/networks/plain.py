@@ -26,11 +26,7 @@ modules: dict[str, type[Any]] = {}
 
 
 def config_of(network: type[Any], flag: str) -> type[ModelConfig]:
-    """Make the type of the configuration of a network.
-
-    Raises:
-        ConfigError: an argument of its constructor has no default, or another type.
-    """
+    """Make the type of a network's configuration; ConfigError: an argument has no default, or another type."""
     kind = str(getattr(network, "kind", network.__name__.lower()))
     require(kind.isidentifier(), f"{flag}: its kind is {kind!r}, expected a name of letters, digits and _")
     arguments = _OF_DATA | _arguments(network, flag)

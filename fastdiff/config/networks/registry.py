@@ -101,11 +101,7 @@ class ModelConfig:
 
     @classmethod
     def from_diffusers(cls, config: Mapping[str, Any]) -> Self:
-        """Return the configuration in the class's ``config.json`` in a pipeline of diffusers.
-
-        Raises:
-            ConfigError: an entry does not describe such a network; the message names it.
-        """
+        """Return the configuration in the class's ``config.json``; ConfigError names an entry of no such network."""
         raise NotImplementedError
 
     def to_diffusers(self) -> dict[str, Any]:
@@ -129,12 +125,8 @@ _registered: dict[str, type[ModelConfig]] = {}
 def register(config: type[Configuration], *, instead: type[ModelConfig] | None = None) -> type[Configuration]:
     """Register a network by the type of its configuration and return the type; usable as a decorator.
 
-    Args:
-        config: the type.
-        instead: type that it replaces, of an earlier version of the same file.
-
-    Raises:
-        ConfigError: another network has this kind, or the type lacks a required field.
+    ``instead``: type that it replaces, of an earlier version of the same file. ConfigError: another network has this
+    kind, or the type lacks a required field.
     """
     kind = _kind_of(config)
     known = _registered.setdefault(kind, config)
@@ -171,11 +163,7 @@ def package_of(kind: str) -> EntryPoint | None:
 
 
 def network_called(kind: object, source: str) -> type[ModelConfig]:
-    """Return the configuration type of the network of this kind.
-
-    Raises:
-        ConfigError: unknown kind; ``source`` names its origin.
-    """
+    """Return the configuration type of the network of this kind; ConfigError, with ``source``, if it is unknown."""
     known = networks()
     if not isinstance(kind, str) or kind not in known:
         unknown = (
@@ -187,11 +175,7 @@ def network_called(kind: object, source: str) -> type[ModelConfig]:
 
 
 def network_of_class(name: str, pipeline: str) -> type[ModelConfig]:
-    """Return the configuration type of the network that pipelines of diffusers call by this class.
-
-    Raises:
-        ConfigError: unknown class; ``pipeline`` names its origin.
-    """
+    """Return the configuration type of a network by its class in diffusers; ConfigError, with ``pipeline``: unknown."""
     known = {config.diffusers_class: config for config in networks().values() if config.diffusers_class}
     if name not in known:
         unknown = (

@@ -108,11 +108,7 @@ class UNetConfig(ModelConfig):
 
     @classmethod
     def from_diffusers(cls, config: Mapping[str, Any]) -> Self:
-        """Return the configuration in diffusers' ``unet/config.json``.
-
-        Raises:
-            ConfigError: an entry does not describe a UNet of SD 1.x, 2.x or XL; the message names it.
-        """
+        """Return the configuration in ``unet/config.json``; ConfigError names an entry of no SD 1.x, 2.x or XL."""
         for key, kinds in _UNET_KINDS.items():
             if key in config and not isinstance(config[key], kinds):
                 raise _refused(key, config[key], " or ".join(kind.__name__ for kind in kinds))

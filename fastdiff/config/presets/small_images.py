@@ -20,9 +20,7 @@ def patch_of(size: int) -> int:
     """Return the smallest patch of 2 to 8 px that divides a size and leaves at most 256 tokens.
 
     Without one, the largest patch of at most 8 px that divides the size; a network never has one token alone.
-
-    Raises:
-        ConfigError: more than 1024 tokens are left: the size is a prime number, or large.
+    ConfigError: more than 1024 tokens are left: the size is a prime number, or large.
     """
     patch = _fitting(size)
     tokens = (size // patch) ** 2

@@ -375,11 +375,7 @@ def in_process(objective: ObjectiveConfig, process: Process) -> ObjectiveConfig:
 
 
 def without_defaults_of_others(process: Process, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the fields of other processes from ``given``; those with an effect may only repeat their defaults.
-
-    Raises:
-        ConfigError: such a field has another value.
-    """
+    """Remove fields of other processes from ``given``; ConfigError for one with an effect and not at its default."""
     own = {field.name for field in fields(PROCESSES[process])}
     for name in sorted(DEFAULTS.keys() & given.keys() - own):
         if given[name] != DEFAULTS[name] and name not in _WITHOUT_EFFECT:

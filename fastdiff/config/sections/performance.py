@@ -97,11 +97,7 @@ class PerformanceConfig:
 
     @property
     def profiled(self) -> range:
-        """Numbers of steps taken before each profiled step; empty: none.
-
-        Raises:
-            ConfigError: ``profile`` is not FIRST:LAST, or has too many steps.
-        """
+        """Numbers of steps taken before each profiled step; empty: none. ConfigError: no FIRST:LAST, or too long."""
         if not self.profile:
             return range(0)
         first, _, last = self.profile.partition(":")
@@ -120,11 +116,7 @@ class PerformanceConfig:
         return steps
 
     def kernel_backends(self) -> dict[str, Backend]:
-        """Return the backends that ``kernels`` forces, by op; other ops use their default.
-
-        Raises:
-            ConfigError: unknown op or backend, or an op that is named twice.
-        """
+        """Return the backends that ``kernels`` forces, by op; ConfigError: unknown op or backend, or an op twice."""
         default, *exceptions = [part.strip() for part in self.kernels.split(",")]
         if "=" in default:
             default, exceptions = "auto", [default, *exceptions]

@@ -110,11 +110,7 @@ class TimestepConfig:
         return range(count) if self.density == "earlier" else range(timesteps - count, timesteps)
 
     def check(self, objective: ObjectiveConfig) -> None:
-        """Refuse values that do not fit ``objective``.
-
-        Raises:
-            ConfigError: its process does not have the density, or the biased timesteps are outside its range.
-        """
+        """Raise ConfigError for a density that the process lacks, or biased timesteps outside its range."""
         known = DENSITIES[objective.process]
         require(
             self.density in ("auto", *known),

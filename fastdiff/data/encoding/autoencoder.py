@@ -19,15 +19,9 @@ format counted."""
 
 
 class LatentEncoder:
-    """An encoder of pixels to latents and of captions to embeddings; its models are loaded at first use.
+    """An encoder of pixels to fp32 latents and captions to embeddings; its models, in ``dtype``, load at first use.
 
-    Args:
-        pretrained: The pipeline.
-        device: Device of the models.
-        dtype: Dtype of weights and activations. Latents are always float32.
-
-    Raises:
-        ConfigError: From every member: a part of the pipeline is missing, or of a class without a record.
+    ConfigError from every member: a part of the pipeline is missing, or of a class without a record.
     """
 
     def __init__(self, pretrained: Pretrained, device: torch.device, dtype: torch.dtype) -> None:
@@ -55,25 +49,14 @@ class LatentEncoder:
         _ = self._autoencoder, text and self._text
 
     def held_bytes(self, images: int, side: int) -> int:
-        """Return the bytes on the device of the models, and an estimate for encoding this many images at once.
-
-        The estimate is that of the autoencoder's largest activation.
-
-        Args:
-            images: at once.
-            side: of an image, in pixels.
-        """
+        """Return the bytes of the models, and an estimate, by the largest activation, for images of ``side`` pixels."""
         parameters = (*self._autoencoder.module.parameters(), *self._text.parameters())
         weights = sum(p.numel() * p.element_size() for p in parameters)
         numbers = images * self._space.values_per_pixel * side**2
         return int(weights) + _TENSORS * numbers * self._dtype.itemsize
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Return the latents of the images ``pixels / 127.5 - 1``, see ``Autoencoder.encode``.
-
-        Args:
-            pixels: ``[B, H, W, 3]`` uint8, on any device.
-        """
+        """Return the latents of ``pixels / 127.5 - 1``, ``[B, H, W, 3]`` uint8; see ``Autoencoder.encode``."""
         # [B, H, W, 3] -> [B, 3, H, W] as a view in channels_last, the memory format of the autoencoder's weights.
         # In fp32, because in half precision both the division and the subtraction would round.
         images = pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2).float() / 127.5 - 1

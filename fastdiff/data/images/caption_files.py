@@ -18,11 +18,7 @@ _ALIKE = frozenset({*ENDINGS, "captions", "text", "tags", "cap", "json"})
 
 
 class CaptionFiles:
-    """The caption files among the files of a folder.
-
-    Attributes:
-        shared: Caption files of several images, sorted.
-    """
+    """The caption files among the files of a folder; ``shared``, sorted, are those of several images."""
 
     def __init__(self, files: Sequence[str], images: Sequence[str]) -> None:
         by_name: dict[tuple[str, str], str] = {}  # by path without ending, and ending

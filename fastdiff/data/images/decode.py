@@ -109,15 +109,10 @@ class ImageTransform:
         require(all(min(size) >= 1 for size in self.buckets), f"buckets {self.buckets}: expected sides of at least 1")
 
     def place(self, size: Size, offset: Offset | None) -> Placement:
-        """Return the resize and crop of an upright image of ``size``.
+        """Return the resize and crop of an upright image of ``size``, height and width in pixels.
 
-        Args:
-            size: Height and width in pixels.
-            offset: Top and left in [0, 1) for a random crop.
-
-        Raises:
-            RefusedImageError: The resized image would be too large, because the aspect ratio is extreme.
-            ValueError: A random crop has no offset.
+        ``offset``: top and left in [0, 1) of a random crop, which needs one (ValueError). RefusedImageError: the
+        resized image would be too large, because the aspect ratio is extreme.
         """
         bucket = nearest_bucket(size, self.buckets) if self.buckets else 0
         target = self.buckets[bucket] if self.buckets else (self.resolution, self.resolution)
@@ -170,14 +165,9 @@ class Decoder(Protocol):
     by_pillow: int
 
     def decode(self, images: Sequence[bytes], offsets: Sequence[Offset] | None = None) -> list[Decoded | BadImage]:
-        """Decode, resize and crop.
+        """Decode, resize and crop the content of files; one result per image, independent of the others.
 
-        Args:
-            images: Content of the files.
-            offsets: Top and left of each random crop, in [0, 1); unused by other crops.
-
-        Returns:
-            One result per image, independent of the other images.
+        ``offsets``: top and left of each random crop, in [0, 1); unused by other crops.
         """
 
 

@@ -42,13 +42,7 @@ BATCH_PIXELS = 2**27  # 3 bytes each
 
 @dataclass(frozen=True)
 class Job:
-    """One image for DALI.
-
-    Attributes:
-        image: The file's bytes.
-        size: Height and width in pixels.
-        placement: Resize and crop.
-    """
+    """One image for DALI: the file's bytes, its height and width in pixels, its resize and crop."""
 
     image: bytes
     size: Size
@@ -61,11 +55,7 @@ class Job:
 
 
 class DaliPixels:
-    """A DALI pipeline, rebuilt after each failure.
-
-    Attributes:
-        name: ``dali``, or ``dali-cuda`` with the GPU's JPEG decoder, whose pixels differ slightly.
-    """
+    """A DALI pipeline, rebuilt after each failure; ``dali-cuda`` has the GPU's JPEG decoder: slightly other pixels."""
 
     def __init__(self, interpolation: str, threads: int, *, on_cuda: bool = False) -> None:
         """Take a name in ``_FILTERS``, the number of CPU threads, and whether to use the current GPU."""
@@ -76,11 +66,7 @@ class DaliPixels:
         self._pipeline: Any = None
 
     def decode(self, jobs: Sequence[Job]) -> list[Pixels | None]:
-        """Decode, resize and crop; the result of a job does not depend on other jobs.
-
-        Returns:
-            ``[H, W, 3]`` RGB per job, C-contiguous, or None if DALI cannot decode it.
-        """
+        """Return ``[H, W, 3]`` RGB per job, C-contiguous, independent of other jobs; None: DALI cannot decode it."""
         return [pixels for batch in _batches(jobs) for pixels in self._attempt(batch)]
 
     def _attempt(self, batch: Sequence[Job]) -> list[Pixels | None]:

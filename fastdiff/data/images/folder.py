@@ -338,11 +338,7 @@ def _require_inside(path: str) -> None:
 
 
 def _root(folder: Path, split: str) -> Path:
-    """Return the folder, or its subfolder ``split`` if it holds only splits.
-
-    Raises:
-        ConfigError: It holds only other splits.
-    """
+    """Return the folder, or its subfolder ``split`` if it holds only splits; ConfigError if it holds only others."""
     entries = visible(folder)
     folders = {nfc(entry.name): entry.name for entry in entries if is_folder(entry)}
     if not folders or not set(folders) <= _SPLITS | {nfc(split)} or {entry.name for entry in entries} & set(METADATA):

@@ -71,11 +71,7 @@ def read_header(data: bytes) -> Header:
 
 
 def check_pixels(size: Size, what: str = "") -> None:
-    """Refuse an image with too many pixels.
-
-    Raises:
-        RefusedImageError: ``size`` has more than ``MAX_PIXELS`` pixels; ``what`` names the operation for the message.
-    """
+    """Raise RefusedImageError for more than ``MAX_PIXELS`` pixels; ``what`` names the operation."""
     if area(size) > MAX_PIXELS:
         raise RefusedImageError(f"{size[1]}x{size[0]} pixels{what}, more than {MAX_PIXELS} in total")
 

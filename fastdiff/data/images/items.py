@@ -93,12 +93,7 @@ class ImageSource(ABC):
 
     @abstractmethod
     def most_captions(self, partition: int) -> int:
-        """Return the largest number of captions per image in a partition, 0 without captions; read no images.
-
-        Raises:
-            DataError: As ``items``.
-            StorageError: As ``items``.
-        """
+        """Return the largest number of captions per image in a partition, reading no images; errors as ``items``."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -116,10 +111,8 @@ class BadCaptionError(Exception):
 def clean_captions(value: object) -> tuple[str, ...]:
     """Return the captions in a metadata field: a string or a list of strings.
 
-    Control characters become spaces, and captions are stripped. An empty caption is the empty prompt.
-
-    Raises:
-        BadCaptionError: There is none (null), the value has another type, or a caption is too long.
+    Control characters become spaces, and captions are stripped. An empty caption is the empty prompt. BadCaptionError:
+    there is none (null), the value has another type, or a caption is too long.
     """
     if value is None or value == [None]:
         raise BadCaptionError('its caption is null; give one, or an empty one ("") for the empty prompt')

@@ -71,11 +71,7 @@ class SourceOptions:
         return shown(self.source) if is_remote(self.source) else escape(self.source)
 
     def require_read(self, kind: Kind) -> None:
-        """Refuse options that sources of this kind do not read.
-
-        Raises:
-            ConfigError: one is given, or ``image_root`` is not a folder of this machine.
-        """
+        """Raise ConfigError for options that such sources do not read, or an ``image_root`` that is no folder here."""
         require_local("--image-root", self.image_root)
         for name, (readers, why) in _READERS.items():
             value, flag = getattr(self, name), name.replace("_", "-")

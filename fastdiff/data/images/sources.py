@@ -64,15 +64,7 @@ def open_source(options: SourceOptions) -> ImageSource:
 
 
 def count_images(text: str, **columns: str | None) -> int:
-    """Count the images of a source.
-
-    Args:
-        text: The argument of the user.
-        columns: Of ``SourceOptions``: ``image_column``, ``caption_column`` and ``dataset_config``.
-
-    Raises:
-        FastdiffError: They cannot be counted.
-    """
+    """Count the images of a source, with ``columns`` of ``SourceOptions``; FastdiffError: they cannot be counted."""
     return len(open_source(SourceOptions(source=text, **columns)))  # type: ignore[arg-type]
 
 

@@ -25,16 +25,9 @@ def nfc(name: str) -> str:
 
 
 def walk_files(root: Path, ignored: list[str] | None = None) -> Iterator[str]:
-    """Yield the paths of all files below a folder, unordered; follow links, but no cycles.
+    """Yield the paths of all files below a folder, unordered; follow links, but no cycles. StorageError: unreadable.
 
-    Hidden files and folders, and those of other programs, are left out.
-
-    Args:
-        root: The folder.
-        ignored: Gets the relative paths of what was left out.
-
-    Raises:
-        StorageError: A folder cannot be read.
+    Hidden files and folders, and those of other programs, are left out; ``ignored`` gets their relative paths.
     """
     folders: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]  # with the inodes of all parents
     while folders:
@@ -62,11 +55,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def visible(folder: Path) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder without hidden ones and those of other programs.
-
-    Raises:
-        StorageError: It cannot be read.
-    """
+    """Return the entries of a folder without hidden ones and those of other programs; StorageError: unreadable."""
     return [entry for entry in _entries(folder) if not of_other_program(entry.name)]
 
 

@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 def choose_loader(config: DataConfig, device: torch.device) -> tuple[str, str]:
-    """Return the loader that ``config`` selects on this machine, ``dali`` or ``prefetch``, and why not DALI ("").
-
-    Raises:
-        ConfigError: DALI is requested and does not work on ``device``.
-    """
+    """Return the loader, ``dali`` or ``prefetch``, and why not DALI (""); ConfigError: it is asked for, and fails."""
     problem = dali_problem(device.type == "cuda") if config.loader in ("auto", "dali") else None
     if problem is None:
         return ("prefetch" if config.loader == "prefetch" else "dali"), ""
@@ -41,16 +37,9 @@ def choose_loader(config: DataConfig, device: torch.device) -> tuple[str, str]:
 
 
 def build_order(info: DatasetInfo, *, seed: int, window_shards: int, global_batch: int) -> SampleOrder:
-    """Return the sample order of a data set.
+    """Return the sample order of a data set; ConfigError: no bucket fills a batch, or ``window_shards`` is below 1.
 
-    Args:
-        info: The data set.
-        seed: Seed of the run.
-        window_shards: Shards of one bucket that are shuffled together.
-        global_batch: Samples per optimizer step; used only with several buckets.
-
-    Raises:
-        ConfigError: No bucket fills a batch, or ``window_shards`` is below 1.
+    ``window_shards`` of one bucket are shuffled together; ``global_batch`` is used only with several buckets.
     """
     sizes, buckets = [shard.samples for shard in info.shards], [shard.bucket for shard in info.shards]
     if len(set(buckets)) == 1:

@@ -23,12 +23,8 @@ def check_data_set(config: RunConfig, preset: str | None) -> None:
     """Require the data set of a run, complete and of the shapes of its network.
 
     A remote data set is left to the ranks, which cache it, and so are images for online encoding. The network of a
-    pipeline is not known before its weights are here.
-
-    Raises:
-        ConfigError: the data set does not fit the network.
-        DataError: it is missing or damaged.
-        StorageError: it cannot be read.
+    pipeline is not known before its weights are here. ConfigError: it does not fit. DataError: it is missing or
+    damaged. StorageError: it cannot be read.
     """
     path = config.data.path
     if not path:

@@ -32,12 +32,9 @@ Data: TypeAlias = "LatentReader | OnlineImages"
 
 
 def open_data(config: RunConfig, device: torch.device) -> Data:
-    """Open the local or cached remote shards of a run, or its images.
+    """Open the shards, local or cached, or the images of a run.
 
-    Raises:
-        ConfigError: the data do not fit the model.
-        DataError: the data are damaged.
-        StorageError: the data cannot be read.
+    ConfigError: they do not fit the model. DataError: they are damaged. StorageError: they cannot be read.
     """
     if config.data.online:
         data = _open_images(config, device)
@@ -70,13 +67,7 @@ def open_held_out(network: ModelConfig, data: DataConfig, class_names: Sequence[
 
 
 def open_shards(data: DataConfig) -> LatentReader:
-    """Open local or cached remote shards, whatever the model.
-
-    Raises:
-        ConfigError: no data are named.
-        DataError: the data are damaged.
-        StorageError: the data cannot be read.
-    """
+    """Open local or cached shards, whatever the model; ConfigError: none are named; other errors as ``open_data``."""
     if not data.path:
         raise ConfigError("--data.path is missing; give the output folder of `fastdiff encode`")
     folder, fetch = open_shards_folder(data.path, data.cache)
@@ -87,10 +78,7 @@ def open_shards(data: DataConfig) -> LatentReader:
 def with_captions(config: RunConfig, data: Data) -> RunConfig:
     """Return the run with captions of its data as the prompts of its sample images, where it has no prompts.
 
-    They are spread evenly over the data set; equal ones count once.
-
-    Raises:
-        DataError: a sample is damaged.
+    They are spread evenly over the data set; equal ones count once. DataError: a sample is damaged.
     """
     wanted = config.validation.captions
     if config.validation.prompts or not wanted or not isinstance(data, LatentReader):
@@ -153,10 +141,7 @@ def described_selection(data: Data) -> str:
 def check_provenance(pipeline: PretrainedConfig, data: DataConfig, info: DatasetInfo) -> None:
     """Require data encoded with the autoencoder and the text encoder of the run's pipeline.
 
-    Their digests cover all weights, which are read for this check.
-
-    Raises:
-        ConfigError: the digests differ, or a part of the pipeline cannot be read.
+    Their digests cover all weights, which are read for this check. ConfigError: they differ, or a part cannot be read.
     """
     if not pipeline.path or pipeline.is_file or data.online:
         return

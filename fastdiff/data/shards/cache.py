@@ -55,12 +55,7 @@ class ShardCache:
             self._fetch_once(null_path(self.folder, column), null.sha256, size)
 
     def ensure(self, shard: ShardInfo) -> None:
-        """Download a shard and its two indices unless they are in the cache.
-
-        Raises:
-            DataError: The shard on the server does not match dataset.json.
-            StorageError: The server cannot be read, or the cache cannot be written.
-        """
+        """Download a shard and its indices unless cached; DataError: not as in dataset.json; StorageError: it fails."""
         path = self.folder / shard.name
         if self._complete(path, shard):
             return
@@ -99,15 +94,9 @@ class ShardCache:
 
 
 def open_shards_folder(path: str, cache: str) -> tuple[Path, Callable[[ShardInfo], None] | None]:
-    """Return the local folder of a data set and, for a remote one, the function that fetches a shard into it.
+    """Return the folder of a data set and, for an address, what fetches a shard into it; errors as ``ShardCache``.
 
-    Args:
-        path: A local folder or the address of a remote one.
-        cache: Cache folder for remote shards; empty: ~/.cache/fastdiff/shards. Unused for a local folder.
-
-    Raises:
-        DataError: As ``ShardCache``.
-        StorageError: As ``ShardCache``.
+    ``cache``: folder for remote shards; empty: ~/.cache/fastdiff/shards.
     """
     if not is_remote(path):
         return Path(path), None

@@ -52,11 +52,7 @@ class ShardIndex:
 
     @classmethod
     def collect(cls, places: Iterable[Place]) -> ShardIndex:
-        """Build the index of the components of a shard, given in the order of the tar.
-
-        Raises:
-            ValueError: The samples differ in their components.
-        """
+        """Build the index of components in the order of the tar; ValueError: samples differ in their components."""
         columns: dict[str, list[Place]] = {}
         for place in places:
             columns.setdefault(place.component, []).append(place)

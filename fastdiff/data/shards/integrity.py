@@ -63,11 +63,7 @@ def load_index(shard: Path, info: ShardInfo) -> ShardIndex:
 
 
 def check_index(shard: Path, info: ShardInfo) -> tuple[ShardIndex | None, Problem | None]:
-    """Return the index of a shard or its problem; exactly one of the two.
-
-    Raises:
-        StorageError: A file cannot be read.
-    """
+    """Return the index of a shard or its problem, exactly one of the two; StorageError: a file cannot be read."""
     path = index_path(shard)
     try:
         # The index is smaller than the tar, which has a header of 512 bytes per component.
@@ -146,12 +142,9 @@ def _pairs(wanted: Sequence[Place], found: Sequence[Place]) -> Iterator[tuple[Pl
 
 
 def scan(shard: Path) -> Iterator[Place]:
-    """Yield the components of a tar up to the first damaged header.
+    """Yield the components of a tar up to the first damaged header; StorageError: it cannot be read.
 
     A hard link gets the place of its target; a link without a target is skipped.
-
-    Raises:
-        StorageError: The tar cannot be read, so its content is unknown.
     """
     stored: dict[str, Place] = {}
     try:

@@ -131,12 +131,7 @@ class LatentReader:
         return arrays
 
     def bucket_of(self, sample_ids: npt.ArrayLike) -> int:
-        """Return the bucket of one or several samples; 0 for none.
-
-        Raises:
-            IndexError: A sample id is out of range.
-            ValueError: The samples belong to several buckets.
-        """
+        """Return the bucket of samples, 0 for none; IndexError: an id out of range, ValueError: several buckets."""
         ids = self._known(sample_ids)
         shards = np.unique(np.searchsorted(self._starts, ids, side="right") - 1)
         buckets = {self.info.shards[shard].bucket for shard in shards}
@@ -145,12 +140,7 @@ class LatentReader:
         return buckets.pop() if buckets else 0
 
     def null(self) -> Arrays:
-        """Return the embedding of the empty prompt, by column (``fastdiff.conditions``).
-
-        Raises:
-            DataError: A file is missing or damaged.
-            StorageError: A file cannot be read.
-        """
+        """Return the embedding of the empty prompt by column; DataError: missing, damaged; StorageError: unreadable."""
         return {name: read_null(self.folder, self.info, name) for name in self.info.null}
 
     def keys(self, sample_ids: npt.ArrayLike) -> list[str]:

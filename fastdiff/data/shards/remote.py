@@ -63,21 +63,13 @@ def shown(url: str) -> str:
 
 
 def resource(url: str) -> str:
-    """Return an address without user, password, query and fragment: what identifies a file, in digests.
-
-    Raises:
-        ConfigError: The address is not valid.
-    """
+    """Return what identifies a file: its address without user, password, query and fragment; ConfigError if invalid."""
     parts = _parts(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def join(url: str, name: str) -> str:
-    """Return the address of a file in a folder; a query, which may be a signature, is kept.
-
-    Raises:
-        ConfigError: The address of the folder is not valid.
-    """
+    """Return the address of a file in a folder, with its query, which may be a signature; ConfigError if invalid."""
     parts = _parts(url)
     return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}"))
 
@@ -153,12 +145,7 @@ def fetch(url: str, target: Path, sha256: str | None, most: int | None = None) -
 
 
 def list_folder(url: str) -> list[str]:
-    """Return the sorted addresses of the files in an S3 folder.
-
-    Raises:
-        ConfigError: The address is http, which cannot list folders, or s3fs is missing.
-        StorageError: The folder cannot be listed.
-    """
+    """Return the sorted addresses of files in an S3 folder; ConfigError: http, or no s3fs; StorageError: unreadable."""
     if not url.lower().startswith("s3:"):
         raise ConfigError(f"{shown(url)}: http cannot list folders; name the files, as in {{00000..00099}}.tar")
     system = _filesystem("s3")

@@ -19,14 +19,9 @@ from fastdiff.files import publish, rename, temporary
 
 
 class ShardTar:
-    """A shard being written.
+    """A shard of a bucket, see ``DatasetInfo.buckets``, being written; OSError from every method except ``abandon``.
 
-    Args:
-        path: Final path of the shard; until then it has a temporary name in the same folder, unique per process.
-        bucket: Bucket of its samples, see ``DatasetInfo.buckets``.
-
-    Raises:
-        OSError: From every method except ``abandon``.
+    Until it is published it has a temporary name in the same folder, unique per process.
     """
 
     def __init__(self, path: Path, bucket: int = 0) -> None:

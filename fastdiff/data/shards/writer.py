@@ -90,11 +90,7 @@ class ShardWriter:
         bucket: int = 0,
         captions: int | None = None,
     ) -> None:
-        """Append one sample; its key must be unique in its shard. See ``components`` for the arguments.
-
-        Raises:
-            DataError: The sample does not fit the data set.
-        """
+        """Append a sample, of a key unique in its shard; see ``components``. DataError: it does not fit the data."""
         content = components(self._template, bucket, key, arrays, label, captions, meta)
         path = self.folder / self._template.shard_name(self._numbers[bucket], bucket)
         with _storage(path):

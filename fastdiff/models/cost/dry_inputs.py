@@ -11,13 +11,7 @@ from fastdiff.config.networks.registry import ModelConfig
 
 
 def dry_inputs(model: ModelConfig, names: Collection[str], samples: int) -> tuple[Tensor, Condition]:
-    """Return noisy latents ``[samples, C, H, W]`` and the conditions of a network: zeros, and masks of whole captions.
-
-    Args:
-        model: shape of the network.
-        names: names of its conditions (``BlockwiseModel.inputs``); unknown ones are left out.
-        samples: rows of each input.
-    """
+    """Return noisy latents ``[samples, C, H, W]`` and the known of the conditions ``names``: zeros, whole masks."""
     shapes = {**{name: () for name, kind in CONDITIONS.items() if not kind.shape}, **model.conditions}
     condition = {name: _blank(CONDITIONS[name], (samples, *shapes[name])) for name in names if name in shapes}
     if "position" in condition:

@@ -9,12 +9,9 @@ from fastdiff_kernels.names import AttentionBackend
 
 
 def dry_network(config: RunConfig, *, recompute: bool = False, attention: AttentionBackend = "sdpa") -> Model:
-    """Build the network of a run without memory for it.
+    """Build the network of a run without memory for it; ConfigError: no peft, or a target of the LoRA matches no layer.
 
     With a LoRA only A and B require a gradient, and the frozen layers that it quantises have their packed weights.
-
-    Raises:
-        ConfigError: peft is missing, or a target of the LoRA matches no layer.
     """
     with torch.device("meta"):
         network = build_model(config.model, recompute=recompute, attention=attention, seed=config.seed)

@@ -54,23 +54,14 @@ class Traced:
     """Moments of the pass at which most is alive: bytes per sample, and bytes of gradients of weights beside them."""
 
     def peak(self, micro: int, gradients: float = 1.0) -> float:
-        """Return the most bytes that are alive at once with ``micro`` samples.
-
-        Args:
-            micro: samples of the micro-batch.
-            gradients: share of the gradients of the weights that stays until the end of the pass.
-        """
+        """Return the most bytes alive at once; ``gradients``: share of those of the weights that stays to the end."""
         return max(micro * alive + gradients * beside for alive, beside in self.peaks)
 
 
 def trace(config: RunConfig, noisy: Tensor, condition: Condition, device: torch.device) -> Traced:
-    """Run the network of a run forward and backward without data.
+    """Run the network of a run forward and backward without data; the device decides between kernels and references.
 
-    Args:
-        config: of the run.
-        noisy: ``[B, C, H, W]``, only its shape counts; B at least 2, because one sample has other strides.
-        condition: inputs of the network, as in a batch of B samples.
-        device: of the run, which decides between kernels and references.
+    ``noisy``: ``[B, C, H, W]``, only its shape counts; B at least 2, because one sample has other strides.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # its import takes a second
 
@@ -121,11 +112,7 @@ def _put(weights: Mapping[str, Tensor], network: nn.Module) -> None:
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations inside it, and records when memory is taken and given back.
-
-    Args:
-        known: tensors whose memory is not counted.
-    """
+    """Counts the operations inside it, and records when memory, but that of ``known``, is taken and given back."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

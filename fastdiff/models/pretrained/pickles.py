@@ -28,12 +28,7 @@ _UNNAMED = {"STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"}
 
 
 def load_published(path: Path) -> dict[str, Tensor]:
-    """Read a plain state dict, or the one under ``ema``, otherwise under ``model``, to the CPU.
-
-    Raises:
-        ValueError: Unexpected or hostile file; see ``read_published``.
-        OSError: The file cannot be read.
-    """
+    """Read a plain state dict, or that under ``ema``, otherwise ``model``, to the CPU; errors as ``read_published``."""
     content = read_published(path)
     if "param_groups" in content:
         raise ValueError("it is the state of an optimizer; expected weights")
@@ -71,12 +66,7 @@ def read_published(path: Path) -> dict[Any, Any]:
 
 
 def read_arguments(path: Path) -> dict[str, Any]:
-    """Return the command line in the file of a training, by argument; empty if the file has none.
-
-    Raises:
-        ValueError: Unexpected or hostile file.
-        OSError: The file cannot be read.
-    """
+    """Return the command line in the file of a training, if any, by argument; errors as ``read_published``."""
     found = read_published(path).get("args")
     return vars(found) if isinstance(found, argparse.Namespace) else {}
 
@@ -94,11 +84,7 @@ def state_dict(content: Any, expected: str) -> dict[str, Tensor]:
 
 
 def check_size(tensors: Iterable[Tensor], path: Path) -> None:
-    """Refuse tensors that need more memory than the file has bytes, such as expanded views of a few bytes.
-
-    Raises:
-        ValueError: The tensors are too large, or not plain.
-    """
+    """Raise ValueError for tensors that are not plain, or, as expanded views, larger than the file."""
     size, most = 0, path.stat().st_size
     for tensor in tensors:
         if tensor.layout != torch.strided or tensor.device.type != "cpu":

@@ -165,12 +165,7 @@ class Pretrained:
         return total.hexdigest()
 
     def weight_files(self, part: str, *, required: bool = True) -> list[Path]:
-        """Return the safetensors files of a part in the chosen variant; downloads them if the pipeline is on the hub.
-
-        Args:
-            part: folder of the part; see ``has_weights``.
-            required: whether missing files are an error.
-        """
+        """Return the safetensors files of a part, downloaded from the hub; ``required``: none is an error."""
         variants = [self.variant] if part == self.denoiser else [self.variant, None]
         for variant in dict.fromkeys(variants):
             if files := self._files_of(part, variant):
@@ -285,11 +280,7 @@ def tensors_of(path: Path, *, on_meta: bool = False) -> Iterator[tuple[str, Tens
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn a library's error into one that names the unreadable file or folder.
-
-    Raises:
-        ConfigError: instead of the library's error.
-    """
+    """Turn a library's error into a ConfigError that names the unreadable file or folder."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

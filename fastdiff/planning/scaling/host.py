@@ -20,12 +20,7 @@ class Host:
     """Seconds per trained parameter tensor."""
 
     def seconds(self, tensors: int, speed: float = 1.0) -> float:
-        """Return the seconds of a step.
-
-        Args:
-            tensors: trained parameter tensors of the network.
-            speed: how many times faster the processor is than the measured one.
-        """
+        """Return the seconds of a step, on a processor ``speed`` times as fast as the measured one."""
         return (self.fixed + tensors * self.per_tensor) / speed
 
 

@@ -52,11 +52,7 @@ class Zero:
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any]) -> Zero:
-        """Read a DeepSpeed JSON.
-
-        Raises:
-            ConfigError: the model does not cover its communication.
-        """
+        """Read a DeepSpeed JSON; ConfigError: the model does not cover its communication."""
         section = dict(ds_config.get("zero_optimization", {}))
         if not section.get("use_multi_rank_bucket_allreduce", True) or not section.get("reduce_scatter", True):
             raise ConfigError(

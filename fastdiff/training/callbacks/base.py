@@ -76,11 +76,7 @@ class Preempt(Callback):
     """End of the run on all ranks when any rank was asked to stop (``parallel.preemption``)."""
 
     def on_step(self, state: TrainState) -> None:
-        """Raise if any rank was asked to stop.
-
-        Raises:
-            Preempted: on every rank, after the same step.
-        """
+        """Raise Preempted on every rank, after the same step, if any was asked to stop."""
         if state.guard.flags.stop:
             reasons = state.world.gather(state.guard.consensus.stop_reason)
             raise preempted(next(reason for reason in reasons if reason is not None), state)

@@ -136,11 +136,7 @@ class SpikeGuard(Callback):
         self._lines = state.json_lines(_SPIKES)
 
     def on_preempted(self, state: TrainState) -> None:
-        """Prevent the save of a step that a rewind would undo.
-
-        Raises:
-            Preempted: on all ranks, if the step was a spike under the policy rewind.
-        """
+        """Prevent, by Preempted on all ranks, the save of a step that a rewind would undo."""
         if state.guard.spikes.last is not None and state.config.divergence.policy == "rewind":
             raise _stopped_at_spike(state)
 

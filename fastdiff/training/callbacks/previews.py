@@ -257,10 +257,7 @@ def memory_beside_training(state: TrainState, *, halves: bool = False) -> Abstra
 def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Model:
     """Return a plain copy of the model with the first EMA's weights, or the weights themselves if there is none.
 
-    Called by all ranks; each gets the whole model, on its device.
-
-    Raises:
-        FastdiffError: on every rank, if one of them fails.
+    Called by all ranks; each gets the whole model, on its device. FastdiffError: on every rank, if one of them fails.
     """
     flats = state.engine.flats
     averages = next(iter(state.ema.averages.values()), [flat.master for flat in flats])

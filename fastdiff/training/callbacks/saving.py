@@ -22,13 +22,7 @@ CHECKPOINT = "checkpoint"
 
 
 class Checkpointing(Callback):
-    """Periodic checkpoints in the background, and one at the end.
-
-    Args:
-        state: the run.
-        checkpoints: over the ranks of ``background``.
-        background: writes checkpoints and snapshots.
-    """
+    """Periodic checkpoints, over the ranks of ``background``, which writes them, and one at the end."""
 
     account = "save"
 
@@ -41,11 +35,7 @@ class Checkpointing(Callback):
         self._background = background
 
     def on_step(self, state: TrainState) -> None:
-        """Save when due.
-
-        Raises:
-            StorageError: on every rank: saves failed more often than --output.failed_saves allows.
-        """
+        """Save when due; StorageError on every rank after more failures than --output.failed_saves allows."""
         if state.guard.flags.failed_save:
             self._background.wait_for_all()
         if self._every.due(state.progress) or state.guard.flags.save_due:
@@ -57,20 +47,12 @@ class Checkpointing(Callback):
         state.guard.save_due = state.world.is_first and 0 < self._most_s < time.monotonic() - self._saved_s
 
     def on_end(self, state: TrainState) -> None:
-        """Save the last step, unless already saved.
-
-        Raises:
-            StorageError: on every rank: this step, or a snapshot that was being written, could not be saved.
-        """
+        """Save the last step, unless already saved; StorageError on every rank if it, or a snapshot, was not."""
         self._save_now(state)
         self._background.wait_for_all(0)
 
     def on_preempted(self, state: TrainState) -> None:
-        """Save this step, unless already saved; a failed snapshot only causes a warning.
-
-        Raises:
-            StorageError: on every rank: this step could not be saved.
-        """
+        """Save this step, unless already saved, or StorageError on every rank; a failed snapshot is a warning."""
         self._save_now(state)
         self._background.wait_for_all(ANY_NUMBER)
 
@@ -82,21 +64,13 @@ class Checkpointing(Callback):
 
 
 def begin_checkpoint(state: TrainState, checkpoints: Checkpoints, background: AsyncSaves) -> None:
-    """Start to save this step in the background; called by all ranks, while no checkpoint is being written.
-
-    Raises:
-        StorageError: on every rank: any host has no memory for the copy.
-    """
+    """Start to save this step, while no save is running; called by all ranks. StorageError on all: no memory for it."""
     draft = checkpoints.draft(state)
     background.begin(CHECKPOINT, draft.step, partial(checkpoints.commit, draft))
 
 
 def save_checkpoint(state: TrainState, checkpoints: Checkpoints, background: AsyncSaves) -> None:
-    """Save this step and wait for it; called by all ranks, while no checkpoint is being written.
-
-    Raises:
-        StorageError: on every rank: saves failed more often than --output.failed_saves allows.
-    """
+    """Save this step and wait; called by all ranks, with no save running. StorageError on all: too many failures."""
     begin_checkpoint(state, checkpoints, background)
     background.wait(CHECKPOINT)
 
@@ -129,11 +103,7 @@ class Snapshots(Callback):
         """Step at which this process started; None after its first step."""
 
     def on_step(self, state: TrainState) -> None:
-        """Save when due.
-
-        Raises:
-            StorageError: on every rank: saves failed more often than --output.failed_saves allows.
-        """
+        """Save when due; StorageError on every rank after more failures than --output.failed_saves allows."""
         if self._start is not None:
             start, self._start = self._start, None
             remove_after(state, start)
@@ -150,11 +120,7 @@ class Snapshots(Callback):
 
 
 def remove_after(state: TrainState, step: int) -> None:
-    """Delete the snapshots of steps after ``step``; called by all ranks, while none is being written.
-
-    Raises:
-        StorageError: on every rank: one could not be deleted.
-    """
+    """Delete snapshots after ``step``; called by all ranks, while none is written. StorageError on all: one is left."""
 
     def remove() -> None:
         found = committed(snapshot_folder(state.folder))

@@ -45,13 +45,10 @@ class Engine(ABC):
         """Run the model's forward pass."""
 
     def rehearse(self, loss: Callable[[], Tensor], *, accumulates: bool) -> None:
-        """Take a step that changes nothing, with its last micro-batch: compile, and meet the memory that a step needs.
+        """Take a step that changes nothing, with one micro-batch: compile, and meet the memory that a step needs.
 
-        Weights, moments, averages, loss scale and counters stay as they are. Called by all ranks, between two steps.
-
-        Args:
-            loss: runs the forward pass and returns its loss, a scalar.
-            accumulates: take another micro-batch before: the last one needs its memory beside the gradients of others.
+        Weights, moments, averages and counters stay as they are. Called by all ranks, between two steps. ``loss`` runs
+        the forward pass and returns a scalar.
         """
         if accumulates:
             self.backward(loss())
@@ -65,12 +62,10 @@ class Engine(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor, *, discard: bool = False) -> None:
-        """Add the gradient of ``loss`` (scalar, mean over the micro-batch), divided by the accumulation.
+        """Add the gradient of this rank's ``loss`` (scalar, mean over the micro-batch), divided by the accumulation.
 
-        Args:
-            loss: of this rank.
-            discard: make ``step`` skip the step as if its gradient were not finite, whatever earlier micro-batches
-                gave; equal on all ranks.
+        ``discard``, equal on all ranks: ``step`` skips the step as if its gradient were not finite, whatever earlier
+        micro-batches gave.
         """
 
     def named_calls(self) -> dict[str, list[tuple[object, str]]]:
@@ -96,17 +91,12 @@ class Engine(ABC):
     def optimizer_step(self) -> None:
         """Take the optimizer step; change nothing if a gradient is not finite on any rank.
 
-        Raises:
-            DivergedError: under fp16, when the loss scale is at its minimum and the gradient still overflows.
+        DivergedError: under fp16, when the loss scale is at its minimum and the gradient still overflows.
         """
 
     @abstractmethod
     def finish_step(self, *, skipped: bool) -> bool:
-        """Learn what ``check_grads`` returned, and set the learning rate of the next step.
-
-        Returns:
-            False if the step changed nothing.
-        """
+        """Learn what ``check_grads`` returned, set the next learning rate; return False if the step changed nothing."""
 
     def step(self) -> bool:
         """Take the optimizer step and wait for it; return False if it changed nothing, see ``optimizer_step``."""
@@ -132,16 +122,9 @@ class Engine(ABC):
         """Load the weights of a checkpoint between two steps, as if the engine were built with them.
 
         The optimizer state is reset in place to that before the first step; ``checkpoints.restore`` sets the masters,
-        as after a start.
-
-        Args:
-            read: returns a fragment of the weights, ``[numel]`` fp32 on the CPU.
+        as after a start. ``read`` returns a fragment, ``[numel]`` fp32 on the CPU.
         """
 
     @abstractmethod
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Set the weights of a network that came on ``meta``.
-
-        Args:
-            weights: parameters and buffers by name, whole, fp32 on the CPU.
-        """
+        """Set the weights of a network on ``meta``: parameters and buffers by name, whole, fp32 on the CPU."""

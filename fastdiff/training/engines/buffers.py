@@ -114,11 +114,7 @@ class Part:
 
 
 def ranges_of(places: Sequence[Place], world: World) -> list[tuple[bool, Sequence[Place]]]:
-    """Cut the parameters into those before this rank's own, its own and those behind, without empty ones.
-
-    Returns:
-        For each whether it is this rank's own, whose averages and checkpoints it makes.
-    """
+    """Cut parameters into those before this rank's own, its own (True: it averages and saves these) and the rest."""
     total = places[-1].end
     owners = [min(world.size - 1, math.floor((p.offset + p.end) / 2 * world.size / total)) for p in places]
     groups: tuple[tuple[bool, Iterable[Place]], ...] = (
@@ -143,13 +139,8 @@ def fragments_of(places: Sequence[Place]) -> tuple[Fragment, ...]:
 class Gradients:
     """The gradient of a step in one flat buffer, to which each micro-batch adds.
 
-    The backward pass of a micro-batch leaves its gradients in ``.grad``, without a copy; they are added here all at
-    once. Were ``.grad`` views of the buffer, each parameter would cost one or two more launches.
-
-    Args:
-        places: of the parameters.
-        dtype: in which micro-batches and ranks are added up.
-        device: of the buffer.
+    The backward pass of a micro-batch leaves its gradients in ``.grad``, without a copy; they are added here, in
+    ``dtype``, all at once. Were ``.grad`` views of the buffer, each parameter would cost one or two more launches.
     """
 
     def __init__(self, places: Sequence[Place], dtype: torch.dtype, device: torch.device) -> None:

@@ -37,13 +37,7 @@ class DataParallel:
         self._ddp.register_comm_hook(None, lambda state, bucket: buckets.reduce(bucket))
 
     def __call__(self, *inputs: Tensor, reduces: bool, **condition: Tensor) -> Tensor:
-        """Run the forward pass.
-
-        Args:
-            inputs: of the network.
-            reduces: whether its backward pass is the last of a step.
-            condition: of the network.
-        """
+        """Run the forward pass; ``reduces``: its backward pass is the last of a step."""
         self._ddp.require_backward_grad_sync = reduces
         return self._ddp(*inputs, **condition)  # type: ignore[no-any-return]
 
@@ -56,11 +50,7 @@ class Buckets:
         self._numbers = {id(place.parameter): number for number, place in enumerate(places)}
 
     def reduce(self, bucket: Any) -> Future[Tensor]:
-        """Reduce the sums of the parameters of a ``GradBucket``, whose own buffer stays as it is and is unused.
-
-        Raises:
-            RuntimeError: the parameters are no neighbours in the flat buffer.
-        """
+        """Reduce a ``GradBucket``'s parameters, leaving its buffer unused; RuntimeError: no neighbours in the flat."""
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         numbered = {self._numbers[id(p)]: gradient for p, gradient in pairs if id(p) in self._numbers}
         # A bucket has its gradients in the layout of their parameters, and shows them as if they were contiguous.

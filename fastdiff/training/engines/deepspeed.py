@@ -171,11 +171,7 @@ class DeepSpeedEngine(Engine):
         """DeepSpeed reads the norm of the gradient in ``optimizer_step``."""
 
     def optimizer_step(self) -> None:
-        """Take the optimizer step; change nothing if a gradient is not finite on any rank.
-
-        Raises:
-            DivergedError: under fp16, when the loss scale is at its minimum and the gradient still overflows.
-        """
+        """Take the optimizer step; see ``Engine.optimizer_step``."""
         self.lr = float(self.optimizer.param_groups[0]["lr"])
         scale = self._lift_loss_scale() if self._discarding else {}
         try:

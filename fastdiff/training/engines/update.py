@@ -19,13 +19,7 @@ from fastdiff_kernels.adamw.norm import clip, norm
 
 
 class Update(ABC):
-    """The update of all parts by one optimizer; each optimizer names its own (``OptimizerFamily.flat_update``).
-
-    Args:
-        config: of the optimizer.
-        parts: all of this rank.
-        views: the gradient of each parameter, views of that of the parts.
-    """
+    """The update of all parts by one optimizer (``OptimizerFamily.flat_update``); ``views``: gradient by parameter."""
 
     by_host: bool
     """Whether the host waits for the answer to skip the step, and takes the norm parameter by parameter as ZeRO does;
@@ -40,13 +34,7 @@ class Update(ABC):
         """Of the last gradient before clipping, a scalar on the device; None before the first step."""
 
     def create_state(self, optimizer: torch.optim.Optimizer, shapes: Shapes, world: World) -> None:
-        """Create the optimizer's state of every part, as its family declares it; called once by all ranks.
-
-        Args:
-            optimizer: of the engine, over the keys of the parts.
-            shapes: of all trained parameters.
-            world: the ranks.
-        """
+        """Create the optimizer's state of every part, as its family declares it; called once by all ranks."""
         family = family_of(self.config)
         for flat in (part.flat for part in self.parts):
             flat.states[flat.key] = empty_state(family, flat, shapes)
@@ -59,13 +47,7 @@ class Update(ABC):
 
     @torch.no_grad()
     def take(self, number: int, lr: float, applied: int) -> None:
-        """Update every part, unless the step is skipped.
-
-        Args:
-            number: of the optimizer's step, from 1.
-            lr: its learning rate.
-            applied: steps of the run that are applied with this one, by which the averages have their shares.
-        """
+        """Update every part, unless skipped; ``number`` from 1; the averages have the shares of ``applied`` steps."""
         if not (self.by_host and self.skip):
             self._take(number, lr, [] if self.averages is None else self.averages.shares(applied))
 

@@ -27,11 +27,7 @@ def build_forward_backward(
 
 
 def require_capture(performance: PerformanceConfig, engine: Kind, world: World) -> None:
-    """Refuse ``--performance.cuda_graph`` where it cannot work; ``RunConfig`` refuses what needs no machine.
-
-    Raises:
-        ConfigError: with the reason and the remedy.
-    """
+    """Raise ConfigError, with the remedy, where ``--performance.cuda_graph`` cannot work on this machine."""
     if not performance.cuda_graph:
         return
     require(

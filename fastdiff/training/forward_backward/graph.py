@@ -34,14 +34,7 @@ Section = Callable[[], Tensor]
 
 
 class GraphForwardBackward(ForwardBackward):
-    """Both passes of a micro-batch, captured once and then replayed, on one GPU.
-
-    Args:
-        engine: of the run.
-        objective: of the run; its timesteps do not learn from losses.
-        meters: of the run.
-        guard: of the run.
-    """
+    """Both passes of a micro-batch, captured once and then replayed, on one GPU; timesteps do not learn from losses."""
 
     _engine: FlatEngine
 
@@ -82,11 +75,7 @@ class GraphForwardBackward(ForwardBackward):
         return losses.detach()
 
     def _load(self, batch: Batch) -> None:
-        """Copy a batch into the static one, which has the shapes and dtypes of the first.
-
-        Raises:
-            ConfigError: the batch has others.
-        """
+        """Copy a batch into the static one; ConfigError for other shapes or dtypes than those of the first."""
         if self._static is None:
             self._static = Batch(
                 batch.latents.clone(),
@@ -131,11 +120,7 @@ class CudaGraphs:
         return losses
 
     def __call__(self, section: Section) -> Section:
-        """Capture a section, which does not run yet; return its replay, whose losses have the same memory each time.
-
-        Raises:
-            ConfigError: it does what a graph cannot, such as a read by the host.
-        """
+        """Capture a section and return its replay, whose losses keep their memory; ConfigError: no graph can do it."""
         if self._pool is None:
             gc.collect()  # a cycle may keep nodes of autograd alive that are bound to another stream
         graph = torch.cuda.CUDAGraph()

@@ -96,15 +96,9 @@ LINES = "callbacks.jsonl"
 
 
 class UserCallback(Callback):
-    """A callback of a user, called every so many steps.
+    """A callback of a user, a class without arguments, with methods of ``HOOKS``, called ``every`` so many steps.
 
-    Args:
-        plugin: a class without arguments, with any of the methods ``HOOKS`` and an attribute ``every``.
-        state: of the run.
-        trackers: of the run.
-
-    Raises:
-        ConfigError: it has none of the methods, ``every`` is no number of steps, or its code raises an exception.
+    ConfigError: it has none of the methods, ``every`` is no number of steps, or its code raises an exception.
     """
 
     def __init__(self, plugin: Plugin, state: TrainState, trackers: Trackers) -> None:
@@ -127,11 +121,7 @@ class UserCallback(Callback):
         return self._every.steps
 
     def on_step(self, state: TrainState) -> None:
-        """Call the user's method when due; called by all ranks together.
-
-        Raises:
-            PluginError: on every rank: it fails on one.
-        """
+        """Call the user's method when due, on all ranks together; PluginError on all: it fails on one."""
         if self._every.due(state.progress):
             state.world.on_all_ranks(lambda: self._call("on_step"))
 
@@ -158,11 +148,7 @@ class UserCallback(Callback):
 
 
 def open_callbacks(state: TrainState, trackers: Trackers) -> list[Callback]:
-    """Return the callbacks that ``--output.callbacks`` names; called by all ranks together.
-
-    Raises:
-        ConfigError: on every rank: one cannot be opened.
-    """
+    """Return the callbacks of ``--output.callbacks``, on all ranks together; ConfigError on all: one fails."""
     named = state.config.output.callbacks
     if named:
         state.json_lines(LINES)

@@ -20,14 +20,11 @@ _MOVED = 0.02
 
 
 def check_network(config: RunConfig, device: torch.device) -> None:
-    """Require that the network of a file or of an installed package keeps the promises.
+    """Require that the network of a file or of an installed package keeps the promises; ConfigError: it does not.
 
-    A copy takes a forward and a backward pass on zeros and noise: shape and dtype of the output, numbers
-    that follow from each sample alone, no host synchronisation, and a gradient for every parameter. Classes and the
-    null class are given.
-
-    Raises:
-        ConfigError: it breaks a promise, or its code raises an exception.
+    A copy takes a forward and a backward pass on zeros and noise: shape and dtype of the output, numbers that follow
+    from each sample alone, no host synchronisation, and a gradient for every parameter. Classes and the null class are
+    given.
     """
     plugin = plugin_of(config.model.kind)
     if plugin is None:

@@ -16,11 +16,7 @@ from fastdiff.rng import Stream, normal, uniform
 
 
 def open_loss(config: RunConfig, device: torch.device) -> OwnLoss | None:
-    """Return the loss that ``config.objective.plugin`` names, after a check; None: there is none.
-
-    Raises:
-        ConfigError: it cannot be opened or breaks a promise.
-    """
+    """Return the checked loss of ``objective.plugin``, or None; ConfigError: not to be opened, or a broken promise."""
     text = config.objective.plugin
     if not text:
         return None

@@ -93,11 +93,7 @@ class _Backward:
 
 
 def watch_blocks(network: BlockwiseModel, opened: Callable[[str], _Range], stack: ExitStack) -> Callable[[], None]:
-    """Open a range for each pass of each block, until the stack is closed.
-
-    Returns:
-        A function to call at the end of each backward pass.
-    """
+    """Open a range per pass of each block, until the stack is closed; return what to call after each backward pass."""
     passes = _Backward()
     blocks = (item for item in network.named_modules() if isinstance(item[1], network.block_classes))
     for number, (path, module) in enumerate(blocks):

@@ -18,13 +18,9 @@ from fastdiff.training.state import TrainState
 
 
 class Range:
-    """An open range, which appears in a trace with its name and duration.
+    """An open range, which appears in a trace with its name and duration; ``nvtx``: also for NVIDIA's tools.
 
     It may be closed by another thread than the one that opened it, and more than once: only the first time counts.
-
-    Args:
-        name: in the trace.
-        nvtx: also open it for NVIDIA's tools.
     """
 
     def __init__(self, name: str, *, nvtx: bool) -> None:

@@ -22,16 +22,10 @@ _TAIL, _END = 16, b"}"
 
 
 class Recording:
-    """A running recording of this process.
+    """A running recording of this process; ``detailed``: also shapes and memory, which costs time.
 
-    On a CPU there is no snapshot of the memory; the trace has an event for each allocation instead.
-
-    Args:
-        device: of the run.
-        detailed: also record shapes and memory, which costs time.
-
-    Raises:
-        RuntimeError: the profiler cannot start.
+    On a CPU there is no snapshot of the memory; the trace has an event for each allocation instead. RuntimeError: the
+    profiler cannot start.
     """
 
     def __init__(self, device: torch.device, *, detailed: bool = True) -> None:
@@ -68,14 +62,8 @@ class Recording:
     def write(self, folder: Path, rank: int, first: int, alive: Callable[[], None]) -> list[Path]:
         """Write the files of a stopped recording and return their paths: the trace, then the snapshot if there is one.
 
-        Args:
-            folder: for the files.
-            rank: of this process.
-            first: number of the first step in the recording, for the names of the files.
-            alive: called between the parts, which take long.
-
-        Raises:
-            OSError: a file could not be written; nothing is left of it.
+        ``first`` step of the recording, for the names. ``alive`` is called between the parts, which take long. OSError:
+        a file could not be written; nothing is left of it.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -107,9 +95,8 @@ class Recording:
     def discard(self, *, wait: bool = True) -> None:
         """End the recording without files, if it runs, and release the history of the allocator.
 
-        Args:
-            wait: False: not for the kernels of a GPU, on which torch's profiler waits when it ends; there it then
-                records until the process ends.
+        ``wait`` False: not for the kernels of a GPU, on which torch's profiler waits when it ends; there it then
+        records until the process ends.
         """
         if self._runs and (wait or not self._on_gpu):
             with suppress(RuntimeError):

@@ -26,10 +26,7 @@ BROKEN_OFF_S = 5.0
 class Trackers:
     """All trackers of a run, open on rank 0 through every rewind, and absent on the other ranks.
 
-    Leaving the context closes them.
-
-    Raises:
-        ConfigError: on every rank: wandb or trackio refuses the run.
+    Leaving the context closes them. ConfigError: on every rank: wandb or trackio refuses the run.
     """
 
     def __init__(self, state: TrainState) -> None:

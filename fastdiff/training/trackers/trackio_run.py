@@ -23,10 +23,7 @@ TRACKIO_ID = "trackio-id"
 class TrackioRun:
     """A run in the project of ``--output.project``, or ``trackers.PROJECT``, named after the run folder and its id.
 
-    ``trackio show`` draws it; trackio keeps its data in TRACKIO_DIR.
-
-    Raises:
-        ConfigError: trackio refuses the run.
+    ``trackio show`` draws it; trackio keeps its data in TRACKIO_DIR. ConfigError: trackio refuses the run.
     """
 
     finish_s = FINISH_S

@@ -34,11 +34,8 @@ class WandbRun:
     """A wandb run named after the run folder, with its files there.
 
     What the user has set for wandb goes before these defaults, by a variable such as WANDB_NAME or in a settings file.
-
-    wandb accepts each step once: after a resume it keeps the first values of repeated steps.
-
-    Raises:
-        ConfigError: wandb refuses the run, or a variable of it has a wrong value.
+    wandb accepts each step once: after a resume it keeps the first values of repeated steps. ConfigError: wandb refuses
+    the run, or a variable of it has a wrong value.
     """
 
     def __init__(self, state: TrainState) -> None:
