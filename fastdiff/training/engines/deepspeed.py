@@ -33,7 +33,7 @@ from fastdiff.training.zero.norm import take_norm_at_once
 from fastdiff.training.zero.shortcuts import leave_gradients_in_place
 from fastdiff.training.zero.slices import flats_of, overwrite
 from fastdiff.training.zero.stage3 import partition, plan_two_passes_as_one, require_input_gradients
-from fastdiff.training.zero.sums import collect_in_fp32
+from fastdiff.training.zero.sums import collect_in_fp32, drop_sums_of_skipped_steps
 
 # On a CPU DeepSpeed would compile an all-reduce for inference, which no training calls: a minute of the first start, a
 # lock that a killed build leaves, and 66 MiB of shared memory per rank.
@@ -258,8 +258,10 @@ def _check_precision(precision: str, stage: int) -> None:
 
 
 def _slim(engine: Any, stage: int, objective: ObjectiveConfig) -> None:
-    """Leave out work of ZeRO-1 to 3 that a step does not need."""
+    """Leave out work and memory of ZeRO-1 to 3 that a step does not need."""
     take_norm_at_once(engine.optimizer)
+    if stage in (1, 2):
+        drop_sums_of_skipped_steps(engine.optimizer)
     if stage == 3:
         leave_gradients_in_place(engine.optimizer)
     if stage == 3 and objective.takes_two_passes:

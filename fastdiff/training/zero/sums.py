@@ -1,4 +1,4 @@
-"""The dtype in which DeepSpeed adds up the gradients of 16-bit parameters: fp32, where it has none or another."""
+"""Sums of the gradients of 16-bit parameters, where DeepSpeed has them in another dtype or keeps them too long."""
 
 from typing import Any
 
@@ -19,3 +19,18 @@ def collect_in_fp32(engine: Any) -> None:
         return collect()
 
     engine._get_gradients_for_reduction = collect_all
+
+
+def drop_sums_of_skipped_steps(wrapper: Any) -> None:
+    """Let ZeRO-1 and 2 with an optimizer on the CPU drop its fp32 sums after a step that changed nothing.
+
+    DeepSpeed keeps them there, so a gradient that was not finite once would make all steps after it void.
+    """
+    reset = wrapper.reset_cpu_buffers
+
+    def reset_all() -> None:
+        reset()
+        for group in wrapper.averaged_gradients:
+            wrapper.averaged_gradients[group] = None
+
+    wrapper.reset_cpu_buffers = reset_all

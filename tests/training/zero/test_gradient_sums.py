@@ -130,6 +130,22 @@ def test_a_parameter_without_a_gradient_counts_as_zero(world: World, digits: Pat
     assert moved == {name}
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_skipped_step_leaves_nothing_in_sums_on_the_host(
+    world: World, digits: Path, tmp_path: Path, stage: int
+) -> None:
+    """DeepSpeed keeps them: every step after one that is not finite would be void, too."""
+    start = launch(stage)
+    start.deepspeed["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    with ExitStack() as stack:
+        config = tiny(digits, tmp_path, steps=1, batch__micro=8, performance__precision="bf16")
+        engine = build(config, start, world, stack).state.engine
+        for factor, applied in ((math.nan, False), (1.0, True)):
+            for _ in range(2):
+                engine.backward(factor * sum(p.float().square().sum() for p in engine.module.parameters()))
+            assert engine.step() == applied
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_sums_are_in_fp32_or_in_the_precision(precision: Any) -> None:
     assert PerformanceConfig(precision=precision).sums == "fp32"
