@@ -60,7 +60,7 @@ KILLS = (
     Kill("at the first step, within its line of the log", "write", r"metrics\.jsonl"),
     Kill("within the first save", "fsync", r"step-00000002\.tmp/rank-00000\.safetensors"),
     Kill("at the commit of a save", "rename", r"checkpoints/step-00000004\.tmp"),
-    Kill("at a resume, before its log is cut back", "rename", rf"metrics\.jsonl{TEMPORARY}"),
+    Kill("at a resume, when its log is cut back", "fsync", r"metrics\.jsonl"),
     Kill("within a snapshot", "write", r"ema/step-00000006\.tmp/rank-00000\.safetensors"),
     Kill(
         "within the removal of an old checkpoint", "unlink", r"checkpoints/step-\d{8}\.tmp/[^/]+", count=2, by_day=True
