@@ -14,7 +14,7 @@ from fastdiff.models import float8
 from fastdiff.models.build import Model, build_model
 from fastdiff.models.cost.dry_inputs import dry_inputs
 from fastdiff.models.cost.flops import training_flops
-from fastdiff.training.engines.buffers import places_of
+from fastdiff.training.buffers import places_of
 from fastdiff_bench.emission.blocks import Emission
 from fastdiff_bench.emission.lowering import META, Emitter
 from fastdiff_bench.emission.opaque import Seen

@@ -14,7 +14,7 @@ from fastdiff.config.sections.optim import OptimConfig
 Unit = Literal["element", "block", "matrix", "parameter"]
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
 """Bytes per entry of each dtype that state may have, by torch's name."""
-STEP_BY_STEP = "fastdiff.training.engines.update:StepUpdate"
+STEP_BY_STEP = "fastdiff.training.optimizer.update:StepUpdate"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,7 @@ class OptimizerFamily:
     """``module:FUNCTION(optimizer, flats, world)`` that creates the state under DeepSpeed, on all ranks at once. None:
     the optimizer creates it in its first step."""
     flat_update: str | None = STEP_BY_STEP
-    """``module:CLASS`` of its update in the flat engine (``training.engines.update``), for example a fused kernel; by
+    """``module:CLASS`` of its update in the flat engine (``training.optimizer.update``), for example a fused kernel; by
     default its ``step``. None: the flat engine does not have it."""
     kernel: str | None = None
     """Op of ``fastdiff_kernels`` that updates the weights; None: it is code of ``library``."""

@@ -13,9 +13,9 @@ from fastdiff.training.callbacks.loss_map import LossMap
 from fastdiff.training.callbacks.previews import PromptImages, SampleGrid
 from fastdiff.training.callbacks.profiling import Profile
 from fastdiff.training.callbacks.saving import Checkpointing, Snapshots
+from fastdiff.training.callbacks.user_defined import open_callbacks
 from fastdiff.training.callbacks.validation import ValidationLoss
 from fastdiff.training.checkpoints import Checkpoints
-from fastdiff.training.plugins.callbacks import open_callbacks
 from fastdiff.training.state import TrainState
 from fastdiff.training.trackers.build import Trackers
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from fastdiff.training.engines.buffers import Gradients, Place
+from fastdiff.training.buffers import Gradients, Place
 
 _BUCKET_MIB = 64
 """Of a bucket in the dtype of the parameters: few enough to be few launches, small enough to overlap."""

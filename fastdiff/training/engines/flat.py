@@ -19,12 +19,12 @@ from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes
 from fastdiff.parallel.world import World
+from fastdiff.training.buffers import Gradients, Part, Place, fragments_of, move_into, places_of, ranges_of
 from fastdiff.training.ema import Ema
 from fastdiff.training.engines.base import Engine
-from fastdiff.training.engines.buffers import Gradients, Part, Place, fragments_of, move_into, places_of, ranges_of
 from fastdiff.training.engines.data_parallel import DataParallel
-from fastdiff.training.engines.update import Update
 from fastdiff.training.optimizer.build import build_lr_schedule, build_optimizer, forget, set_lr_step
+from fastdiff.training.optimizer.update import Update
 
 
 class FlatEngine(Engine):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastdiff.config.optimizers.adamw import AdamWConfig
-from fastdiff.training.engines.buffers import Part
-from fastdiff.training.engines.update import Update
+from fastdiff.training.buffers import Part
+from fastdiff.training.optimizer.update import Update
 from fastdiff_kernels.adamw import adamw, step_numbers
 from fastdiff_kernels.dispatch import choose
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from fastdiff.config.optimizers.adamw import ADAMW8BIT, AdamWConfig
 from fastdiff.parallel.fragments import Flat
 from fastdiff.parallel.world import World
-from fastdiff.training.engines.buffers import Part
-from fastdiff.training.engines.update import Update
+from fastdiff.training.buffers import Part
 from fastdiff.training.optimizer.adamw import NUMBERS, send
+from fastdiff.training.optimizer.update import Update
 from fastdiff_kernels.adamw import step_numbers
 from fastdiff_kernels.adamw8bit import AdamW8bit
 from fastdiff_kernels.adamw8bit.blocks import build_blocks

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fastdiff.training.plugins.callbacks import RunView
+from fastdiff.training.callbacks.user_defined import RunView
 
 
 class Hold:

@@ -14,8 +14,8 @@ from fastdiff.config.run import RunConfig
 from fastdiff.models.build import build_model
 from fastdiff.parallel.fragments import Fragment, assemble
 from fastdiff.parallel.world import World
+from fastdiff.training.buffers import move_into, places_of
 from fastdiff.training.build import build
-from fastdiff.training.engines.buffers import move_into, places_of
 from fastdiff.training.loop import take_steps, train
 from tests.gpu.cases import ADM, HYBRID
 from tests.support.forked import forked_ranks, values

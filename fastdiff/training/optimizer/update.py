@@ -10,8 +10,8 @@ from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.parallel.fragments import Shapes
 from fastdiff.parallel.world import World
+from fastdiff.training.buffers import Part
 from fastdiff.training.ema import Ema
-from fastdiff.training.engines.buffers import Part
 from fastdiff.training.optimizer.build import create_state
 from fastdiff.training.optimizer.clipping import norm_of
 from fastdiff.training.optimizer.empty_state import empty_state
