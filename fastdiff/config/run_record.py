@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache, partial
@@ -121,18 +121,16 @@ def _is_beside(name: str) -> bool:
     return of_other_program(name) or name.endswith(_BESIDE)
 
 
-def run_json(
-    config: RunConfig, launch: Launch, ds_config: DsConfig, device: str, class_names: Sequence[str] = ()
-) -> bytes:
+def run_json(config: RunConfig, launch: Launch, ds_config: DsConfig, device: str, metadata: Mapping[str, Any]) -> bytes:
     """Return the content of ``run.json``: configuration, command line, versions, commit and device, without secrets.
 
-    ``class_names`` are those of the classes that the network learns, in the order of their numbers; empty: unknown.
+    ``metadata`` has the versions, and the names of the classes that the network learns in the order of their numbers.
     """
     content = {
         "config": as_json(config),
-        "class_names": list(class_names),
+        "class_names": metadata["class_names"],
         "argv": [sanitize.argument(argument) for argument in launch.argv],
-        "versions": versions() | plugins(config),
+        "versions": metadata["versions"],
         "git": _git_state(),
         "device": device,
         "deepspeed": sanitize.tree(ds_config),

@@ -28,6 +28,8 @@ _PLUGINS = {
     "plugin.network": "Network of the user",
     "plugin.objective": "Loss of the user",
     "plugin.optimizer": "Optimizer of a package",
+    "plugin.autoencoder": "Autoencoder of a package",
+    "plugin.text_encoder": "Text encoder of a package",
 }
 """Code of users by its name among the versions (``run_record.plugins``)."""
 _NORMAL = {"logit_normal": (0.0, 1.0), "log_normal": (-1.2, 1.2)}

@@ -106,6 +106,11 @@ class Installed(Generic[Key, Found]):
     wrong: tuple[str, ...]
     """What is wrong with the other packages, whose names are unknown; they stop nothing else."""
 
+    def identity_of(self, name: Key, used: Found) -> str | None:
+        """Return the ``Plugin.identity`` of what is used under a name; None: it is of no package but this one."""
+        point, found = self.found.get(name, (None, None))
+        return None if point is None or found is not used else _identity_of_point(point)
+
 
 def load_installed(group: Group, what: str, check: Callable[[Any, str], tuple[Key, Found]]) -> Installed[Key, Found]:
     """Import the packages with entry points of a group.
@@ -142,6 +147,23 @@ def _imported(point: EntryPoint, title: str) -> Any:
         return point.load()
     except Exception as error:  # of the code of the package
         raise ConfigError(f"{title} cannot be imported ({error}); repair or uninstall that package") from None
+
+
+@contextmanager
+def faults_of(what: str) -> Iterator[None]:
+    """Turn an exception of ``what``, code of a package, into one message with its line; not a lack of memory.
+
+    Raises:
+        ConfigError: instead of the exception.
+    """
+    try:
+        yield
+    except (AttributeError, LookupError, NameError, TypeError, ValueError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = [frame for frame in frames if "/site-packages/torch/" not in frame.filename][-1]
+        raise ConfigError(
+            f"{what} raises {type(error).__name__} ({error}) at {frame.filename}:{frame.lineno}; mend that code"
+        ) from error
 
 
 def _of_file(text: str, flag: str) -> Plugin:

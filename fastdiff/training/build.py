@@ -295,7 +295,7 @@ def _metadata(config: RunConfig, reader: Data, world: World) -> dict[str, Any]:
         "base": world.on_rank0(lambda: load.base_digest(config.pretrained, config.lora)),
         "pretrained": load.absolute_path(config.pretrained),
         "autoencoder": reader.info.provenance.autoencoder_digest,
-        "versions": versions() | world.on_rank0(lambda: plugins(config)),
+        "versions": versions() | world.on_rank0(lambda: plugins(config)) | reader.info.provenance.packages,
     }
 
 

@@ -17,7 +17,7 @@ from fastdiff.config.optimizers.adamw import ADAMW, ADAMW8BIT, ADAMW8BIT_BNB
 from fastdiff.config.optimizers.family import BYTES, OptimizerFamily
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError, require
-from fastdiff.plugins.user_code import Group, Installed, identity_of, load_installed
+from fastdiff.plugins.user_code import Group, Installed, load_installed
 
 ENTRY_POINTS: Group = "fastdiff.optimizers"
 """Group of the entry points (``module:FAMILY``) by which other packages register optimizers."""
@@ -94,10 +94,7 @@ def family_of(config: OptimConfig) -> OptimizerFamily:
 
 def package_of(name: str) -> str | None:
     """Return the entry point and the package with its version of an installed optimizer; None: it is of no package."""
-    point, family = _installed().found.get(name, (None, None))
-    if point is None or family is not optimizers()[name]:
-        return None
-    return identity_of(point.name, ENTRY_POINTS, "--optim.name")
+    return _installed().identity_of(name, optimizers()[name])
 
 
 @cache

@@ -100,6 +100,7 @@ class _ImageEncode:
         self._of_image = _taken_of_image(pretrained) if self._embeds_captions else ()
         self._autoencoder_digest = None if self._in_pixels else pretrained.digest("vae")
         self._text_digest = pretrained.digest("text_encoder") if self._embeds_captions else None
+        self._packages = {} if self._in_pixels else pretrained.packages(text=self._embeds_captions)
         self._stopwatch = Stopwatch()
         self._threads = ThreadPoolExecutor(rank.cores(), thread_name_prefix="autoencoder")
         self._watched = WatchedSource(self._source)
@@ -355,7 +356,7 @@ class _ImageEncode:
                 autoencoder_digest=self._autoencoder_digest,
                 text_encoder=options.pretrained if self._embeds_captions else None,
                 text_encoder_digest=self._text_digest,
-                versions=versions(*packages),
+                versions=versions(*packages) | self._packages,
             ),
             classes=self._source.classes,
             class_names=self._source.class_names,

@@ -153,6 +153,7 @@ class OnlineImages:
             autoencoder_digest=pretrained.digest("vae"),
             text_encoder=pretrained.path,
             text_encoder_digest=pretrained.digest("text_encoder"),
+            versions=pretrained.packages(text=True),
         )
         facts = [
             self.source.digest, provenance.transform, provenance.autoencoder_digest, provenance.text_encoder_digest,

@@ -121,6 +121,11 @@ class Provenance:
     text_encoder_digest: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def packages(self) -> dict[str, str]:
+        """Packages of encoders that are not of this one: ``plugin.autoencoder`` and ``plugin.text_encoder``."""
+        return {name: package for name, package in self.versions.items() if name.startswith("plugin.")}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardInfo:

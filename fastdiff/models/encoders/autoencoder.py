@@ -6,7 +6,9 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from fastdiff.errors import require
 from fastdiff.models.encoders.family import AutoencoderFamily, LatentSpace
+from fastdiff.plugins.user_code import faults_of
 
 
 class Autoencoder:
@@ -20,6 +22,7 @@ class Autoencoder:
     def __init__(self, family: AutoencoderFamily, space: LatentSpace, module: nn.Module) -> None:
         self.space, self.module = space, module
         self._family = family
+        self._what = f"the autoencoder {family.classes[0]}"
 
     def to(self, device: torch.device | str) -> Self:
         """Move it."""
@@ -33,8 +36,16 @@ class Autoencoder:
         Returns:
             ``[B, C, h, w]`` float32, not normalised, or ``[B, 2C, h, w]`` mean and standard deviation of a posterior.
             Values are not finite where the autoencoder overflowed.
+
+        Raises:
+            ConfigError: the latents have another shape than its record says, or its code raises an exception.
         """
-        return self._family.encode(self.module, images.to(self._of_weights.dtype))
+        space, (rows, _, height, width) = self.space, images.shape
+        with faults_of(f"{self._what}: encode"):
+            latents = self._family.encode(self.module, images.to(self._of_weights.dtype)).float()
+        channels = space.channels * (2 if space.posterior else 1)
+        self._require("latents", latents, images, (rows, channels, height // space.factor, width // space.factor))
+        return latents
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -45,13 +56,29 @@ class Autoencoder:
 
         Returns:
             ``[N, 3, h, w]`` fp32 in [-1, 1] on the CPU.
+
+        Raises:
+            ConfigError: as ``encode``.
         """
         weights, images = self._of_weights, []
         shift, scale = self._per_channel(self.space.shift), self._per_channel(self.space.scale)
         for latent in latents:
             stored = latent[None].to(device=weights.device, dtype=weights.dtype) / scale + shift
-            images.append(self._family.decode(self.module, stored).float().clamp(-1, 1).cpu())
+            with faults_of(f"{self._what}: decode"):
+                pixels = self._family.decode(self.module, stored).float().clamp(-1, 1).cpu()
+            sides = [side * self.space.factor for side in latent.shape[1:]]
+            self._require("images", pixels, stored, (1, self.space.pixel_channels, *sides))
+            images.append(pixels)
         return torch.cat(images)
+
+    def _require(self, what: str, found: Tensor, given: Tensor, expected: tuple[int, ...]) -> None:
+        require(
+            tuple(found.shape) == expected,
+            f"{self._what} returns {what} {list(found.shape)} for {list(given.shape)}, expected {list(expected)} by "
+            f"its LatentSpace, channels={self.space.channels}, factor={self.space.factor}, "
+            f"posterior={self.space.posterior} and pixel_channels={self.space.pixel_channels}; correct these in space "
+            f"of its AutoencoderFamily ({self._family.space.__module__}.{self._family.space.__qualname__})",
+        )
 
     @property
     def _of_weights(self) -> Tensor:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from fastdiff.errors import require
+
 if TYPE_CHECKING:
     from fastdiff.models.pretrained.pipeline import Pretrained
 
@@ -35,6 +37,14 @@ class LatentSpace:
     """Channels of a decoded image."""
     values_per_pixel: int
     """Values per pixel of the encoder's largest activation, which the memory of online encoding is predicted from."""
+
+    def __post_init__(self) -> None:
+        sizes = len(self.shift), len(self.scale)
+        require(
+            sizes == (self.channels, self.channels),
+            f"the LatentSpace of an autoencoder has {self.channels} channels, {sizes[0]} values of shift and "
+            f"{sizes[1]} of scale, expected one per channel",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +75,8 @@ class TextEncoder(Protocol):
         """Return the conditions of N captions, ``[N, ...]`` each and of equal shape for any caption.
 
         A caption that is longer than the encoder's limit is truncated. A shorter one is padded; if the network must
-        tell padding from text, the mask is a condition of its own: bool, with a valid token in every caption.
+        tell padding from text, the mask is a condition of its own: bool, with a valid token in every caption. The
+        others may be of any device and floating dtype: they are moved to those that ``load`` got.
         """
 
     def cut(self, captions: Sequence[str]) -> int | None:

@@ -45,6 +45,11 @@ def encoder_of(kind: type[Family], classes: tuple[str, ...], pipeline: str) -> F
     return known[classes]
 
 
+def package_of(family: _Record) -> str | None:
+    """Return the entry point and the package with its version of an installed encoder; None: it is of no package."""
+    return _installed().identity_of((type(family), family.classes), family)
+
+
 def _named(classes: tuple[str, ...]) -> str:
     return " with ".join(classes)
 

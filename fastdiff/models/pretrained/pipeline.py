@@ -24,8 +24,9 @@ from fastdiff.errors import ConfigError
 from fastdiff.files import read_bounded
 from fastdiff.models.encoders.autoencoder import Autoencoder
 from fastdiff.models.encoders.family import AutoencoderFamily, LatentSpace, TextEncoderFamily
-from fastdiff.models.encoders.registry import encoder_of
+from fastdiff.models.encoders.registry import encoder_of, package_of
 from fastdiff.models.encoders.text_encoders import TextEncoders
+from fastdiff.plugins.user_code import faults_of
 
 INDEX = "model_index.json"
 """Class of each part of a pipeline."""
@@ -129,7 +130,9 @@ class Pretrained:
 
     def autoencoder(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Autoencoder:
         """Load its autoencoder, frozen."""
-        return Autoencoder(self._autoencoder, self.latent_space, self._autoencoder.load(self, device, dtype))
+        with faults_of(f"the autoencoder {self._autoencoder.classes[0]}: load"):
+            loaded = self._autoencoder.load(self, device, dtype)
+        return Autoencoder(self._autoencoder, self.latent_space, loaded)
 
     @cached_property
     def text_family(self) -> TextEncoderFamily:
@@ -142,7 +145,20 @@ class Pretrained:
 
     def text(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> TextEncoders:
         """Load its text encoders with their tokenizers, frozen."""
-        return TextEncoders(self.text_family, self.text_family.load(self, device, dtype))
+        with faults_of(f"the text encoder {' with '.join(self.text_family.classes)}: load"):
+            loaded = self.text_family.load(self, device, dtype)
+        return TextEncoders(self.text_family, loaded, device, dtype)
+
+    def packages(self, *, text: bool) -> dict[str, str]:
+        """Return the packages that provide its encoders, as in ``run.json``; none for those of this package.
+
+        Args:
+            text: with the text encoders.
+        """
+        found = {"plugin.autoencoder": package_of(self._autoencoder)}
+        if text:
+            found["plugin.text_encoder"] = package_of(self.text_family)
+        return {name: package for name, package in found.items() if package is not None}
 
     def weights(self, part: str) -> dict[str, Tensor]:
         """Return the tensors of a part by name, fp32 on the CPU."""

@@ -31,7 +31,7 @@ def announce(state: TrainState, launch: Launch, batches: Batches, chosen: str) -
 def record(state: TrainState, launch: Launch) -> None:
     """Write ``run.json``; called by all ranks."""
     device = torch.cuda.get_device_name() if state.world.device.type == "cuda" else "cpu"
-    content = run_json(state.config, launch, state.engine.ds_config, device, state.metadata["class_names"])
+    content = run_json(state.config, launch, state.engine.ds_config, device, state.metadata)
     state.world.on_rank0(lambda: state.files.write(state.folder / "run.json", content, durable=False))
 
 

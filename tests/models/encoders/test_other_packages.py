@@ -4,7 +4,10 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +19,8 @@ from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError
 from fastdiff.models.encoders import registry
-from fastdiff.models.encoders.family import AutoencoderFamily, TextEncoderFamily
+from fastdiff.models.encoders.autoencoder import Autoencoder
+from fastdiff.models.encoders.family import AutoencoderFamily, LatentSpace, TextEncoderFamily
 from fastdiff.models.encoders.registry import encoder_of
 from fastdiff.models.encoders.text_encoders import TextEncoders
 from fastdiff.sampling.npz import read_npz
@@ -28,6 +32,7 @@ from tests.support.scripts import COMMAND, DYING, TRAIN, run_job, run_script
 from tests.support.toy_pipeline.text_encoder import ToyText
 
 CAPTIONS = ["red", "a red cat", "two blue birds", "", "one two three four five six seven", "cat", "a cat", "birds"]
+PACKAGES = {"plugin.autoencoder": "autoencoder of toy-pipeline 1.0", "plugin.text_encoder": "text of toy-pipeline 1.0"}
 SOURCES = sorted((ROOT / "fastdiff").rglob("*.py"))
 ENGINES = {
     "flat": ["--deepspeed_config", "deepspeed_configs/ddp.json", "--performance.engine", "flat"],
@@ -91,6 +96,7 @@ def test_shards_hold_what_the_encoders_gave(shards: Path, pipeline: Path) -> Non
     info = DatasetInfo.read(shards)
     assert (info.kind, info.latent.shape) == ("mean", (12, 4, 4))
     assert "pixel / 127.5 - 1; latents in fp32, batches of 16" in info.provenance.transform
+    assert info.provenance.packages == PACKAGES
     weights = load_file(pipeline / "vae" / "diffusion_pytorch_model.safetensors")
     assert info.normalisation.shift == tuple(weights["mean"].tolist())
     np.testing.assert_allclose(info.normalisation.scale, 1 / weights["std"].numpy())
@@ -140,6 +146,9 @@ def test_a_run_is_sampled_and_exported(run: Path, pipeline: Path, tmp_path: Path
     fastdiff("export", run, out, "--format", "diffusers", "--raw")
     index, before = (json.loads((folder / "model_index.json").read_text()) for folder in (out, pipeline))
     assert index == before
+    for record in (json.loads((run / "run.json").read_text()), newest(run).manifest):
+        assert record["versions"].items() >= PACKAGES.items()
+    assert "| Text encoder of a package | `text of toy-pipeline 1.0` |" in (out / "README.md").read_text()
     weights, trained = load_file(out / "transformer" / "diffusion_pytorch_model.safetensors"), newest(run).weights()
     assert weights.keys() == trained.keys()
     assert all(torch.equal(weights[name], trained[name]) for name in weights)
@@ -158,6 +167,7 @@ def test_images_are_encoded_while_training(run: Path, pipeline: Path, site: Path
     flags += ["--data.online", "--data.resolution", "8", "--data.center-crop", "--data.decode", "pillow"]
     ended(run_job(TRAIN, *flags, ranks=1, PYTHONPATH=str(site)))
     assert losses(online) == pytest.approx(losses(run), rel=1e-2), "but for the rounding to 16 bits"
+    assert newest(online).manifest["versions"].items() >= PACKAGES.items()
 
 
 def test_without_its_package_the_classes_of_a_pipeline_are_named(pipeline: Path, tmp_path: Path) -> None:
@@ -192,29 +202,72 @@ def test_records_are_found_by_all_classes_of_a_pipeline() -> None:
         encoder_of(AutoencoderFamily, ("CLIPTextModel",), "p")
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (("pooled",), "returns pooled {}, expected context and context_mask, the conditions of its record"),
-        (("context",), "returns context {}, expected context and context_mask"),
-        (("context", "context_mask", "float"), "returns context_mask in torch.float32 {}, expected torch.bool"),
-        (("context", "context_mask", "zero"), "returns a context_mask without a valid token {}, expected at least one"),
-    ],
-)
-def test_what_text_encoders_return_is_compared_with_their_record(returned: tuple[str, ...], message: str) -> None:
-    class Wrong(ToyText):
-        def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-            found = super().__call__(captions)
-            mask = found["context_mask"]
-            found["context_mask"] = mask.float() if "float" in returned else mask & ("zero" not in returned)
-            found["pooled"] = found["context"][:, 0]
-            return {name: value for name, value in found.items() if name in returned}
+def text_encoders(change: Callable[[dict[str, Tensor]], Any]) -> TextEncoders:
+    """The toy text encoder, which returns something else."""
 
-    family = TextEncoderFamily(classes=("T5",), conditions=("context", "context_mask"), load=lambda *_: encoders)
-    encoders = TextEncoders(family, Wrong(torch.ones(65, 8)))
-    for call, where in ((lambda: encoders(["cat"]), "for captions"), (encoders.null, r"from null\(\)")):
-        with pytest.raises(ConfigError, match=f"the text encoder T5 of tests {message.format(where)}"):
+    class Changed(ToyText):
+        def __call__(self, captions: Sequence[str]) -> Any:
+            return change(super().__call__(captions))
+
+        def null(self) -> Any:
+            return change({name: value[0] for name, value in ToyText.__call__(self, [""]).items()})
+
+    family = TextEncoderFamily(classes=("T5",), conditions=("context", "context_mask"), load=lambda *_: None)
+    return TextEncoders(family, Changed(torch.ones(65, 8, requires_grad=True)), "meta", torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda found: {"pooled": found["context"]}, "returns pooled, expected context and context_mask, the condit"),
+        (lambda found: {"context": found["context"]}, "returns context, expected context and context_mask, the condit"),
+        (lambda found: found | {"context_mask": found["context_mask"].float()},
+         r"returns context_mask in torch\.float32, expected torch\.bool"),
+        (lambda found: found | {"context_mask": found["context_mask"] & False},
+         "returns a context_mask without a valid token, expected at least one"),
+        (lambda found: found | {"context": found["context"][..., :4, :]}, r"returns wrong shapes.*with 4 tokens"),
+        (lambda found: found["context"], "returns a Tensor, expected a dict of tensors: context, context_mask"),
+        (lambda found: found["contexts"], rf"raises KeyError \('contexts'\) at {__file__}:\d+; mend that code"),
+    ],
+)  # fmt: skip
+def test_what_text_encoders_return_is_compared_with_their_record(change: Any, message: str) -> None:
+    encoders = text_encoders(change)
+    for call, method in ((lambda: encoders(["cat"]), "__call__"), (encoders.null, "null")):
+        with pytest.raises(ConfigError, match=f"the text encoder T5 \\(.*Changed\\): {method} {message}"):
             call()
+
+
+def test_text_encoders_without_a_method_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ToyText, "cut")
+    with pytest.raises(ConfigError, match=r"Changed\) has no method cut; expected __call__, cut, null, parameters"):
+        text_encoders(dict)
+
+
+def test_embeddings_arrive_in_the_dtype_and_on_the_device_of_the_caller() -> None:
+    encoders = text_encoders(lambda found: found | {"context": found["context"].double()})
+    for found in (encoders(["a cat", "birds"]), encoders.null()):
+        assert {name: (value.dtype, value.device.type) for name, value in found.items()} == {
+            "context": (torch.float16, "meta"),
+            "context_mask": (torch.bool, "meta"),
+        }
+        assert not found["context"].requires_grad
+
+
+def test_a_wrong_latent_space_is_named() -> None:
+    space = LatentSpace(channels=3, factor=4, shift=(0.0,) * 3, scale=(1.0,) * 3, values_per_pixel=3)
+    halved = partial(torch.nn.functional.avg_pool2d, kernel_size=2)
+    family = AutoencoderFamily(
+        classes=("Half",), space=lambda _: space, load=lambda *_: module,
+        encode=lambda _, images: halved(images), decode=lambda _, latents: latents,
+    )  # fmt: skip
+    module = torch.nn.BatchNorm2d(3)
+    for call in (Autoencoder(family, space, module).encode, Autoencoder(family, space, module).decode):
+        with pytest.raises(
+            ConfigError, match=r"the autoencoder Half returns .*LatentSpace, channels=3, factor=4, .*; cor"
+        ):
+            call(torch.zeros(1, 3, 8, 8))
+    with pytest.raises(ConfigError, match="has 4 channels, 3 values of shift and 3 of scale, expected one per channel"):
+        replace(space, channels=4)
 
 
 @pytest.mark.parametrize(
