@@ -85,10 +85,7 @@ class Compiled:
             ("wide stores", "1", wide_share(self.store_bits), "higher", stores),
         ]
         for quantity, unit, value, better, facts in quantities:
-            yield Measurement(
-                bench=BENCH, case=case, provider=self.kernel, quantity=quantity, unit=unit, value=value, better=better,
-                facts=facts,
-            )  # fmt: skip
+            yield Measurement.of(BENCH, case, self.kernel, quantity, unit, value, better, facts=facts)
         for problem in self.problems:
             yield Failure(bench=BENCH, case=case, provider=self.kernel, reason=problem)
 

@@ -20,7 +20,7 @@ from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_inte
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.measure.workload import Workload
 from fastdiff_bench.records import record_warnings
-from fastdiff_bench.records.record import Failure, Measurement, measured
+from fastdiff_bench.records.record import Failure, Measurement
 from fastdiff_bench.records.tables import table
 from fastdiff_bench.trainers import saving
 from fastdiff_bench.trainers.saving import Cycle
@@ -88,21 +88,19 @@ def measurements(workload: Workload, result: Result, ranks: int) -> Iterator[Mea
         "parameters": result.facts["parameters"],
         "steps beside a save": sum(len(cycle.beside) for cycle in cycles),
     }
-    row = partial(Measurement, bench=BENCH, case=workload.case, provider=workload.provider, facts=facts, better="lower")
-    quiet = [seconds for cycle in cycles for seconds in cycle.quiet]
-    beside = [seconds for cycle in cycles for seconds in cycle.beside]
+    row = partial(Measurement.of, BENCH, workload.case, workload.provider, better="lower", facts=facts)
     for quantity, seconds in (
-        ("step time", quiet),
-        ("step time beside a save", beside),
+        ("step time", [seconds for cycle in cycles for seconds in cycle.quiet]),
+        ("step time beside a save", [seconds for cycle in cycles for seconds in cycle.beside]),
         ("step time with a save that it waits for", [cycle.blocking for cycle in cycles]),
         ("pause", [cycle.pause for cycle in cycles]),
         ("save time", [cycle.save for cycle in cycles]),
     ):
-        yield row(quantity=quantity, unit="ms", **measured(Timing.of(seconds), 1e3))
+        yield row(quantity, "ms", Timing.of(seconds), scale=1e3)
     for quantity, ratios in (
         ("step time beside a save / step time", [cycle.slow_down for cycle in cycles]),
         ("step time with a save that it waits for / step time", [cycle.slow_down_by_waiting for cycle in cycles]),
         ("cost of a save beside the training in steps", [cycle.cost for cycle in cycles]),
     ):
-        yield row(quantity=quantity, unit="1", **measured(Timing.of(ratios)))
-    yield row(quantity="checkpoint", unit="MiB", value=int(str(result.facts["bytes"])) / 2**20)
+        yield row(quantity, "1", Timing.of(ratios))
+    yield row("checkpoint", "MiB", int(str(result.facts["bytes"])) / 2**20)

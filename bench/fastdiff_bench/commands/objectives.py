@@ -32,7 +32,7 @@ from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, open_log
 from fastdiff_bench.records.fingerprint import ROOT
 from fastdiff_bench.records.number_format import number
-from fastdiff_bench.records.record import Better, Failure, Log, Measurement
+from fastdiff_bench.records.record import Better, Fact, Failure, Log, Measurement
 from fastdiff_bench.records.tables import table
 
 OBJECTIVES = {
@@ -156,11 +156,11 @@ def _measurements(name: str, one: Outcome) -> Iterator[Measurement]:
         ("frechet distance", "1", one.distance, "lower"),
         ("training time", "s", one.seconds, "lower"),
     )
+    facts: dict[str, Fact] = {"flags": OBJECTIVES[name], "steps": one.steps}
     for quantity, unit, value, better in values:
-        yield Measurement(
-            bench="objectives", case=f"digits, {one.steps} steps", provider=name, quantity=quantity, unit=unit,
-            value=value, better=better, facts={"flags": OBJECTIVES[name], "steps": one.steps},
-        )  # fmt: skip
+        yield Measurement.of(
+            "objectives", f"digits, {one.steps} steps", name, quantity, unit, value, better, facts=facts
+        )
 
 
 def _train(*flags: str) -> None:

@@ -91,10 +91,7 @@ class Result:
         }  # fmt: skip
         for quantity, (unit, reading) in self.quantities(limits).items():
             better: record.Better = "lower" if quantity == "time" else "higher"
-            yield Measurement(
-                bench=BENCH, case=case, provider=self.provider, quantity=quantity, unit=unit, better=better,
-                facts=facts, **record.measured(reading),
-            )  # fmt: skip
+            yield Measurement.of(BENCH, case, self.provider, quantity, unit, reading, better, facts=facts)
         if self.over_compile is not None and self.provider != "compile":
             yield Measurement(
                 bench=BENCH, case=case, provider=self.provider, quantity="over compile", unit="1",

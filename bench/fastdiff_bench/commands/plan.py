@@ -23,7 +23,7 @@ from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_inte
 from fastdiff_bench.measure.stepping import run_fastdiff
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.measure.workload import Workload
-from fastdiff_bench.records.record import Failure, Log, Measurement, measured
+from fastdiff_bench.records.record import Failure, Log, Measurement
 from fastdiff_bench.records.tables import table
 
 _FULL, _SMOKE = Effort(rounds=6, steps=5, warm_up=3), Effort(rounds=2, steps=2, warm_up=2)
@@ -107,9 +107,7 @@ def _basis(workload: Workload, result: Result, network: Network, machine: Gpus) 
 
 
 def _row(workload: Workload, provider: str, quantity: str, value: Timing | float) -> Measurement:
-    row = partial(
-        Measurement, bench="plan", case=workload.case, provider=provider, quantity=quantity, facts=workload.facts
-    )
+    row = partial(Measurement.of, "plan", workload.case, provider, quantity, facts=workload.facts)
     if isinstance(value, Timing):
-        return row(unit="ms", better="lower", **measured(value, 1e3))
-    return row(unit="1", better="neither", value=value)
+        return row("ms", value, "lower", scale=1e3)
+    return row("1", value, "neither")

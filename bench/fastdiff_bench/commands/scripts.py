@@ -21,7 +21,7 @@ from fastdiff_bench.arguments import Commands, add_cases, cases, open_log
 from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_interleaved
 from fastdiff_bench.measure.session import Steps
 from fastdiff_bench.measure.timing import Timing
-from fastdiff_bench.records.record import Failure, Log, Measurement, measured
+from fastdiff_bench.records.record import Failure, Log, Measurement
 from fastdiff_bench.records.tables import table
 from fastdiff_bench.trainers import images
 from fastdiff_bench.trainers.scripts import diffusers, iddpm, translated
@@ -133,12 +133,7 @@ def _written(log: Log, case: _Case, quantity: _Quantity, results: dict[str, Resu
     kinds = {provider: (Timing.of(values), name, "ms", 1e3) for provider, values in seconds.items()}
     kinds["fastdiff over script"] = (Timing.of(shares), f"ratio of the {name}", "1", 1.0)
     for provider, (timing, written, unit, scale) in kinds.items():
-        log.write(
-            Measurement(
-                bench=_BENCH, case=case.name, provider=provider, quantity=written, unit=unit, better="lower",
-                **measured(timing, scale),
-            )
-        )  # fmt: skip
+        log.write(Measurement.of(_BENCH, case.name, provider, written, unit, timing, "lower", scale=scale))
     theirs, ours, ratio = (kinds[provider][0] for provider in ("script", "fastdiff", "fastdiff over script"))
     return [
         case.script, name, f"{1e3 * theirs.median:.1f}", f"{1e3 * ours.median:.1f}",

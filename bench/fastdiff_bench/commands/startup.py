@@ -23,7 +23,7 @@ from fastdiff_bench.arguments import Commands, add_cases, cases, open_log
 from fastdiff_bench.measure.first_step import Start, environment, start
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.records import record_warnings
-from fastdiff_bench.records.record import Fact, Failure, Measurement, measured
+from fastdiff_bench.records.record import Fact, Failure, Measurement
 from fastdiff_bench.records.tables import progress, table
 from fastdiff_bench.trainers import images
 from fastdiff_bench.trainers.scripts import diffusers
@@ -144,16 +144,15 @@ def _flags(case: str, folder: Path, run: Path) -> list[str]:
 
 def _measurements(case: str, starts: dict[str, list[Start]], threads: int) -> Iterator[Measurement]:
     """Yield the figures of each program, and those of fastdiff relative to both starts of the script."""
-    row = partial(Measurement, bench=BENCH, case=case, better="lower")
+    row = partial(Measurement.of, BENCH, case, better="lower")
     for name, found in starts.items():
         facts: dict[str, Fact] = {"threads": threads, "batch": _BATCH, "processes": max(one.processes for one in found)}
         cpu, wall = Timing.of([one.cpu_seconds for one in found]), Timing.of([one.seconds for one in found])
-        yield row(provider=name, quantity="processor time to the first step", unit="s", facts=facts, **measured(cpu))
-        yield row(provider=name, quantity="time to the first step", unit="s", facts=facts, **measured(wall))
+        yield row(name, "processor time to the first step", "s", cpu, facts=facts)
+        yield row(name, "time to the first step", "s", wall, facts=facts)
     for name in OURS:
         for theirs in (SCRIPT, SCRIPT_LAUNCHED):
             if name in starts and theirs in starts:
                 pairs = zip(starts[name], starts[theirs], strict=True)
                 ratio = Timing.of([mine.cpu_seconds / other.cpu_seconds for mine, other in pairs])
-                quantity = f"processor time to the first step / {theirs}"
-                yield row(provider=name, quantity=quantity, unit="1", **measured(ratio))
+                yield row(name, f"processor time to the first step / {theirs}", "1", ratio)

@@ -173,13 +173,10 @@ class _Measuring:
             found = largest_batch.largest(peak, memory)
         except largest_batch.DoesNotFit as error:
             raise BenchError(str(error)) from error
-        facts = {
-            "limit_gib": memory / 2**30, "peak_gib": found.peak / 2**30, "trials": found.trials,
-        }  # fmt: skip
-        row = Measurement(
-            bench=BENCH, case=workload.case_of_any_batch, provider=workload.provider, quantity="largest batch",
-            unit="1", value=found.batch, better="higher", facts={**workload.facts, **facts, "batch": found.batch},
-        )  # fmt: skip
+        fit = {"limit_gib": memory / 2**30, "peak_gib": found.peak / 2**30, "trials": found.trials}
+        facts = {**workload.facts, **fit, "batch": found.batch}
+        names = (BENCH, workload.case_of_any_batch, workload.provider)
+        row = Measurement.of(*names, "largest batch", "1", found.batch, "higher", facts=facts)
         return replace(workload, batch=found.batch), row
 
     def _data(self, workload: Workload) -> Path:

@@ -148,7 +148,5 @@ def rows(preset: str, network: Emission, batch: int) -> Iterator[Measurement]:
     counted = "" if batch == network.batch else f", counted at {network.batch} samples"
     for name in ENGINES:
         for level, value in rates(network, batch, name).items():
-            yield Measurement(
-                bench="emit", case=f"{preset}, batch {batch}{counted}, predicted", provider=name,
-                quantity=f"rate at {level}", unit="samples/s", value=round(value, 1), better="higher",
-            )  # fmt: skip
+            case = f"{preset}, batch {batch}{counted}, predicted"
+            yield Measurement.of("emit", case, name, f"rate at {level}", "samples/s", round(value, 1), "higher")

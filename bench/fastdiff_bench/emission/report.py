@@ -21,10 +21,12 @@ def rows(preset: str, blocks: Sequence[Block], facts: dict[str, Fact]) -> Iterat
         for way, one in block.passes:
             about = {**facts, "blocks": len(block.names), **_layouts(block, way, one)}
             for quantity, unit, value in _quantities(block, way, one):
-                yield _row(case(preset, block), way, quantity, unit, value, about)
+                name = case(preset, block)
+                yield Measurement.of(BENCH, name, way, quantity, unit, round(value, 4), "lower", facts=about)
     total = {**facts, "blocks": sum(len(block.names) for block in blocks)}
     for quantity, unit, value in totals(blocks):
-        yield _row(f"{preset}, all blocks", "step", quantity, unit, value, total)
+        name = f"{preset}, all blocks"
+        yield Measurement.of(BENCH, name, "step", quantity, unit, round(value, 4), "lower", facts=total)
 
 
 def totals(blocks: Sequence[Block]) -> list[tuple[str, str, float]]:
@@ -51,13 +53,6 @@ def _quantities(block: Block, way: Way, one: Pass) -> Iterator[tuple[str, str, f
     yield "copies", "1", one.copies + tangents[0]
     if way == "forward":
         yield "saved", "B/sample", block.saved / block.output.shape[0]
-
-
-def _row(case: str, way: str, quantity: str, unit: str, value: float, facts: dict[str, Fact]) -> Measurement:
-    return Measurement(
-        bench=BENCH, case=case, provider=way, quantity=quantity, unit=unit, value=round(value, 4), better="lower",
-        facts=facts,
-    )  # fmt: skip
 
 
 def _layouts(block: Block, way: Way, one: Pass) -> dict[str, Fact]:

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from fastdiff.config.networks.dit import DiTConfig
@@ -23,7 +24,7 @@ from fastdiff_bench.measure import interleaved, stepping, synthetic
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.measure.workload import Workload
 from fastdiff_bench.records import record, record_warnings
-from fastdiff_bench.records.record import Fact, Measurement, measured
+from fastdiff_bench.records.record import Fact, Measurement
 from fastdiff_bench.records.tables import progress, table
 from fastdiff_bench.trainers import dit, images, plain, text_to_image
 from fastdiff_bench.trainers.encoders import FACTOR, Shares
@@ -160,27 +161,11 @@ def _write(log: record.Log, entry: _Entry, result: interleaved.Result, batch: in
     if result.failure is not None or result.memory is None:
         log.write(record.Failure(bench=_BENCH, case=entry.case, provider=provider, reason=result.failure or "no end"))
         return
-    facts = {**entry.facts, **result.facts}
-
-    def write(quantity: str, unit: str, better: record.Better, **values: float | int | None) -> None:
-        log.write(
-            Measurement(
-                bench=_BENCH, case=entry.case, provider=provider, quantity=quantity, unit=unit, better=better,
-                facts=facts, **values,  # type: ignore[arg-type]
-            )
-        )  # fmt: skip
-
-    timing = result.timing
-    write("step time", "ms", "lower", **measured(timing, 1e3))
-    write("throughput", "samples/s", "higher", **measured(timing.per_second(batch)))
+    row = partial(Measurement.of, _BENCH, entry.case, provider, facts={**entry.facts, **result.facts})
+    for measurement in stepping.figures(row, result, batch):
+        log.write(measurement)
     for phase in result.sessions[0].phases:
-        write(f"phase {phase}", "ms", "lower", **measured(result.phase(phase), 1e3))
-    memory = {
-        "resident": result.memory.resident, "allocated": result.memory.allocated, "reserved": result.memory.reserved,
-    }  # fmt: skip
-    for kind, peak in memory.items():
-        if peak is not None:
-            write(f"peak {kind}", "GiB", "lower", value=peak / _GIB)
+        log.write(row(f"phase {phase}", "ms", result.phase(phase), "lower", scale=1e3))
 
 
 def _speed_ups(
@@ -196,12 +181,8 @@ def _speed_ups(
         for peer in (entry for entry in alive if not entry.is_ours):
             ours, theirs = us.program.name, peer.program.name
             timing = interleaved.ratios(results[ours], results[theirs])
-            log.write(
-                Measurement(
-                    bench=_BENCH, case=peer.case, provider=f"{ours} over {theirs}", quantity="speed-up", unit="1",
-                    better="higher", facts=dict(us.facts), **measured(timing),  # type: ignore[arg-type]
-                )
-            )  # fmt: skip
+            name = f"{ours} over {theirs}"
+            log.write(Measurement.of(_BENCH, peer.case, name, "speed-up", "1", timing, "higher", facts=us.facts))
             words[ours, theirs] = _words(timing, results[ours], results[theirs])
     return {} if log.fingerprint.smoke else words
 

@@ -55,6 +55,12 @@ class Memory:
         """Peak on the device of the computation."""
         return self.resident if self.allocated is None else self.allocated
 
+    @property
+    def peaks(self) -> dict[str, int]:
+        """All peaks by the names of their quantities."""
+        found = {"resident": self.resident, "allocated": self.allocated, "reserved": self.reserved}
+        return {f"peak {kind}": size for kind, size in found.items() if size is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class Program:

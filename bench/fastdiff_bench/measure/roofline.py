@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastdiff_bench.measure.timing import Effort, Stopwatch, Timing
-from fastdiff_bench.records.record import Measurement, measured
+from fastdiff_bench.records.record import Measurement
 
 CASE = "limits"
 PROVIDER = "torch"
@@ -50,14 +50,12 @@ class Limits:
 
     def measurements(self, bench: str) -> list[Measurement]:
         """Return the limits for the record of the command ``bench``; they do not rate the code."""
-        rates = {f"matmul rate {precision}": ("TFLOP/s", rate, 1e-12) for precision, rate in self.matmul.items()}
+        rates = {"copy bandwidth": ("GB/s", self.copy, 1e-9)}
+        rates |= {f"matmul rate {precision}": ("TFLOP/s", rate, 1e-12) for precision, rate in self.matmul.items()}
         return [
-            Measurement(
-                bench=bench, case=CASE, provider=PROVIDER, quantity=quantity, unit=unit, better="neither",
-                **measured(rate, scale),
-            )
-            for quantity, (unit, rate, scale) in ({"copy bandwidth": ("GB/s", self.copy, 1e-9)} | rates).items()
-        ]  # fmt: skip
+            Measurement.of(bench, CASE, PROVIDER, quantity, unit, rate, "neither", scale=scale)
+            for quantity, (unit, rate, scale) in rates.items()
+        ]
 
 
 def measure(device: str, effort: Effort) -> Limits:

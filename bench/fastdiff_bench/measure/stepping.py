@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from fastdiff.config.networks.registry import ModelConfig
-from fastdiff.config.sections.objective import ObjectiveConfig
 from fastdiff.models.cost.flops import training_flops
 from fastdiff.planning.gpus import of_device
 from fastdiff_bench import BenchError
@@ -20,7 +18,7 @@ from fastdiff_bench.measure.roofline import Limits
 from fastdiff_bench.measure.session import StepTimer
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.measure.workload import Workload
-from fastdiff_bench.records.record import Better, Fact, Failure, Measurement, measured
+from fastdiff_bench.records.record import Failure, Measurement
 
 BENCH = "step"
 PHASES = ("data", "objective", "forward", "backward", "optimizer", "ema", "other")
@@ -125,26 +123,34 @@ def _run(workload: Workload, data: Path, effort: Effort, device: str, *, phases:
 
 def _clean(workload: Workload, result: Result, limits: Limits) -> Iterator[Measurement]:
     config = workload.config(Path(), Path())
-    flops = flops_per_sample(config.model, config.objective)
+    flops = training_flops(config.model, dream=config.objective.takes_two_passes)  # without recomputation
     facts = workload.facts | {"parameters": result.facts["parameters"], "flops_per_sample": flops}
-    row = partial(_row, workload, facts)
+    row = partial(Measurement.of, BENCH, workload.case, workload.provider, facts=facts)
     timing, precision = result.timing, config.performance.precision
-    yield row("step time", "ms", "lower", timing, 1e3)
-    yield row("throughput", "samples/s", "higher", timing.per_second(workload.samples))
+    yield from figures(row, result, workload.samples)
     gpu = of_device(str(result.facts["device"]))
     device_peak = gpu.peak if gpu is not None and precision in ("bf16", "fp16") else None
     for quantity, rate in (("mfu", device_peak), ("of matmul", limits.matmul_flops_per_s.get(precision))):
         if rate is not None:
-            yield row(quantity, "1", "higher", timing.per_second(workload.samples * flops / rate))
-    assert result.memory is not None
-    memory = {"peak allocated": result.memory.allocated, "peak reserved": result.memory.reserved}
-    if result.memory.allocated is None:
-        memory = {"peak resident": result.memory.resident}
-    for quantity, size in memory.items():
-        yield row(quantity, "GiB", "lower", (size or 0) / 2**30)
+            yield row(quantity, "1", timing.per_second(workload.samples * flops / rate), "higher")
     # Counted when the code is compiled; they occur in every step that runs it.
-    yield row("graph breaks in code", "1", "lower", float(result.facts["graph_breaks"] or 0))
-    yield row("compilations", "1", "neither", float(result.facts["compilations"] or 0))
+    yield row("graph breaks in code", "1", float(result.facts["graph_breaks"] or 0), "lower")
+    yield row("compilations", "1", float(result.facts["compilations"] or 0), "neither")
+
+
+def figures(row: Callable[..., Measurement], result: Result, samples: int) -> Iterator[Measurement]:
+    """Yield step time, throughput and peak memory of any trainer.
+
+    Args:
+        row: ``Measurement.of`` without bench, case and provider.
+        result: of a program that ran to the end.
+        samples: of a step.
+    """
+    assert result.memory is not None
+    yield row("step time", "ms", result.timing, "lower", scale=1e3)
+    yield row("throughput", "samples/s", result.timing.per_second(samples), "higher")
+    for quantity, size in result.memory.peaks.items():
+        yield row(quantity, "GiB", size, "lower", scale=2**-30)
 
 
 def phases_of(result: Result) -> dict[str, list[float]]:
@@ -162,27 +168,7 @@ def phases_of(result: Result) -> dict[str, list[float]]:
 
 def _marked(workload: Workload, result: Result) -> Iterator[Measurement]:
     facts = workload.facts | {"marked_step_ms": 1e3 * result.timing.median}
-    yield _row(workload, facts, "marked step time", "ms", "neither", result.timing, 1e3)
+    row = partial(Measurement.of, BENCH, workload.case, workload.provider, unit="ms", scale=1e3, facts=facts)
+    yield row("marked step time", value=result.timing, better="neither")
     for name, seconds in phases_of(result).items():
-        yield _row(workload, facts, f"phase {name}", "ms", "lower", Timing.of(seconds), 1e3)
-
-
-def flops_per_sample(network: ModelConfig, objective: ObjectiveConfig) -> float:
-    """Return the operations of a training step on one sample, without recomputation."""
-    return training_flops(network, dream=objective.takes_two_passes)
-
-
-def _row(
-    workload: Workload,
-    facts: dict[str, Fact],
-    quantity: str,
-    unit: str,
-    better: Better,
-    value: Timing | float,
-    scale: float = 1.0,
-) -> Measurement:
-    row = partial(
-        Measurement, bench=BENCH, case=workload.case, provider=workload.provider, quantity=quantity, unit=unit,
-        better=better, facts=facts,
-    )  # fmt: skip
-    return row(**measured(value, scale)) if isinstance(value, Timing) else row(value=value)
+        yield row(f"phase {name}", value=Timing.of(seconds), better="lower")

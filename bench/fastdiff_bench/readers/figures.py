@@ -4,6 +4,7 @@ import statistics
 import timeit
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from isal.isal_zlib import crc32
@@ -14,7 +15,7 @@ from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.readers.samples import Samples
 from fastdiff_bench.records import record_warnings
 from fastdiff_bench.records.number_format import number
-from fastdiff_bench.records.record import Fact, Failure, Log, Measurement, measured
+from fastdiff_bench.records.record import Fact, Failure, Log, Measurement
 from fastdiff_bench.records.tables import table
 
 READER = "fastdiff reader"
@@ -22,15 +23,6 @@ READER = "fastdiff reader"
 
 Heat = Literal["warm", "cold"]
 """State of the page cache before a session: warm has all files, cold has none."""
-
-_QUANTITIES = {
-    "throughput": "samples/s",
-    "bandwidth": "MB/s",
-    "cpu time": "us",
-    "peak resident": "GiB",
-    "speed-up": "1",
-}
-
 
 _RESIDENT = "high-water mark of the process, and what its workers alone hold in the end"
 """Definition of peak resident memory: a sum over processes; their peaks differ in time and share pages."""
@@ -90,25 +82,19 @@ class Case:
         facts = self._facts(checked=name.startswith("fastdiff"))
         facts |= {"read ahead": result.facts["read ahead"], "cached": cached}
 
-        def one(quantity: str, timing: Timing, scale: float = 1.0, provider: str = name) -> Measurement:
-            return Measurement(
-                bench="data", case=self.name, provider=provider, quantity=quantity, unit=_QUANTITIES[quantity],
-                better="lower" if quantity == "cpu time" else "higher", facts=facts, **measured(timing, scale),
-            )  # fmt: skip
-
+        row = partial(Measurement.of, "data", self.name, facts=facts)
         rates = Timing.of([batch / seconds for seconds in result.seconds])
-        yield one("throughput", rates)
-        yield one("bandwidth", rates, size * 1e-6)
-        yield one("cpu time", Timing.of([session.cpu_seconds / batch for session in result.sessions]), 1e6)
+        yield row(name, "throughput", "samples/s", rates, "higher")
+        yield row(name, "bandwidth", "MB/s", rates, "higher", scale=size * 1e-6)
+        cpu = Timing.of([session.cpu_seconds / batch for session in result.sessions])
+        yield row(name, "cpu time", "us", cpu, "lower", scale=1e6)
         assert result.memory is not None
         resident = result.memory.resident + int(result.facts["workers' memory"] or 0)
-        yield Measurement(
-            bench="data", case=self.name, provider=name, quantity="peak resident", unit=_QUANTITIES["peak resident"],
-            value=resident / 2**30, better="lower",
-            facts=facts | {"resident": _RESIDENT},
-        )  # fmt: skip
+        resident_facts = facts | {"resident": _RESIDENT}
+        yield row(name, "peak resident", "GiB", resident, "lower", scale=2**-30, facts=resident_facts)
         if name != READER and READER in settled:
-            yield one("speed-up", interleaved.ratios(settled[READER], result), provider=f"{READER} over {name}")
+            ratios = interleaved.ratios(settled[READER], result)
+            yield row(f"{READER} over {name}", "speed-up", "1", ratios, "higher")
 
     def _facts(self, *, checked: bool) -> dict[str, Fact]:
         samples = self.samples

@@ -10,11 +10,12 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Discriminator, Tag, TypeAdapter, ValidationError
 
@@ -64,6 +65,21 @@ class Measurement:
     """Direction of an improvement."""
     facts: dict[str, Fact] = field(default_factory=dict)
     """Settings of the case and the provider, one by one, for tables and plots."""
+
+    @classmethod
+    def of(
+        cls, bench: str, case: str, provider: str, quantity: str, unit: str, value: Timing | float, better: Better,
+        *, scale: float = 1.0, facts: Mapping[str, Fact] | None = None,
+    ) -> Measurement:  # fmt: skip
+        """Return a measurement of ``value`` times ``scale``, with the spread and the repetitions of a timing."""
+        row = partial(
+            cls, bench=bench, case=case, provider=provider, quantity=quantity, unit=unit, better=better,
+            facts=dict(facts or {}),
+        )  # fmt: skip
+        if not isinstance(value, Timing):
+            return row(value=scale * value)
+        p20, p80 = scale * value.p20, scale * value.p80
+        return row(value=scale * value.median, p20=p20, p80=p80, n=value.repetitions)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -177,26 +193,10 @@ class Log:
         self._file.close()
 
 
-class Summary(TypedDict):
-    """Fields of a measurement that a stopwatch provides."""
-
-    value: float
-    p20: float
-    p80: float
-    n: int
-
-
 def folder(out: Path | None, what: str) -> Path:
     """Return the record folder of a command: ``out``, or one named after machine, day and ``what``."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return out if out is not None else RESULTS / machine() / f"{today}_{what}"
-
-
-def measured(timing: Timing, scale: float = 1.0) -> Summary:
-    """Return the fields ``value``, ``p20``, ``p80`` and ``n`` of a measurement from a timing, times ``scale``."""
-    return {
-        "value": timing.median * scale, "p20": timing.p20 * scale, "p80": timing.p80 * scale, "n": timing.repetitions,
-    }  # fmt: skip
 
 
 def files(path: Path) -> list[Path]:

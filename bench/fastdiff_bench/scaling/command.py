@@ -9,6 +9,7 @@ sent, beside those of the model in ``fastdiff/planning/scaling/communication.py`
 import argparse
 import json
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_inte
 from fastdiff_bench.measure.session import Fact
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.measure.workload import Workload
-from fastdiff_bench.records.record import Better, Failure, Log, Measurement, measured
+from fastdiff_bench.records.record import Failure, Log, Measurement
 from fastdiff_bench.records.tables import table
 from fastdiff_bench.scaling import host, projection
 from fastdiff_bench.trainers import collectives
@@ -48,6 +49,11 @@ class Plan:
     def name(self, stage: str, ranks: int, apart: bool = False) -> str:
         """Return the provider in the records."""
         return f"{provider(stage)}, {ranks} rank{'s' if ranks > 1 else ''}{' apart' if apart else ''}"
+
+    @property
+    def row(self) -> Callable[..., Measurement]:
+        """``Measurement.of`` without bench and case."""
+        return partial(Measurement.of, "scale", self.workload.case)
 
     def zero(self, stage: str) -> Zero:
         """Return the communication settings of a stage's DeepSpeed JSON."""
@@ -184,7 +190,7 @@ def _report_measured(plan: Plan, results: dict[str, Result], log: Log) -> None:
                 times = [f"{1e3 * value:.1f}" for value in (timing.median, timing.p20, timing.p80)]
                 facts: dict[str, Fact] = {"stage": plan.zero(stage).stage, "ranks": ranks, "apart": apart}
                 facts["parameters"] = result.facts["parameters"]
-                log.write(_measurement(plan, name, "step time", "ms", timing, facts, "lower"))
+                log.write(plan.row(name, "step time", "ms", timing, "lower", scale=1e3, facts=facts))
                 counts = ["", "", "", ""] if apart else _report_counted(plan, stage, ranks, result, facts, log)
                 rows.append([name, *times, *counts])
     print(table(rows, "<>>>>>>>"))
@@ -198,20 +204,9 @@ def _report_counted(plan: Plan, stage: str, ranks: int, result: Result, facts: d
         by_kind[kind] = by_kind.get(kind, 0.0) + sent(kind, size, ranks) / 2**20
     model = sum(sent(message.kind, message.bytes, ranks) for message in plan.messages(stage, ranks)) / 2**20
     counts = Timing.of([float(len(calls)) for calls in steps])
-    log.write(_measurement(plan, name, "collectives", "1", counts, facts))
+    log.write(plan.row(name, "collectives", "1", counts, "neither", facts=facts))
     more: dict[str, Fact] = {**by_kind, "by the model": model, "bytes": "the least that any algorithm sends"}
-    log.write(_measurement(plan, name, "bytes sent", "MiB", sum(by_kind.values()), facts | more))
+    log.write(plan.row(name, "bytes sent", "MiB", sum(by_kind.values()), "neither", facts=facts | more))
     seconds = Timing.of([sum(seconds for *_, seconds in calls) for calls in steps])
-    log.write(_measurement(plan, name, "communication time", "ms", seconds, facts, "lower"))
+    log.write(plan.row(name, "communication time", "ms", seconds, "lower", scale=1e3, facts=facts))
     return [f"{counts.median:.0f}", f"{sum(by_kind.values()):.3f}", f"{model:.3f}", f"{1e3 * seconds.median:.2f}"]
-
-
-def _measurement(
-    plan: Plan, name: str, quantity: str, unit: str, value: Timing | float, facts: dict[str, Fact],
-    better: Better = "neither",
-) -> Measurement:  # fmt: skip
-    row = partial(
-        Measurement, bench="scale", case=plan.workload.case, provider=name, quantity=quantity, unit=unit,
-        better=better, facts=facts,
-    )  # fmt: skip
-    return row(**measured(value, 1e3 if unit == "ms" else 1.0)) if isinstance(value, Timing) else row(value=value)

@@ -7,8 +7,9 @@ are fitted to the processor time of networks of two depths whose arithmetic is n
 
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from fastdiff.config.run import RunConfig
@@ -16,13 +17,13 @@ from fastdiff.planning.scaling.host import Host
 from fastdiff.planning.scaling.zero import parameters_of
 from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_interleaved
 from fastdiff_bench.measure.stepping import run_fastdiff
+from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.measure.workload import Workload
-from fastdiff_bench.records.record import Failure, Measurement
+from fastdiff_bench.records.record import Fact, Failure, Measurement
 from fastdiff_bench.records.tables import table
 
 DEPTHS = (4, 20)
 _HIDDEN, _BATCH = 32, 2
-_FIXED, _PER_TENSOR = "host time, fixed", "host time per tensor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,22 +100,16 @@ def _per_step(result: Result, steps: int) -> list[float]:
 
 
 def _measurements(
-    name: str, workload: Workload, narrow: Sequence[Narrow], times: Sequence[Iterable[float]], found: Host
+    name: str, workload: Workload, narrow: Sequence[Narrow], times: Sequence[Sequence[float]], found: Host
 ) -> Iterator[Measurement]:
     stage = int(workload.deepspeed_json().get("zero_optimization", {}).get("stage", 0))
-    facts: dict[str, str | int | float | bool | None] = {
+    facts: dict[str, Fact] = {
         "stage": stage, "precision": workload.precision, "hidden": _HIDDEN, "compile": False, "batch": _BATCH,
     }  # fmt: skip
 
-    def row(quantity: str, values: Sequence[float], **more: int) -> Measurement:
-        ordered = sorted(1e3 * value for value in values)
-        spread = {"p20": ordered[len(ordered) // 5], "p80": ordered[-1 - len(ordered) // 5]} if len(ordered) > 1 else {}
-        return Measurement(
-            bench="scale", case="host", provider=name, quantity=quantity, unit="ms", value=statistics.median(ordered),
-            n=len(ordered), better="lower", facts={**facts, **more}, **spread,
-        )  # fmt: skip
-
+    row = partial(Measurement.of, "scale", "host", name, unit="ms", better="lower", scale=1e3)
     for one, time in zip(narrow, times, strict=True):
-        yield row(f"host time, depth {one.depth}", list(time), depth=one.depth, tensors=one.tensors)
-    yield row(_FIXED, [found.fixed])
-    yield row(_PER_TENSOR, [found.per_tensor])
+        depth = {**facts, "depth": one.depth, "tensors": one.tensors}
+        yield row(quantity=f"host time, depth {one.depth}", value=Timing.of(time), facts=depth)
+    yield row(quantity="host time, fixed", value=found.fixed, facts=facts)
+    yield row(quantity="host time per tensor", value=found.per_tensor, facts=facts)

@@ -125,7 +125,5 @@ def _measurements(measured: Measured, found: StepTime, provider: str, facts: dic
         ("predicted step time", "ms", 1e3 * step.middle, 1e3 * step.low, 1e3 * step.high),
         ("predicted efficiency", "1", one / step.middle, one / step.high, one / step.low),
     ):
-        yield Measurement(
-            bench="scale", case=measured.source, provider=provider, quantity=quantity, unit=unit, value=value,
-            better="neither", facts={**facts, "low": low, "high": high},
-        )  # fmt: skip
+        spread = {**facts, "low": low, "high": high}
+        yield Measurement.of("scale", measured.source, provider, quantity, unit, value, "neither", facts=spread)

@@ -1,6 +1,7 @@
 """``bench step --trace``: time of a step by class, launches by phase, share of idleness."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from fastdiff_bench.measure.interleaved import Effort, Program, run_interleaved
@@ -72,12 +73,7 @@ def _cells(found: Breakdown, seconds: float) -> list[str]:
 def _measurements(workload: Workload, found: Breakdown) -> Iterator[Measurement]:
     facts = workload.facts | {"traced_steps": found.steps, "on_device": found.on_device}
 
-    def row(quantity: str, unit: str, value: float) -> Measurement:
-        return Measurement(
-            bench=BENCH, case=workload.case, provider=workload.provider, quantity=quantity, unit=unit, value=value,
-            better="lower", facts=facts,
-        )  # fmt: skip
-
+    row = partial(Measurement.of, BENCH, workload.case, workload.provider, better="lower", facts=facts)
     yield row("traced step time", "ms", 1e3 * found.wall)
     yield row("traced idle share", "1", found.idle_share)
     for kind, seconds in found.seconds.items():

@@ -118,7 +118,10 @@ def test_the_last_of_repeated_measurements_counts(tmp_path: Path) -> None:
 
 
 def test_a_timing_becomes_a_measurement_in_another_unit() -> None:
-    assert record.measured(Timing(0.5, 0.25, 1.0, 7), 1e3) == {"value": 500.0, "p20": 250.0, "p80": 1000.0, "n": 7}
+    found = Measurement.of("step", "case", "ours", "step time", "ms", Timing(0.5, 0.25, 1.0, 7), "lower", scale=1e3)
+    assert (found.value, found.p20, found.p80, found.n) == (500.0, 250.0, 1000.0, 7)
+    alone = Measurement.of("step", "case", "ours", "launches", "1", 3, "lower", facts={"batch": 8})
+    assert (alone.value, alone.p20, alone.n, alone.facts) == (3, None, 1, {"batch": 8})
 
 
 def test_the_schema_is_that_of_the_types() -> None:
