@@ -18,12 +18,14 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def add_measuring(parser: argparse.ArgumentParser) -> None:
     """Add ``--device``, ``--smoke`` and ``--out``."""
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is a GPU")
-    parser.add_argument("--smoke", action="store_true", help="smallest sizes, few repetitions: does everything run?")
+    add_output(parser, "smallest sizes, few repetitions", "<machine>/<date>_<what>")
+
+
+def add_output(parser: argparse.ArgumentParser, smoke: str, out: str) -> None:
+    """Add ``--smoke`` and ``--out``; the arguments say how little a smoke run does, and where records go by default."""
+    parser.add_argument("--smoke", action="store_true", help=f"{smoke}: does everything run?")
     parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of the record; default: bench/results/<machine>/<date>_<what>",
+        "--out", type=Path, metavar="FOLDER", help=f"folder of the record; default: bench/results/{out}"
     )
 
 
@@ -55,14 +57,16 @@ def device(arguments: argparse.Namespace) -> str:
     return "cuda" if gpus else "cpu"
 
 
-def open_log(arguments: argparse.Namespace, command: str, what: str | None = None) -> record.Log:
-    """Open a new record ``<command>.jsonl`` in the folder of ``--out``, or in ``..._<what>``.
+def open_log(
+    arguments: argparse.Namespace, command: str, what: str | None = None, place: str | None = None
+) -> record.Log:
+    """Open a new record ``<command>.jsonl`` in the folder of ``--out``, or in ``<place>/<date>_<what>`` of the results.
 
     Existing records and their pictures stay: the second record of a folder is ``<command>-2.jsonl``, and so on.
     Concurrent processes get different files.
     """
     what = what or command
-    folder = record.folder(arguments.out, f"{what}-smoke" if arguments.smoke else what)
+    folder = arguments.out or record.folder(f"{what}-smoke" if arguments.smoke else what, place)
     names = itertools.chain([command], (f"{command}-{number}" for number in itertools.count(2)))
     folder.mkdir(parents=True, exist_ok=True)
     path = next(path for name in names if _created(path := folder / f"{name}.jsonl"))

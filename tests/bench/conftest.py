@@ -12,7 +12,7 @@ from tests.support.benches.forked_programs import forked_programs
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits of the machine from small products, measured in this process."""
-    monkeypatch.setattr(step, "_in_another_process", programs.small_limits)
+    monkeypatch.setattr(step, "in_another_process", lambda _, *given: programs.small_limits(*given))
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fastdiff_bench import BenchError
-from fastdiff_bench.arguments import Commands, open_log
+from fastdiff_bench.arguments import Commands, add_output, open_log
 from fastdiff_bench.cases import KERNELS, add_choice, chosen
 from fastdiff_bench.cases.case import Case, as_sequence
 from fastdiff_bench.correctness import assembly
-from fastdiff_bench.correctness.baseline import Baseline
+from fastdiff_bench.correctness.baseline import Baseline, add_baseline
 from fastdiff_bench.records import record
 from fastdiff_bench.records.record import Failure, Log, Measurement
 from fastdiff_bench.records.tables import progress, table
@@ -105,16 +105,8 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser("aot")
     add_choice(parser, KERNELS)
     parser.add_argument("--arch", nargs="+", type=int, default=[*ARCHITECTURES], help="compute capabilities: sm_90")
-    parser.add_argument(
-        "--baseline",
-        type=Path,
-        metavar="RECORD",
-        help="record file, or folder with the newest record: fail if anything is worse",
-    )
-    parser.add_argument("--smoke", action="store_true", help="one case for one GPU: does everything run?")
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="for the record; default: bench/results/aot/<date>_kernels"
-    )
+    add_baseline(parser)
+    add_output(parser, "one case for one GPU", "aot/<date>_kernels")
     parser.set_defaults(run=_run_command)
 
 
@@ -124,10 +116,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
         cases, architectures = cases[:1], architectures[:1]
     _refuse_what_cannot_compile()
     baseline = read_baseline(arguments.baseline, cases, architectures) if arguments.baseline else None
-    if arguments.out is None:  # the result does not depend on the machine
-        name = record.folder(None, "kernels-smoke" if arguments.smoke else "kernels").name
-        arguments.out = record.RESULTS / BENCH / name
-    with open_log(arguments, BENCH) as log:
+    with open_log(arguments, BENCH, "kernels", BENCH) as log:
         return main(cases, architectures, log, baseline)
 
 

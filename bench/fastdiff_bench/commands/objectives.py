@@ -29,7 +29,7 @@ from fastdiff.sampling.image_grid import image_grid, save_picture
 from fastdiff.sampling.run import Run
 from fastdiff.version import PACKAGE
 from fastdiff_bench import BenchError
-from fastdiff_bench.arguments import Commands, open_log
+from fastdiff_bench.arguments import Commands, add_output, open_log
 from fastdiff_bench.records.fingerprint import ROOT
 from fastdiff_bench.records.number_format import number
 from fastdiff_bench.records.record import Better, Fact, Failure, Log, Measurement
@@ -76,10 +76,7 @@ def add(commands: Commands) -> None:
         type=Path,
         help="folder of the data and the runs; default: runs/objectives, --smoke: runs/objectives-smoke",
     )
-    parser.add_argument("--smoke", action="store_true", help="four steps of a smaller model: does everything run?")
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="for the record; default: bench/results/<machine>/<date>_objectives"
-    )
+    add_output(parser, "four steps of a smaller model", "<machine>/<date>_objectives")
     parser.set_defaults(run=_run)
 
 

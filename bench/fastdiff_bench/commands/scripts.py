@@ -17,7 +17,7 @@ from typing import Any
 
 from fastdiff.models.pretrained import tiny_pipeline
 from fastdiff_bench import BenchError
-from fastdiff_bench.arguments import Commands, add_cases, cases, open_log
+from fastdiff_bench.arguments import Commands, add_cases, add_output, cases, open_log
 from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_interleaved
 from fastdiff_bench.measure.session import Steps
 from fastdiff_bench.measure.timing import Timing
@@ -55,13 +55,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser("scripts", description=__doc__)
     add_cases(parser, _CASES)
     parser.add_argument("--rounds", type=int, help=f"sessions of {_FULL.steps} steps; default: {_FULL.rounds}")
-    parser.add_argument("--smoke", action="store_true", help="two steps each: does everything run?")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of the record; default: bench/results/<machine>/<date>_scripts",
-    )
+    add_output(parser, "two steps each", "<machine>/<date>_scripts")
     parser.set_defaults(run=_run)
 
 

@@ -19,7 +19,7 @@ from fastdiff.cli.compat.translation import LAUNCH
 from fastdiff.models.pretrained import tiny_pipeline
 from fastdiff.version import PACKAGE
 from fastdiff_bench import BenchError
-from fastdiff_bench.arguments import Commands, add_cases, cases, open_log
+from fastdiff_bench.arguments import Commands, add_cases, add_output, cases, open_log
 from fastdiff_bench.measure.first_step import Start, environment, start
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.records import record_warnings
@@ -52,8 +52,7 @@ def add(commands: Commands) -> None:
     add_cases(parser, CASES)
     parser.add_argument("--rounds", type=int, default=_FULL, metavar="N", help="measured starts; default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="OMP_NUM_THREADS; default: 1")
-    parser.add_argument("--smoke", action="store_true", help="two rounds: does everything run?")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the record")
+    add_output(parser, "two rounds", "<machine>/<date>_startup")
     parser.set_defaults(run=_run)
 
 

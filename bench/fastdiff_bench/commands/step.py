@@ -1,10 +1,8 @@
 """``bench step``: step time, its phases, memory and utilization of the device, by configuration."""
 
 import argparse
-import multiprocessing
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +11,7 @@ from fastdiff.config.sections.data import DataConfig
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_measuring, device, open_log
 from fastdiff_bench.measure import largest_batch, roofline, stepping, sweep, synthetic, timing
-from fastdiff_bench.measure.interleaved import Effort
+from fastdiff_bench.measure.interleaved import Effort, in_another_process
 from fastdiff_bench.measure.roofline import Limits
 from fastdiff_bench.measure.stepping import BENCH, PHASES, Stepped
 from fastdiff_bench.measure.workload import Workload
@@ -114,7 +112,8 @@ class _Measuring:
     def steps(self, workloads: Sequence[Workload], memory: int | None, care: timing.Effort) -> int:
         """Measure and print all workloads; return the exit code: 1 if one failed, unless for lack of memory."""
         progress("limits of the machine")
-        found, bounds = [], _in_another_process(self._device, care)
+        # In another process, so that no GPU memory stays allocated in this one.
+        found, bounds = [], in_another_process(roofline.measure, self._device, care)
         self._write(bounds.measurements(BENCH))
         for number, workload in enumerate(workloads, 1):
             progress(f"{number} of {len(workloads)}: {workload.case}; {workload.provider}")
@@ -189,12 +188,6 @@ class _Measuring:
     def _write(self, rows: Sequence[Measurement | Failure]) -> None:
         for row in rows:
             self._log.write(row)
-
-
-def _in_another_process(device: str, care: timing.Effort) -> Limits:
-    """Measure the limits of the machine in another process, so that no GPU memory stays allocated in this one."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(roofline.measure, device, care).result()
 
 
 def _verdict(stepped: Stepped) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,12 @@ from fastdiff_bench import BenchError
 from fastdiff_bench.records import record
 from fastdiff_bench.records.record import Measurement
 from fastdiff_bench.records.tables import table
+
+
+def add_baseline(parser: argparse.ArgumentParser) -> None:
+    """Add ``--baseline``."""
+    what = "record file, or folder with the newest record: fail if anything is worse"
+    parser.add_argument("--baseline", type=Path, metavar="RECORD", help=what)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ libraries' products. Counts, so the result does not depend on the machine; it de
 import argparse
 from pathlib import Path
 
-from fastdiff_bench.arguments import Commands, open_log
-from fastdiff_bench.correctness.baseline import Baseline
+from fastdiff_bench.arguments import Commands, add_output, open_log
+from fastdiff_bench.correctness.baseline import Baseline, add_baseline
 from fastdiff_bench.emission import budget, report
 from fastdiff_bench.emission.subject import Subject
 from fastdiff_bench.emission.worker import emitted
@@ -45,27 +45,16 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--budget", action="store_true", help="predict the images per second of a step from the counts")
     parser.add_argument("--code", type=Path, metavar="FOLDER", help="write the code of each block there, to be read")
-    parser.add_argument(
-        "--baseline",
-        type=Path,
-        metavar="RECORD",
-        help="record file, or folder with the newest record: fail if anything is worse",
-    )
-    parser.add_argument("--smoke", action="store_true", help="one transformer of two blocks: does everything run?")
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="for the record; default: bench/results/emission/<date>_blocks"
-    )
+    add_baseline(parser)
+    add_output(parser, "one transformer of two blocks", "emission/<date>_blocks")
     parser.set_defaults(run=_run_command)
 
 
 def _run_command(arguments: argparse.Namespace) -> int:
     if arguments.smoke:
         arguments.preset, arguments.batch, arguments.depth = ["dit-s-2-256"], 4, 2
-    if arguments.out is None:  # the result does not depend on the machine
-        name = record.folder(None, "blocks-smoke" if arguments.smoke else "blocks").name
-        arguments.out = record.RESULTS / "emission" / name
     found: list[Measurement] = []
-    with open_log(arguments, report.BENCH) as log:
+    with open_log(arguments, report.BENCH, "blocks", "emission") as log:
         for preset in arguments.preset:
             subject = Subject(preset, arguments.depth, tuple(arguments.model), arguments.fp8)
             progress(f"emitting {subject.name}")

@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import util
@@ -273,6 +274,22 @@ class _Worker:
         if self.result.out_of_memory:
             return BenchError("the process was killed, probably by the system's out-of-memory killer")
         return BenchError(f"the process ended without a message, with exit code {process.exitcode}")
+
+
+def in_another_process(
+    function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None
+) -> Any:
+    """Return the result of a module-level function in a new process, whose memory and settings end with it.
+
+    Args:
+        function: of values that can be pickled, as its result.
+        arguments: of the function.
+        environment: additional variables of the process.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        with _environment(environment or {}):
+            running = pool.submit(function, *arguments)
+        return running.result()
 
 
 @contextmanager

@@ -3,15 +3,14 @@
 Memory grows almost linearly with the batch: two small batches predict the limit, and real runs confirm it.
 """
 
-import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import psutil
 import torch
 
 from fastdiff_bench import BenchError
+from fastdiff_bench.measure.interleaved import in_another_process
 
 TRIALS = 12
 """Largest number of trials."""
@@ -116,8 +115,7 @@ def memory_limit(device: str, gib: float | None) -> int:
     if device == "cpu":
         return int(_SHARE_OF_CPU_MEMORY * psutil.virtual_memory().available)
     # In another process: a CUDA context in this one would take some of the measured memory.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_free_on_gpu).result()
+    return int(in_another_process(_free_on_gpu))
 
 
 def _free_on_gpu() -> int:

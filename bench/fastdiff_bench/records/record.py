@@ -193,10 +193,10 @@ class Log:
         self._file.close()
 
 
-def folder(out: Path | None, what: str) -> Path:
-    """Return the record folder of a command: ``out``, or one named after machine, day and ``what``."""
+def folder(what: str, place: str | None = None) -> Path:
+    """Return the folder of a new record: ``<place>/<date>_<what>`` of the results; None: the name of this machine."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return out if out is not None else RESULTS / machine() / f"{today}_{what}"
+    return RESULTS / (place or machine()) / f"{today}_{what}"
 
 
 def files(path: Path) -> list[Path]:
