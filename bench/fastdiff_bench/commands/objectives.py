@@ -7,13 +7,10 @@ the order of the record.
 """
 
 import argparse
-import contextlib
 import json
-import os
 import shlex
-import signal
 import subprocess
-import sysconfig
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +21,6 @@ from torch import Tensor
 from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.evaluation.digits import evaluate_run, evaluation_labels
-from fastdiff.parallel.world import free_port
 from fastdiff.sampling.image_grid import image_grid, save_picture
 from fastdiff.sampling.run import Run
 from fastdiff.version import PACKAGE
@@ -161,26 +157,11 @@ def _measurements(name: str, one: Outcome) -> Iterator[Measurement]:
 
 
 def _train(*flags: str) -> None:
-    launcher = Path(sysconfig.get_path("scripts")) / "deepspeed"
-    command = [
-        str(launcher), "--num_accelerators", "1", "--master_port", str(free_port()),
-        str(PACKAGE / "train.py"), "--deepspeed_config", "zero1", *flags,
-    ]  # fmt: skip
-    finish(command)
+    """Run the trainer on one rank, with its output visible."""
+    finish([sys.executable, str(PACKAGE / "train.py"), "--deepspeed_config", "zero1", *flags])
 
 
 def finish(command: Sequence[str]) -> None:
-    """Run a command to its end.
-
-    Raises:
-        BenchError: it failed; it has printed the error.
-    """
-    # In its own session: killing only the launcher would leave the rank running.
-    process = subprocess.Popen(command, start_new_session=True)
-    try:
-        code = process.wait()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    if code:
+    """Run a command to its end; BenchError if it failed, after it has printed the error."""
+    if code := subprocess.run(command).returncode:
         raise BenchError(f"the trainer ended with exit code {code}")

@@ -139,7 +139,7 @@ def _text_to_image(folder: Path, script: str = "t2i") -> _Case:
     pipeline, captioned = folder / "pipeline", folder / "captioned"
     if not pipeline.exists():
         tiny_pipeline.build(pipeline)
-        images.write(captioned, _IMAGES, _SIDE, captions=images.METADATA)
+        images.write(captioned, _IMAGES, _SIDE)
     flags = (*diffusers.flags(script, pipeline, captioned, _SIDE, _BATCH), "--report_to", "none")
     rank = diffusers.RANK if script == "t2i-lora" else 0
     return _Case(script, flags, diffusers.run, (pipeline, captioned, _SIDE, _BATCH, rank))
@@ -150,7 +150,7 @@ def _lora(folder: Path) -> _Case:
 
 
 def _iddpm(folder: Path) -> _Case:
-    data = images.write(folder / "images", _IMAGES, _SIDE, captions=None)
+    data = images.write(folder / "images", _IMAGES, _SIDE, captioned=False)
     flags = (
         "--data_dir", str(data), "--image_size", str(_SIDE), "--num_channels", "32", "--num_res_blocks", "1",
         "--learn_sigma", "True", "--dropout", "0.3", "--diffusion_steps", "1000", "--noise_schedule", "cosine",

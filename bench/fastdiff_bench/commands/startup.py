@@ -63,7 +63,7 @@ def _run(arguments: argparse.Namespace) -> int:
     failed = False
     with tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as folder, open_log(arguments, BENCH) as log:
         tiny_pipeline.build(Path(folder) / "pipeline")
-        images.write(Path(folder) / "images", _IMAGES, tiny_pipeline.IMAGE_SIZE, captions=images.METADATA)
+        images.write(Path(folder) / "images", _IMAGES, tiny_pipeline.IMAGE_SIZE)
         for case in chosen:
             starts, failures = _measure(case, Path(folder), rounds, environment(arguments.threads))
             rows = list(_measurements(case, starts, arguments.threads))

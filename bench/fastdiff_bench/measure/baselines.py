@@ -8,15 +8,13 @@ data in memory except diffusers as published, which decodes and encodes images i
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from fastdiff.config.networks.dit import DiTConfig
-from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.optimizers.adamw import AdamWConfig
-from fastdiff.config.presets import SD15_UNET
 from fastdiff.config.sections.objective import ObjectiveConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff_bench import BenchError
@@ -27,7 +25,7 @@ from fastdiff_bench.records import record, record_warnings
 from fastdiff_bench.records.record import Fact, Measurement
 from fastdiff_bench.records.tables import progress, table
 from fastdiff_bench.trainers import dit, images, plain, text_to_image
-from fastdiff_bench.trainers.encoders import FACTOR, Shares
+from fastdiff_bench.trainers.encoders import FACTOR
 from fastdiff_bench.trainers.plain_torch import FLAGS, untrained
 
 _RUNS = {"plain": plain.run, "dit": dit.run, "diffusers": text_to_image.run}
@@ -139,21 +137,11 @@ def _entries(workload: Workload, peers: Sequence[str], folder: Path) -> list[_En
             facts |= {"optimizer": "adamw", "best flags": best}
             if name == "diffusers" and not best:
                 data = images.write(folder / "images", count, FACTOR * config.model.size)
-                case, facts = online, facts | _shares(config.model)
+                case = online
             provider = f"{name}, {BEST}" if best else name
             program = interleaved.Program(provider, _RUNS[name], (workload, data, best))
             entries[provider] = _Entry(program, case, False, facts)
     return list(entries.values())
-
-
-def _shares(model: ModelConfig) -> dict[str, Fact]:
-    """Return the operations of the frozen parts here and in SD 1.5, relative to the UNet's training step."""
-    assert isinstance(model, UNetConfig)
-    return {
-        f"{name}, share of the step of the UNet{where}": round(share, 4)
-        for where, unet in (("", model), (" in SD 1.5", SD15_UNET))
-        for name, share in asdict(Shares.of(unet)).items()
-    }
 
 
 def _write(log: record.Log, entry: _Entry, result: interleaved.Result, batch: int) -> None:
@@ -215,8 +203,6 @@ def _summary(
             ]
         )  # fmt: skip
     lines = [f"{entries[0].case}", table(rows, "<" + ">" * (len(rows[0]) - 1))]
-    shares = next((entry.facts for entry in entries if entry.case.endswith("online")), {})
-    lines += [f"{name}: {share}" for name, share in shares.items() if "share" in name]
     for entry in entries:
         found = results[entry.program.name].facts
         flags = ", ".join(f"{flag} {found[flag]}" for flag in FLAGS if flag in found)

@@ -7,16 +7,12 @@ does not change the time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from fastdiff.config.networks.pretrained import CAPTION_TOKENS
 from fastdiff.config.networks.unet import UNetConfig
-from fastdiff.models.cost.flops import training_flops
 from fastdiff.models.pretrained import tiny_pipeline
 
 FACTOR = 8
@@ -68,29 +64,3 @@ def tokenizer() -> Any:
 
     with TemporaryDirectory() as folder:
         return CLIPTokenizer.from_pretrained(tiny_pipeline.build(Path(folder)) / "tokenizer")
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Operations per sample of the frozen parts, relative to a training step of the UNet."""
-
-    autoencoder: float
-    text_encoder: float
-
-    @classmethod
-    def of(cls, unet: UNetConfig) -> Shares:
-        """Count them without computing."""
-        from torch.utils.flop_counter import FlopCounterMode
-
-        side, step = FACTOR * unet.size, training_flops(unet)
-        with torch.device("meta"), torch.no_grad():
-            inputs = {
-                autoencoder(unet).encode: torch.empty(1, 3, side, side),
-                text_encoder(unet, 100): torch.empty(1, CAPTION_TOKENS, dtype=torch.int64),
-            }
-            shares = []
-            for part, example in inputs.items():
-                with FlopCounterMode(display=False) as counter:
-                    part(example)
-                shares.append(counter.get_total_flops() / step)
-        return cls(*shares)

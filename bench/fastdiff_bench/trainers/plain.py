@@ -22,14 +22,6 @@ from fastdiff_bench.trainers.plain_network import compiled, network, predict
 from fastdiff_bench.trainers.plain_torch import Noise, Samples, of_steps, train
 
 
-def run(timer: StepTimer, workload: Workload, data: Path, best: bool) -> None:
-    """Step until ``Enough``, on the shards in ``data``."""
-    config = workload.config(data, data)
-    null = config.model.classes if isinstance(config.model, DiTConfig) else None
-    samples = Samples(data, config.batch.samples, config.objective.condition_dropout, null, timer.device)
-    train(timer, Plain(config, timer.device, best=best), samples, of_steps(config.objective).timesteps)
-
-
 class Plain:
     """Plain PyTorch's training step; see ``Peer``."""
 
@@ -72,3 +64,11 @@ class Plain:
     def averages(self) -> list[Tensor]:
         """See ``Peer``."""
         return list(self._ema.module.parameters())
+
+
+def run(timer: StepTimer, workload: Workload, data: Path, best: bool, kind: type[Plain] = Plain) -> None:
+    """Step until ``Enough``, on the shards in ``data``."""
+    config = workload.config(data, data)
+    null = config.model.classes if isinstance(config.model, DiTConfig) else None
+    samples = Samples(data, config.batch.samples, config.objective.condition_dropout, null, timer.device)
+    train(timer, kind(config, timer.device, best=best), samples, of_steps(config.objective).timesteps)

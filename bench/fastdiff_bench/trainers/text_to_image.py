@@ -9,7 +9,6 @@ distributed wrapper.
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,10 @@ from fastdiff.training.optimizer.build import build_lr_schedule
 from fastdiff_bench import BenchError
 from fastdiff_bench.measure.session import Fact, StepTimer
 from fastdiff_bench.measure.workload import Workload
-from fastdiff_bench.trainers import encoders, images
+from fastdiff_bench.trainers import encoders
 from fastdiff_bench.trainers.plain_network import compiled, network
 from fastdiff_bench.trainers.plain_torch import Samples, of_steps, train, untrained
+from fastdiff_bench.trainers.scripts import diffusers
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Launcher variables that give a process its rank; with them accelerate would wrap the network for many."""
@@ -149,8 +149,8 @@ class Online:
         self._dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
         parts = encoders.autoencoder(network), encoders.text_encoder(network, len(tokenizer))
         self._vae, self._text = (part.to(accelerator.device, self._dtype).requires_grad_(False) for part in parts)
-        loader = images.loader(folder, encoders.FACTOR * network.size, batch, tokenizer)
-        self._batches = _endless(accelerator.prepare(loader))
+        loader = diffusers.loader(folder, encoders.FACTOR * network.size, batch, tokenizer)
+        self._batches = diffusers.endless(accelerator.prepare(loader))
         self._timer = timer
 
     def next(self) -> tuple[Tensor, Condition]:
@@ -162,8 +162,3 @@ class Online:
             latents = latents * self._vae.config.scaling_factor
             context = self._text(batch["input_ids"], return_dict=False)[0]
         return latents, {"context": context}
-
-
-def _endless(loader: Any) -> Iterator[dict[str, Tensor]]:
-    while True:
-        yield from loader

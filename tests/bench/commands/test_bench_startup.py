@@ -37,7 +37,7 @@ def test_everything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_the_script_takes_its_step_and_imports_nothing_of_fastdiff(tmp_path: Path) -> None:
     """Its start is compared with that of fastdiff."""
     tiny_pipeline.build(tmp_path / "pipeline")
-    images.write(tmp_path / "images", 4, tiny_pipeline.IMAGE_SIZE, captions=images.METADATA)
+    images.write(tmp_path / "images", 4, tiny_pipeline.IMAGE_SIZE)
     programs = startup._programs("t2i-lora", tmp_path, tmp_path / "runs")
     program = next(one for one in programs if one.name == startup.SCRIPT)
     python, *module, case, mark = program.command[:5]

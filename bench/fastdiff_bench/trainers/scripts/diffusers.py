@@ -62,10 +62,9 @@ def run(timer: StepTimer, pipeline: Path, images: Path, side: int, batch: int, r
 
     accelerator: Any = Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=1)
     script = Script(accelerator, pipeline, rank, averaged=not rank)
-    loader = DataLoader(_Images(images, side, script.tokenizer), batch, shuffle=True, collate_fn=collate)
-    batches = accelerator.prepare(loader)
+    batches = endless(accelerator.prepare(loader(images, side, batch, script.tokenizer)))
     timer.ready()
-    for loaded in _endless(batches):
+    for loaded in batches:
         script.step(loaded)
         timer.after_step()
 
@@ -174,6 +173,11 @@ def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"pixel_values": pixels, "input_ids": torch.stack([sample["input_ids"] for sample in samples])}
 
 
+def loader(images: Path, side: int, batch: int, tokenizer: Any) -> DataLoader[Any]:
+    """Return the batches of a folder of images with ``metadata.jsonl``, without workers; see ``Script.step``."""
+    return DataLoader(_Images(images, side, tokenizer), batch, shuffle=True, collate_fn=collate, drop_last=True)
+
+
 class _Images(Dataset[dict[str, Tensor]]):
     """Images and their captions as a script's samples, without the library ``datasets``."""
 
@@ -194,6 +198,7 @@ class _Images(Dataset[dict[str, Tensor]]):
         ]
 
 
-def _endless(loader: Any) -> Iterator[dict[str, Tensor]]:
+def endless(loader: Any) -> Iterator[dict[str, Tensor]]:
+    """Yield batches, epoch after epoch."""
     while True:
         yield from loader
