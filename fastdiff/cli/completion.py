@@ -1,9 +1,11 @@
-"""``fastdiff completion``: a script for the shell that completes commands, flags and their values."""
+"""``fastdiff completion`` and ``fastdiff schema``: what shells and editors need to complete flags and fields."""
 
 import argparse
+import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from fastdiff.cli import bench
 from fastdiff.cli.launch import TRAIN, train_parser
@@ -30,18 +32,24 @@ The script takes some seconds to write; write it again after an update.
 
 
 def add(commands: Subcommands, root: argparse.ArgumentParser) -> None:
-    """Register the command; ``root`` is the parser of all commands."""
+    """Register the commands; ``root`` is the parser of all commands."""
     text = "print a script for the shell that completes commands, flags and their values"
     parser: Parser = commands.add_parser("completion", help=text, epilog=_INSTALLED)
     parser.example = "fastdiff completion bash"
     parser.add_argument("shell", choices=_SHELLS, metavar="SHELL", help="bash, zsh or fish")
     parser.set_defaults(run=partial(_completion, commands, root))
+    text = "print the JSON schema of --config files, for editors that complete and check them"
+    commands.add_parser("schema", help=text).set_defaults(run=_schema)
+
+
+def _schema(_: argparse.Namespace) -> None:
+    from fastdiff.config.command_line.json_schema import config_schema
+
+    print(json.dumps(config_schema(), indent=2))
 
 
 def _completion(commands: Subcommands, root: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     import shtab
-
-    from fastdiff.config.command_line.completion import add_fields
 
     _fill_train(commands.choices[TRAIN])
     bench.add_flags(commands.choices[bench.NAME])
@@ -97,3 +105,47 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
         if isinstance(action, argparse._SubParsersAction):
             for child in action.choices.values():
                 yield from _actions(child)
+
+
+def add_fields(parser: argparse.ArgumentParser, sections: tuple[str, ...] = ()) -> None:
+    """Register the fields of ``sections`` (none: all), of every network, on a parser that only describes them."""
+    from fastdiff.config.command_line.json_schema import config_schema
+
+    schema = config_schema()
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for name, field in _leaves(schema, schema["$defs"]):
+        is_field = not name.startswith("$")  # "$schema" is one of files
+        if is_field and (not sections or name.partition(".")[0] in sections):
+            found.setdefault(name.replace("_", "-"), []).append(field)
+    for name in sorted(found):
+        for flag, options in _options(name, found[name]):
+            if flag not in parser._option_string_actions:
+                parser.add_argument(flag, **options)
+
+
+def _leaves(schema: Mapping[str, Any], types: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields below a schema, by their dotted names; those of several types several times."""
+    parts = (schema, *schema.get("anyOf", ()), *schema.get("oneOf", ()))
+    owns = [types[part["$ref"].rpartition("/")[2]] if "$ref" in part else part for part in parts]
+    for key, field in (item for own in owns for item in own.get("properties", {}).items()):
+        yield from _leaves(field, types, f"{name}.{key}" if name else key)
+    if not any("properties" in own for own in owns):
+        yield from ((name, own) for own in owns)
+
+
+def _options(name: str, fields: list[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the flags of a field, with the options of ``add_argument``."""
+    described = next((field["description"] for field in fields if "description" in field), name)
+    about = {"help": " ".join(described.split())}
+    if any(field.get("type") == "boolean" for field in fields):
+        section, dot, own = name.rpartition(".")
+        yield f"--{name}", about | {"action": "store_true"}
+        yield f"--{section}{dot}no-{own}", about | {"action": "store_true"}
+        return
+    values = {str(value) for field in fields for value in _values(field)}
+    is_number = any(field.get("type") in ("integer", "number", "array") for field in fields)
+    yield f"--{name}", about | {"choices": sorted(values) or None, "type": float if is_number else str}
+
+
+def _values(field: Mapping[str, Any]) -> list[Any]:
+    return [*field.get("enum", ()), *([field["const"]] if "const" in field else [])]

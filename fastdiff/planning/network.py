@@ -9,8 +9,7 @@ from torch import Tensor
 from fastdiff.batch import Condition
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
-from fastdiff.models.cost.dry_inputs import dry_inputs
-from fastdiff.models.cost.dry_network import dry_network
+from fastdiff.models.cost.dry_network import dry_inputs, dry_network
 from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
 from fastdiff.models.cost.traced import Traced, trace
 from fastdiff.models.quantized import quantized_weights

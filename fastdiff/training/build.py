@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,8 @@ from fastdiff.data.loading.training_set import (
 )
 from fastdiff.data.shards.usage import note_use
 from fastdiff.diffusion.objective import Objective
+from fastdiff.json_lines import JsonLines, last_record
+from fastdiff.ledger.records import open_ledger
 from fastdiff.ledger.writer import Ledger
 from fastdiff.models import kernel_choice, load, toolchain
 from fastdiff.models.build import Model
@@ -55,7 +58,6 @@ from fastdiff.training.ema import Ema
 from fastdiff.training.engines import build as engines
 from fastdiff.training.forward_backward.build import build_forward_backward, require_capture, require_one_shape
 from fastdiff.training.guard import StepGuard
-from fastdiff.training.ledger import start_ledger
 from fastdiff.training.memory import smaller_batch
 from fastdiff.training.memory.micro_batch import with_micro
 from fastdiff.training.metrics import Meters
@@ -362,3 +364,26 @@ def _open_batches(state: TrainState) -> Batches:
         micro=config.batch.per_rank(world.size),
         global_batch=config.batch.samples,
     )
+
+
+def start_ledger(run: Path, samples: int, world: World) -> Ledger:
+    """Return the account of this process, which rank 0 writes; called by all ranks, after ``run`` is claimed."""
+    nodes = world.gather(socket.gethostname())
+    lines: JsonLines | None = None
+
+    def open_lines() -> tuple[int, float] | None:
+        nonlocal lines
+        lines = open_ledger(run)
+        return _last_logged(run / "metrics.jsonl")
+
+    logged = world.on_rank0(open_lines)
+    return Ledger(lines, nodes, samples, logged)
+
+
+def _last_logged(path: Path) -> tuple[int, float] | None:
+    """Return step and time of the last line of the log, before the resume cuts it back; None without a whole one."""
+    try:
+        last = last_record(path)
+        return None if last is None else (int(last["step"]), path.stat().st_mtime)
+    except (OSError, ValueError, OverflowError):
+        return None

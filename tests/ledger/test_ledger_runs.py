@@ -19,7 +19,7 @@ from fastdiff.ledger.report import costs, in_words, stragglers
 from fastdiff.parallel.compute_time import ComputeTime
 from fastdiff.parallel.world import World
 from fastdiff.training import metrics
-from fastdiff.training.ledger import start_ledger
+from fastdiff.training.build import start_ledger
 from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.runs import flags, held_out, intact, launch, losses, tiny

@@ -20,7 +20,7 @@ from fastdiff.planning.figures import figures
 from fastdiff.planning.gpus import CPU, Gpus
 from fastdiff.planning.network import Network, read_network
 from fastdiff.planning.options import OF_STAGE, work_of
-from fastdiff.planning.scaling.host import HOSTS
+from fastdiff.planning.step_time import HOSTS
 from fastdiff.training.loop import train
 from fastdiff_bench.records import record
 from tests.support.processes import ROOT

@@ -12,7 +12,7 @@ from fastdiff.batch import Condition
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.models import float8
 from fastdiff.models.build import Model, build_model
-from fastdiff.models.cost.dry_inputs import dry_inputs
+from fastdiff.models.cost.dry_network import dry_inputs
 from fastdiff.models.cost.flops import training_flops
 from fastdiff.training.buffers import places_of
 from fastdiff_bench.emission.blocks import Emission

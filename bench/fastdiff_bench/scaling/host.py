@@ -1,4 +1,4 @@
-"""Time of the host in a step, measured by ZeRO stage: the source of ``fastdiff.planning.scaling.host``.
+"""Time of the host in a step, measured by ZeRO stage: the source of ``fastdiff.planning.step_time``.
 
 A step cannot be faster than the processor that launches its kernels and runs DeepSpeed's hooks. Its time is nearly a
 fixed part and one per parameter tensor, since every tensor has its hooks, its entries in lists and its kernels. Both
@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from fastdiff.config.run import RunConfig
-from fastdiff.planning.scaling.host import Host
 from fastdiff.planning.scaling.zero import parameters_of
+from fastdiff.planning.step_time import Host
 from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_interleaved
 from fastdiff_bench.measure.stepping import run_fastdiff
 from fastdiff_bench.measure.timing import Timing

@@ -3,16 +3,15 @@
 import argparse
 import difflib
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from fastdiff import sanitize
 from fastdiff.cli.compat import diffusers, dit, iddpm
-from fastdiff.cli.compat.idle import idle_flags
 from fastdiff.cli.compat.translation import LAUNCH, CountImages, Translation, program
 from fastdiff.config.command_line.train_flags import parse
 from fastdiff.data.images.sources import count_images
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, FastdiffError
 from fastdiff.terminal import fitted
 
 _UNKNOWN = "unrecognized arguments: "
@@ -129,3 +128,33 @@ class _Parser(argparse.ArgumentParser):
     def _written(self) -> dict[str, str]:
         """Flags as they are written, by their names with underscores."""
         return {name.replace("-", "_"): name for name in self._option_string_actions}
+
+
+def idle_flags(
+    parser: argparse.ArgumentParser, given: argparse.Namespace, translated: Callable[[argparse.Namespace], Translation]
+) -> Iterator[argparse.Action]:
+    """Yield the flags that have another value than their default, and the same translation as with it."""
+    defaults, whole = _defaults(parser, given), translated(given)
+    for action in parser._actions:
+        value, default = getattr(given, action.dest), getattr(defaults, action.dest)
+        if value != default and _same(given, action.dest, default, translated, whole):
+            yield action
+
+
+def _defaults(parser: argparse.ArgumentParser, given: argparse.Namespace) -> argparse.Namespace:
+    """Return all flags at their defaults; those that must be given, as they are."""
+    required = [action for action in parser._actions if action.required]
+    return parser.parse_args([f"{action.option_strings[0]}={getattr(given, action.dest)}" for action in required])
+
+
+def _same(
+    given: argparse.Namespace,
+    name: str,
+    default: object,
+    translated: Callable[[argparse.Namespace], Translation],
+    whole: Translation,
+) -> bool:
+    try:
+        return translated(argparse.Namespace(**{**vars(given), name: default})) == whole
+    except FastdiffError:  # without it the flags contradict one another
+        return False

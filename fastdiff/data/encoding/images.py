@@ -24,21 +24,20 @@ from fastdiff.conditions import OF_IMAGE, of_source, stored_dtype
 from fastdiff.console import log, show
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, reproducible
 from fastdiff.data.encoding.builtin import versions
-from fastdiff.data.encoding.losses import losses
 from fastdiff.data.encoding.options import EncodeOptions, Rank
 from fastdiff.data.encoding.partition import PartitionEncoder
 from fastdiff.data.encoding.plan import BAD_IMAGES, LISTING_OPTIONS, BadRecord, EncodeFolder, PartitionRecord
 from fastdiff.data.encoding.source_metadata import WatchedSource, compare
 from fastdiff.data.encoding.uncaptioned import lacks_captions, require_captions, told
-from fastdiff.data.images.decode import BadImage, Decoder, ImageTransform, open_decoder
+from fastdiff.data.images.decode import BadImage, Decoded, Decoder, ImageTransform, open_decoder
 from fastdiff.data.images.geometry import Size, aspect_buckets
-from fastdiff.data.images.items import BadItem, ImageSource
+from fastdiff.data.images.items import BadItem, ImageItem, ImageSource
 from fastdiff.data.images.sources import open_source
 from fastdiff.data.images.stream import Chunk, Stopwatch, decoded_images
 from fastdiff.data.images.webdataset_tars import WebDatasetSource
 from fastdiff.data.selection import Selection, Tally
 from fastdiff.data.shards.format import LATENT, Column, DatasetInfo, Provenance, condition_columns
-from fastdiff.data.shards.size import sample_bytes
+from fastdiff.data.shards.sample_files import sample_bytes
 from fastdiff.errors import ConfigError, DataError, Preempted, require
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.parallel.claims import in_turn
@@ -476,3 +475,21 @@ def _described_classes(names: Sequence[str]) -> str:
     if len(shown) > _CLASSES_SHOWN:
         shown = [*shown[: _CLASSES_SHOWN - 2], "...", shown[-1]]
     return f"  {len(names)} class{'es' if len(names) != 1 else ''}: {', '.join(shown)}"
+
+
+def losses(
+    item: ImageItem, decoded: Decoded, info: DatasetInfo, encoder: LatentEncoder | PixelEncoder
+) -> Iterator[str]:
+    """Yield what is lost of an image, in words that a count follows."""
+    height, width = decoded.pixels.shape[:2]
+    if decoded.original_size[0] < height or decoded.original_size[1] < width:
+        yield "pictures smaller than the resolution, so enlarged: they are blurred"
+    if not of_source("caption", info.columns):
+        return
+    if item.captions[:1] == ("",):
+        yield "pictures with an empty caption, trained as the empty prompt"
+    if len(item.captions) > info.captions:
+        yield f"pictures with more captions than the {info.captions} embedded; --captions all embeds all"
+    limit = encoder.cut(item.captions[: info.captions])
+    if limit is not None:
+        yield f"pictures with a caption that was cut: it is longer than the {limit} tokens that the text encoder reads"

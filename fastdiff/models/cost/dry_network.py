@@ -1,7 +1,13 @@
-"""The network of a run for a pass without data: every weight on the device ``meta``, with the adapter of a LoRA."""
+"""The network of a run, every weight on the device ``meta``, and inputs, for a pass without data."""
+
+from collections.abc import Collection
 
 import torch
+from torch import Tensor
 
+from fastdiff.batch import DTYPES, Condition
+from fastdiff.conditions import CONDITIONS, ConditionKind, Shape
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.models.build import Model, build_model
 from fastdiff.models.lora import add_lora
@@ -18,3 +24,16 @@ def dry_network(config: RunConfig, *, recompute: bool = False, attention: Attent
         if config.lora.rank:
             add_lora(network, config.lora, seed=config.seed)
     return network
+
+
+def dry_inputs(model: ModelConfig, names: Collection[str], samples: int) -> tuple[Tensor, Condition]:
+    """Return noisy latents ``[samples, C, H, W]`` and the known of the conditions ``names``: zeros, whole masks."""
+    shapes = {**{name: () for name, kind in CONDITIONS.items() if not kind.shape}, **model.conditions}
+    condition = {name: _blank(CONDITIONS[name], (samples, *shapes[name])) for name in names if name in shapes}
+    if "position" in condition:
+        condition["position"] = torch.arange(samples)
+    return torch.zeros(samples, model.channels, model.size, model.size), condition
+
+
+def _blank(kind: ConditionKind, shape: Shape) -> Tensor:
+    return torch.full(shape, bool(kind.mask_of), dtype=DTYPES[kind.dtype])

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.models.blockwise import BlockwiseModel, is_compiled, run_block
-from fastdiff.models.dit.biases import summed_later, without_bias
 from fastdiff.models.embeddings import LabelEmbedder, PatchEmbed, TimestepEmbedder, position_table
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.adaln import gated_modulated_norm, modulated_norm, residual_modulated_norm
@@ -199,3 +198,26 @@ def _zero(layer: nn.Linear) -> None:
     nn.init.zeros_(layer.weight)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
+
+
+def summed_later(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return ``layer(x)`` and the bias whose gradient an op of ``bias_gradient`` has to sum; None: the layer does."""
+    if not _is_plain(layer, x) or not layer.bias.requires_grad:
+        return layer(x), None
+    plain = cast(nn.Linear, layer)
+    return F.linear(x, plain.weight, plain.bias.detach()), plain.bias
+
+
+def without_bias(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return ``layer(x)`` without its bias, and the bias; None: it is added already."""
+    if not _is_plain(layer, x):
+        return layer(x), None
+    plain = cast(nn.Linear, layer)
+    return F.linear(x, plain.weight), plain.bias
+
+
+def _is_plain(layer: nn.Module, x: Tensor) -> bool:
+    """Whether the layer is no more than torch's with a bias, and the kernels run."""
+    if type(layer) is not nn.Linear or layer.bias is None:
+        return False
+    return dispatch.choose("adaln", x) == "triton"

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastdiff.config.networks.plain import arguments_of, modules
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.models.blockwise import BlockwiseModel
-from fastdiff.models.cost.dry_inputs import dry_inputs
+from fastdiff.models.cost.dry_network import dry_inputs
 from fastdiff.models.family import ModelFamily
 from fastdiff_kernels.names import AttentionBackend
 

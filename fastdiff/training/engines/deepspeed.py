@@ -28,7 +28,6 @@ from fastdiff.parallel.fragments import Flat, Fragment, Shapes, copy_into
 from fastdiff.parallel.world import World
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.optimizer.build import build_lr_schedule, build_optimizer, create_state, forget, set_lr_step
-from fastdiff.training.zero.calls import named_calls
 from fastdiff.training.zero.norm import take_norm_at_once
 from fastdiff.training.zero.shortcuts import leave_gradients_in_place
 from fastdiff.training.zero.slices import flats_of, overwrite
@@ -143,9 +142,9 @@ class DeepSpeedEngine(Engine):
         """Run the model's forward pass."""
         return self._engine(*inputs, **condition)  # type: ignore[no-any-return]
 
-    def named_calls(self) -> dict[str, list[tuple[object, str]]]:
+    def _named_calls(self) -> dict[str, list[tuple[object, str]]]:
         """Return hooks and reductions of DeepSpeed."""
-        return named_calls(self._engine)
+        return _named_calls(self._engine)
 
     def rehearse(self, loss: Callable[[], Tensor], *, accumulates: bool) -> None:
         """Take a step that changes nothing, without DeepSpeed's warning of an overflow, which it is not."""
@@ -279,3 +278,18 @@ def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
         group.pop("initial_lr", None)
+
+
+_HOOKS = ("process_gradients", "reduce_ready_partitions_and_remove_grads")
+"""Called once per parameter whose gradient is complete; stages 1 and 2 have both, the second within the first."""
+_REDUCTIONS = ("reduce_ipg_grads", "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads")
+"""Reductions of a full bucket, of stages 1 and 2, and of stage 3."""
+
+
+def _named_calls(engine: Any) -> dict[str, list[tuple[object, str]]]:
+    """Return (object, method) by the name of the range: ``hooks`` or ``reduce``."""
+    optimizer = engine.optimizer
+    hooks = [name for name in _HOOKS if hasattr(optimizer, name)][:1]
+    reductions: list[tuple[object, str]] = [(optimizer, name) for name in _REDUCTIONS if hasattr(optimizer, name)]
+    # Whatever is left at the end of the backward pass; at stage 0, all.
+    return {"hooks": [(optimizer, name) for name in hooks], "reduce": [*reductions, (engine, "allreduce_gradients")]}

@@ -10,7 +10,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.errors import require
 from fastdiff.models.blockwise import BlockwiseModel
 from fastdiff.models.build import build_model
-from fastdiff.models.cost.dry_inputs import dry_inputs
+from fastdiff.models.cost.dry_network import dry_inputs
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.plugins.promises import SAMPLES, require_by_position
 from fastdiff.rng import Stream, normal

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fastdiff.parallel.world import World
-from fastdiff.planning.scaling.host import Host
 from fastdiff.planning.scaling.zero import Zero, parameters_of, width_of
+from fastdiff.planning.step_time import Host
 from fastdiff_bench.__main__ import main
 from fastdiff_bench.measure import synthetic
 from fastdiff_bench.measure.session import Enough, StepTimer

@@ -16,7 +16,7 @@ import fastdiff
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.data.encoding.options import EncodeOptions
 from fastdiff.data.shards.format import DatasetInfo
-from fastdiff.data.shards.size import sample_bytes
+from fastdiff.data.shards.sample_files import sample_bytes
 from fastdiff.errors import DataError
 from fastdiff.models.pretrained.tiny_pipeline import build
 from tests.support.independent_reader import shards

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastdiff.config.presets import preset
 from fastdiff.models.build import build_model
-from fastdiff.models.cost.dry_inputs import dry_inputs
+from fastdiff.models.cost.dry_network import dry_inputs
 from fastdiff.models.cost.traced import trace
 from fastdiff.models.kernel_choice import DTYPES
 
