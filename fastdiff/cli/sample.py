@@ -195,12 +195,13 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig, published: RunConfig | None) -> None:
-    from fastdiff.data.encoding.options import Rank
+    from fastdiff.data.encoding.options import device_of
+    from fastdiff.parallel.launcher import place_in_any_job
     from fastdiff.sampling.conditions import SampleRequest
     from fastdiff.sampling.sample_set import SetOptions, draw_set
 
-    rank = Rank.from_environment()
-    run = _load(arguments, published, rank.device())
+    place = place_in_any_job()
+    run = _load(arguments, published, device_of(place))
     request = SampleRequest(
         num=arguments.num,
         classes=arguments.classes,
@@ -213,4 +214,4 @@ def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig, published: 
     names = "batch", "precision", "autoencoder", "overwrite"
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     out = arguments.npz or arguments.pngs
-    draw_set(run, request, sampler, SetOptions(out=out, pngs=arguments.npz is None, **given), rank)
+    draw_set(run, request, sampler, SetOptions(out=out, pngs=arguments.npz is None, **given), place)

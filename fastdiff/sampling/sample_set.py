@@ -21,11 +21,11 @@ from fastdiff.config.sections.performance import Precision
 from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.console import show
 from fastdiff.data.encoding.autoencoder import reproducible
-from fastdiff.data.encoding.options import Rank
 from fastdiff.errors import ConfigError
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.parallel.claims import in_turn
 from fastdiff.parallel.devices import require_precision
+from fastdiff.parallel.launcher import Place, place_in_any_job
 from fastdiff.progress_bar import Bar
 from fastdiff.sampling.conditions import Conditions, SampleRequest, conditions
 from fastdiff.sampling.npz_parts import NpzParts
@@ -58,7 +58,7 @@ def draw_set(
     request: SampleRequest,
     sampler: SamplerConfig,
     options: SetOptions,
-    rank: Rank | None = None,
+    place: Place | None = None,
     say: Callable[[str], None] = show,
 ) -> None:
     """Draw the missing batches together with all other processes that do so; the one that completes them joins them.
@@ -70,7 +70,7 @@ def draw_set(
         request: the requested content.
         sampler: solver, steps, guidance and seed.
         options: destination and computation.
-        rank: number of this process; None: from the environment.
+        place: of this process; None: from the environment.
         say: called with the result in one line.
 
     Raises:
@@ -78,7 +78,7 @@ def draw_set(
         DataError: the images to enlarge cannot be read.
         StorageError: the images cannot be written.
     """
-    rank = rank or Rank.from_environment()
+    place = place or place_in_any_job()
     conditioned, sampler, decoder = _prepared(run, request, sampler, options.precision, options.autoencoder)
     plan = _plan(run, conditioned, sampler, options, decoder)
     shape = (conditioned.count, *decoder.shape)
@@ -96,7 +96,7 @@ def draw_set(
     with reproducible(), _in_memory(options.batch, run.device, remedy):
         while True:
             try:
-                for batch in _missing(parts, rank):
+                for batch in _missing(parts, place):
                     index = parts.images(batch)
                     drawn = _draw(run, conditioned, sampler, decoder, index, options.batch, options.precision)
                     parts.write(batch, drawn)
@@ -104,7 +104,7 @@ def draw_set(
                 parts.release_all()
             if not (missing := parts.join()):
                 break
-            say(f"rank {rank.number}: waiting for {missing} images that other processes draw")
+            say(f"rank {place.rank}: waiting for {missing} images that other processes draw")
             parts.wait()
     say(f"{options.out}: {conditioned.count} images, {run.description}")
 
@@ -171,11 +171,11 @@ def _plan(
     }
 
 
-def _missing(parts: SharedSet, rank: Rank) -> Iterator[int]:
+def _missing(parts: SharedSet, place: Place) -> Iterator[int]:
     """Yield the missing batches, claimed; rank 0 shows a progress bar over the images of all ranks."""
-    is_shown = rank.number == 0
+    is_shown = place.rank == 0
     with Bar("sampling", parts.total, "images", done=parts.done(), shown=is_shown) as bar:
-        for batch in filter(parts.claim, in_turn(rank.number, rank.ranks, parts.batches)):
+        for batch in filter(parts.claim, in_turn(place.rank, place.size, parts.batches)):
             yield batch
             if is_shown:
                 bar.update(parts.done() - bar.done)

@@ -9,8 +9,8 @@ from PIL import Image
 
 from fastdiff.cli.main import main
 from fastdiff.config.sections.sampler import SamplerConfig
-from fastdiff.data.encoding.options import Rank
 from fastdiff.models.pretrained.tiny_pipeline import build
+from fastdiff.parallel.launcher import place_in_any_job
 from fastdiff.parallel.world import World
 from fastdiff.sampling.conditions import SampleRequest
 from fastdiff.sampling.npz import read_npz
@@ -44,7 +44,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def drawn_by(world: World, run: Path, out: Path) -> None:
     """Draw the set of ``command``."""
     options = SetOptions(out=out, pngs=True, batch=16)
-    draw_set(Run(run), SampleRequest(num=40), SamplerConfig(steps=2), options, Rank.from_environment())
+    draw_set(Run(run), SampleRequest(num=40), SamplerConfig(steps=2), options, place_in_any_job())
 
 
 def test_every_image_of_a_set_is_a_file_of_its_number_and_class(trained: Path, tmp_path: Path, capsys: Any) -> None:

@@ -18,13 +18,13 @@ from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.data.encoding.builtin import encode_synthetic
-from fastdiff.data.encoding.options import Rank
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import build_model
 from fastdiff.models.load import null_label
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.models.pretrained.tiny_pipeline import IMAGE_SIZE, build
+from fastdiff.parallel.launcher import Place
 from fastdiff.parallel.world import World
 from fastdiff.sampling.conditions import SampleRequest
 from fastdiff.sampling.npz import comment_of, read_npz
@@ -238,7 +238,7 @@ def test_latents_are_decoded(latents: Path, pipeline: Path, tmp_path: Path) -> N
     run = Run(latents)
     options = SetOptions(out=out, batch=3, autoencoder=str(pipeline))
     for rank in range(2):
-        draw_set(run, SampleRequest(num=5), SamplerConfig(steps=2, cfg=1.0), options, Rank(rank, 2))
+        draw_set(run, SampleRequest(num=5), SamplerConfig(steps=2, cfg=1.0), options, Place(rank, 2))
     images, labels = read_npz(out)
     assert images.shape == (5, IMAGE_SIZE, IMAGE_SIZE, 3)
     assert labels is not None

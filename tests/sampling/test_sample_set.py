@@ -22,9 +22,9 @@ import torch
 from fastdiff.cli.main import main
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.sampler import SamplerConfig
-from fastdiff.data.encoding.options import Rank
 from fastdiff.errors import ConfigError
 from fastdiff.models.load import null_label
+from fastdiff.parallel.launcher import Place, place_in_any_job
 from fastdiff.parallel.world import World
 from fastdiff.sampling.conditions import SampleRequest
 from fastdiff.sampling.npz import read_npz
@@ -53,7 +53,7 @@ def trained(world: World, digits: Path, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def draw(folder: Path, out: Path, rank: Rank, num: int = IMAGES, batch: int = BATCH) -> None:
+def draw(folder: Path, out: Path, rank: Place, num: int = IMAGES, batch: int = BATCH) -> None:
     """Draw as the command does, in four steps of DDIM."""
     run = Run(folder)
     draw_set(
@@ -77,7 +77,7 @@ def interrupted(batches: int) -> Iterator[None]:
 
 def draw_part(folder: Path, out: Path, batches: int, num: int = IMAGES, batch: int = BATCH) -> None:
     with interrupted(batches):
-        draw(folder, out, Rank(), num, batch)
+        draw(folder, out, Place(), num, batch)
 
 
 def flags(folder: Path, out: Path) -> list[str]:
@@ -88,7 +88,7 @@ def flags(folder: Path, out: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("undisturbed") / "out.npz"
-    draw(trained, out, Rank())
+    draw(trained, out, Place())
     return out
 
 
@@ -96,14 +96,14 @@ def undisturbed(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def drawn_by(world: World, folder: Path, out: Path) -> bool:
-    draw(folder, out, Rank.from_environment())
+    draw(folder, out, place_in_any_job())
     return out.exists()
 
 
 def drawn_in_bf16(world: World, folder: Path, out: Path) -> torch.dtype:
     run = Run(folder)
     options = SetOptions(out=out, batch=8, precision="bf16")
-    draw_set(run, SampleRequest(num=40), SamplerConfig(steps=4), options, Rank.from_environment(), say=lambda _: None)
+    draw_set(run, SampleRequest(num=40), SamplerConfig(steps=4), options, place_in_any_job(), say=lambda _: None)
     return next(run.model.parameters()).dtype
 
 
@@ -123,7 +123,7 @@ def test_bf16_draws_the_same_file_in_any_number_of_ranks(trained: Path, tmp_path
         assert values(forked_ranks(drawn_in_bf16, trained, out, ranks=ranks)) == [torch.bfloat16] * ranks
         files.append(out.read_bytes())
     assert files[0] == files[1]
-    draw(trained, tmp_path / "fp32.npz", Rank(), num=40, batch=8)
+    draw(trained, tmp_path / "fp32.npz", Place(), num=40, batch=8)
     lossy, exact = (read_npz(tmp_path / name)[0].astype(int) for name in ("1.npz", "fp32.npz"))
     assert 0 < abs(lossy - exact).mean() < 4, "rounded, and the same images"
 
@@ -160,13 +160,13 @@ def test_the_file_is_laid_out_as_adm_reads_it(undisturbed: Path) -> None:
 def killed_at(world: World, folder: Path, out: Path, number: int) -> None:
     """Draw until the call of this number that makes something durable or visible, or removes it, and die before it."""
     with dying_at(number, DURABLE | REMOVING):
-        draw(folder, out, Rank(), num=20, batch=10)
+        draw(folder, out, Place(), num=20, batch=10)
 
 
 @pytest.mark.fault(9)
 def test_killed_at_every_durable_call_it_writes_the_same_file(trained: Path, tmp_path: Path, nightly: bool) -> None:
     """Each one anew, and then the same command once more."""
-    draw(trained, tmp_path / "undisturbed.npz", Rank(), num=20, batch=10)
+    draw(trained, tmp_path / "undisturbed.npz", Place(), num=20, batch=10)
     expected = (tmp_path / "undisturbed.npz").read_bytes()
     out = tmp_path / "out.npz"
     # Plan, a part, and what joins and removes them; the second part only at night.
@@ -176,7 +176,7 @@ def test_killed_at_every_durable_call_it_writes_the_same_file(trained: Path, tmp
             assert number > 15
             break
         assert ended == -signal.SIGKILL
-        draw(trained, out, Rank(), num=20, batch=10)
+        draw(trained, out, Place(), num=20, batch=10)
         assert out.read_bytes() == expected
         assert [path.name for path in tmp_path.glob("out*")] == ["out.npz"]
         out.unlink()
@@ -207,7 +207,7 @@ def test_a_batch_that_another_process_holds_is_waited_for(trained: Path, tmp_pat
         other.close()
 
     run = Run(trained)
-    draw_set(run, SampleRequest(num=40), SamplerConfig(steps=4), SetOptions(out=out, batch=10), Rank(), say=say)
+    draw_set(run, SampleRequest(num=40), SamplerConfig(steps=4), SetOptions(out=out, batch=10), Place(), say=say)
     waits = "rank 0: waiting for 10 images that other processes draw"
     assert said == [waits, f"{out}: 40 images, {run.description}"]
 
@@ -221,7 +221,7 @@ def test_a_complete_set_is_not_drawn_again(trained: Path, undisturbed: Path, tmp
         SampleRequest(num=IMAGES),
         SamplerConfig(steps=4),
         SetOptions(out=out, batch=BATCH),
-        Rank(1, 2),
+        Place(1, 2),
         say=said.append,
     )
     assert said == [f"{out} is complete already"]
@@ -337,13 +337,13 @@ def test_a_set_replaces_another_one_when_it_is_complete(trained: Path, undisturb
     fewer = SetOptions(out=out, batch=16, overwrite=True)
 
     def begin() -> None:
-        draw_set(Run(trained), SampleRequest(num=40), SamplerConfig(steps=4), fewer, Rank(), say=lambda _: None)
+        draw_set(Run(trained), SampleRequest(num=40), SamplerConfig(steps=4), fewer, Place(), say=lambda _: None)
 
     with interrupted(2):
         begin()
     assert out.read_bytes() == undisturbed.read_bytes()
     begin()
-    draw(trained, tmp_path / "alone.npz", Rank(), num=40, batch=16)
+    draw(trained, tmp_path / "alone.npz", Place(), num=40, batch=16)
     assert out.read_bytes() == (tmp_path / "alone.npz").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.npz", "out.npz"]
     out.write_bytes(b"my thesis")
@@ -365,7 +365,7 @@ def test_an_average_made_from_other_snapshots_does_not_go_on(
         path.rename(tmp_path / path.name)
     begun = Run(folder, ema_std=0.07, step=8)
     with interrupted(2):
-        draw_set(begun, SampleRequest(num=40), SamplerConfig(steps=4), SetOptions(out=out, batch=16), Rank())
+        draw_set(begun, SampleRequest(num=40), SamplerConfig(steps=4), SetOptions(out=out, batch=16), Place())
     for path in snapshots[4:]:
         (tmp_path / path.name).rename(path)
     assert Run(folder, ema_std=0.07, step=8).description == begun.description
@@ -389,7 +389,7 @@ def test_a_foreign_file_is_not_replaced(trained: Path, tmp_path: Path, content: 
         out.write_bytes(content)
     before = out.read_bytes()
     with pytest.raises(ConfigError, match="exists and was not written by fastdiff; choose another --npz"):
-        draw(trained, out, Rank())
+        draw(trained, out, Place())
     assert out.read_bytes() == before
 
 
@@ -475,7 +475,7 @@ def test_an_image_that_is_not_finite_is_no_sample(trained: Path, tmp_path: Path)
     with torch.no_grad():
         next(run.model.parameters()).fill_(float("nan"))
     with pytest.raises(ConfigError, match="image 0 is not finite, with the weights of step 2"):
-        draw_set(run, SampleRequest(num=4), SamplerConfig(steps=2), SetOptions(out=tmp_path / "out.npz"), Rank())
+        draw_set(run, SampleRequest(num=4), SamplerConfig(steps=2), SetOptions(out=tmp_path / "out.npz"), Place())
 
 
 def by_torchrun(*given: str | Path) -> Finished:

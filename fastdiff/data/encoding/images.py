@@ -24,7 +24,7 @@ from fastdiff.conditions import OF_IMAGE, of_source, stored_dtype
 from fastdiff.console import log, show
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, reproducible
 from fastdiff.data.encoding.builtin import versions
-from fastdiff.data.encoding.options import EncodeOptions, Rank
+from fastdiff.data.encoding.options import EncodeOptions, cores_of, device_of
 from fastdiff.data.encoding.partition import PartitionEncoder
 from fastdiff.data.encoding.plan import BAD_IMAGES, LISTING_OPTIONS, BadRecord, EncodeFolder, PartitionRecord
 from fastdiff.data.encoding.source_metadata import WatchedSource, compare
@@ -42,6 +42,7 @@ from fastdiff.errors import ConfigError, DataError, Preempted, require
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.parallel.claims import in_turn
 from fastdiff.parallel.devices import require_precision
+from fastdiff.parallel.launcher import Place, place_in_any_job
 from fastdiff.progress_bar import Bar
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -66,7 +67,7 @@ def encode_images(options: EncodeOptions, say: Callable[[str], None] = show) -> 
         StorageError: A file cannot be read or written.
         Preempted: Interrupted by Ctrl-C, or shards are missing that this process cannot write.
     """
-    encode = _ImageEncode(options, Rank.from_environment(), say)
+    encode = _ImageEncode(options, place_in_any_job(), say)
     try:
         encode.run()
     finally:
@@ -76,9 +77,9 @@ def encode_images(options: EncodeOptions, say: Callable[[str], None] = show) -> 
 class _ImageEncode:
     """The encode of one rank's partitions."""
 
-    def __init__(self, options: EncodeOptions, rank: Rank, say: Callable[[str], None]) -> None:
-        self._options, self._rank, self._say = options, rank, say
-        self._device = rank.device()
+    def __init__(self, options: EncodeOptions, place: Place, say: Callable[[str], None]) -> None:
+        self._options, self._place, self._say = options, place, say
+        self._device = device_of(place)
         require_precision(options.precision, self._device, "--precision")
         self._source: ImageSource = open_source(options)
         self._in_pixels = options.in_pixels
@@ -87,7 +88,7 @@ class _ImageEncode:
         self._embeds_nothing = not self._in_pixels and lacks_captions(self._source, pretrained)
         if self._embeds_nothing:
             require_captions(options, self._source)
-        if not self._in_pixels and not rank.number:
+        if not self._in_pixels and not place.rank:
             log.info(f"loading the autoencoder of {options.pretrained}")
         self._encoder: LatentEncoder | PixelEncoder = (
             PixelEncoder()
@@ -101,7 +102,7 @@ class _ImageEncode:
         self._text_digest = pretrained.digest("text_encoder") if self._embeds_captions else None
         self._packages = {} if self._in_pixels else pretrained.packages(text=self._embeds_captions)
         self._stopwatch = Stopwatch()
-        self._threads = ThreadPoolExecutor(rank.cores(), thread_name_prefix="autoencoder")
+        self._threads = ThreadPoolExecutor(cores_of(place), thread_name_prefix="autoencoder")
         self._watched = WatchedSource(self._source)
         self._folder = EncodeFolder(
             options.out,
@@ -123,11 +124,11 @@ class _ImageEncode:
             unseen = f"; whether {self._source.name} was edited since cannot be seen" if self._folder.unseen else ""
             self._say(f"{self._options.out} is already complete{unseen}")
             return
-        if self._rank.number == 0:
+        if self._place.rank == 0:
             words = told(self._source, in_pixels=self._in_pixels, without_text=self._embeds_nothing)
             if words is not None:
                 self._say(words)
-        own = range(self._rank.number, self._source.partitions, self._rank.ranks)
+        own = range(self._place.rank, self._source.partitions, self._place.size)
         kept = {partition: record for partition in own if (record := self._folder.record(partition)) is not None}
         for record in kept.values():
             for bad in record.bad:
@@ -144,7 +145,7 @@ class _ImageEncode:
     def _encode_all(self) -> None:
         """Encode until all partitions are finished, by whichever process, and publish the data set."""
         while True:
-            every = in_turn(self._rank.number, self._rank.ranks, self._source.partitions)
+            every = in_turn(self._place.rank, self._place.size, self._source.partitions)
             partitions = filter(self._folder.claim, every)
             try:
                 if (first := next(partitions, None)) is not None:
@@ -158,7 +159,7 @@ class _ImageEncode:
             if not self._encoded.isdisjoint(others):
                 raise self._preempted(f"{missing} of {self._source.partitions} shards are missing")
             if others:  # otherwise another process has just finished the last one
-                self._say(f"rank {self._rank.number}: waiting for {len(others)} shards that other processes write")
+                self._say(f"rank {self._place.rank}: waiting for {len(others)} shards that other processes write")
                 self._folder.wait(others[0])
 
     @contextmanager
@@ -170,8 +171,8 @@ class _ImageEncode:
             raise self._preempted(f"interrupted; {kept} of {self._source.partitions} shards are kept") from None
 
     def _preempted(self, what: str) -> Preempted:
-        rank = self._rank
-        told = f" (by {rank.told_by} this process is rank {rank.number} of {rank.ranks})" if rank.ranks > 1 else ""
+        place = self._place
+        told = f" (by {place.told_by} this process is rank {place.rank} of {place.size})" if place.size > 1 else ""
         return Preempted(f"{what} in {self._options.out}; the same command goes on from there{told}")
 
     def _encode(self, partitions: Iterable[int]) -> None:
@@ -188,11 +189,11 @@ class _ImageEncode:
             self._stopwatch,
             start=lambda: torch.cuda.set_device(device) if on_gpu else None,  # the device is set per thread
         )
-        description = "encode" if self._rank.ranks == 1 else f"encode, rank {self._rank.number}"
-        bar = Bar(description, expected.images, "images", done=expected.done, alone=self._rank.ranks == 1)
+        description = "encode" if self._place.size == 1 else f"encode, rank {self._place.rank}"
+        bar = Bar(description, expected.images, "images", done=expected.done, alone=self._place.size == 1)
         with closing(stream), bar, self._stopwatch.measure("all"):
             for partition, chunks in itertools.groupby(stream, key=lambda chunk: chunk.partition):
-                if partition % self._rank.ranks != self._rank.number:
+                if partition % self._place.size != self._place.rank:
                     self._take_over(partition)
                     bar.total = expected.images
                 record = self._encode_one(partition, info, chunks, bar)
@@ -203,7 +204,7 @@ class _ImageEncode:
 
     def _tell_size(self, info: DatasetInfo) -> None:
         """Say how large the data set becomes, and warn if there is less room; once, on one rank."""
-        if self._rank.number or self._encoded:
+        if self._place.rank or self._encoded:
             return
         each, partitions = sample_bytes(info), self._source.partitions
         about = "at most" if any(map(info.is_masked, info.columns)) else "about"  # captions of full length are counted
@@ -224,9 +225,9 @@ class _ImageEncode:
         """Note a partition of another rank; say so at the first one."""
         self._expected.take(partition)
         if not self._took_over:
-            rank = self._rank
+            place = self._place
             self._say(
-                f"rank {rank.number} of {rank.ranks} (by {rank.told_by}): goes on with shards of other ranks on which "
+                f"rank {place.rank} of {place.size} (by {place.told_by}): goes on with shards of other ranks on which "
                 "no process works"
             )
         self._took_over = True
@@ -298,7 +299,7 @@ class _ImageEncode:
 
     def _say_that_we_wait(self) -> None:
         does = "counts the captions of" if self._options.captions == "all" else "looks at"
-        self._say(f"rank {self._rank.number}: waiting while another rank {does} {self._source.name}")
+        self._say(f"rank {self._place.rank}: waiting while another rank {does} {self._source.name}")
 
     def _listing_options(self) -> dict[str, Any]:
         """Return the given options that choose what the source lists; its digest holds what they chose."""
@@ -383,7 +384,7 @@ class _ImageEncode:
     def _report(self, kept: int) -> None:
         seconds = dict(self._stopwatch.seconds)
         total = seconds.pop("all", 0.0)
-        text = f"rank {self._rank.number}: {self._images} images in {total:.1f} s"
+        text = f"rank {self._place.rank}: {self._images} images in {total:.1f} s"
         if total:
             stages = ("read", "decode", "write") if self._in_pixels else ("read", "decode", "VAE", "text", "write")
             busy = ", ".join(

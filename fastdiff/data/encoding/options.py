@@ -1,6 +1,4 @@
-"""Options of `fastdiff encode` for images, and the rank of an encoding process."""
-
-from __future__ import annotations
+"""Options of `fastdiff encode` for images, and the device and the cores of an encoding process."""
 
 import os
 import re
@@ -15,7 +13,7 @@ from fastdiff.config.networks.pretrained import HUB_ID
 from fastdiff.data.images.options import SourceOptions
 from fastdiff.errors import require
 from fastdiff.parallel.devices import select_device, usable_gpus
-from fastdiff.parallel.launcher import place_in_any_job
+from fastdiff.parallel.launcher import Place
 
 _OF_PIPELINE = (
     "pretrained",
@@ -106,38 +104,11 @@ class EncodeOptions(SourceOptions):
         require(source not in (out, *out.parents), f"{out} is inside the source {source}; choose another folder")
 
 
-@dataclass(frozen=True)
-class Rank:
-    """The rank of this process among all that encode the same source into the same folder."""
+def device_of(place: Place) -> torch.device:
+    """Select and return the GPU of a process, which several may share, or the CPU; ConfigError: torch cannot use it."""
+    return select_device(local_rank=place.local_rank % max(1, usable_gpus()))
 
-    number: int = 0
-    ranks: int = 1
-    local: int = 0
-    """Local rank on this machine, which selects the GPU."""
 
-    shared_by: int = 1
-    """Processes on this machine, as far as the launcher says."""
-    told_by: str = ""
-    """The variables that say so, for messages."""
-
-    @classmethod
-    def from_environment(cls) -> Rank:
-        """Read the rank from the variables of torchrun or deepspeed (RANK, ...), otherwise from those of srun.
-
-        Raises:
-            ConfigError: They are no numbers that can be.
-        """
-        found = place_in_any_job()
-        return cls(found.rank, found.size, found.local_rank, found.local_size, found.told_by)
-
-    def device(self) -> torch.device:
-        """Select and return the GPU of this process, which processes may share, or return the CPU.
-
-        Raises:
-            ConfigError: a GPU is present that torch cannot use.
-        """
-        return select_device(local_rank=self.local % max(1, usable_gpus()))
-
-    def cores(self) -> int:
-        """Return this process's share of the cores of this machine."""
-        return max(1, len(os.sched_getaffinity(0)) // self.shared_by)
+def cores_of(place: Place) -> int:
+    """Return the share of a process of the cores of this machine."""
+    return max(1, len(os.sched_getaffinity(0)) // place.local_size)

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from fastdiff.data.encoding.builtin import encode_digits
-from fastdiff.data.encoding.options import EncodeOptions, Rank
+from fastdiff.data.encoding.options import EncodeOptions
 from fastdiff.data.encoding.plan import EncodeFolder, PartitionRecord
 from fastdiff.data.encoding.source_metadata import PartitionMetadata
 from fastdiff.data.shards.format import DatasetInfo, index_path
@@ -25,7 +25,7 @@ from fastdiff.data.shards.verify import verify
 from fastdiff.errors import ConfigError, DataError, Preempted, StorageError
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.models.pretrained.tiny_pipeline import build
-from fastdiff.parallel.launcher import VARIABLES
+from fastdiff.parallel.launcher import VARIABLES, Place, place_in_any_job
 from tests.support.injected.tiny_disk import tiny_disk
 from tests.support.inputs.encoding import captioned, encode, encode_part, files, picture
 
@@ -307,9 +307,9 @@ def test_a_process_alone_encodes_all_whatever_the_variables_of_a_job_say(
 def test_the_shell_of_an_interactive_step_of_slurm_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in JOBS["a step of Slurm"].items():
         monkeypatch.setenv(name, value)
-    assert Rank.from_environment().ranks == 4
+    assert place_in_any_job().size == 4
     monkeypatch.setenv("SLURM_STEP_ID", "4294967290")
-    assert Rank.from_environment() == Rank()
+    assert place_in_any_job() == Place()
 
 
 def test_a_partition_that_another_process_holds_is_waited_for_and_taken_when_that_process_ends(
