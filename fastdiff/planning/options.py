@@ -58,8 +58,8 @@ class Planned:
 
     @property
     def room(self) -> float:
-        """Bytes of a rank."""
-        return room_of(self.option.gpus)
+        """Bytes that a rank can use."""
+        return self.option.gpus.kind.memory_gib * 2**30 - RESERVED
 
     @cached_property
     def images_per_s(self) -> tuple[float, float, float]:
@@ -81,11 +81,6 @@ class Refused:
     gpus: Gpus
     reason: str
     options: int
-
-
-def room_of(gpus: Gpus) -> float:
-    """Return the bytes that a rank can use."""
-    return gpus.kind.memory_gib * 2**30 - RESERVED
 
 
 def options(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdiff import sanitize
-from fastdiff.config.arguments.types import Parser, Subcommands, local_path, picture
+from fastdiff.config.arguments.types import Parser, Subcommands, local_path, picture, positive
 from fastdiff.console import show, write_line
 from fastdiff.errors import ConfigError
 from fastdiff.live_line import live_line
@@ -60,7 +59,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"GPUs, with nodes as in 2x8xH100; default: {' '.join(_DEFAULT)}",
     )
     parser.add_argument("--gpu-file", type=local_path, metavar="FILE", help="more GPUs, in the format of gpus.toml")
-    parser.add_argument("--price", type=_price, metavar="X", help="per GPU and hour")
+    parser.add_argument("--price", type=positive, metavar="X", help="per GPU and hour")
     parser.add_argument(
         "--from",
         dest="source",
@@ -70,16 +69,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--picture", type=picture(".svg", ".pdf"), metavar="FILE", help="draw the memory by class")
-
-
-def _price(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: expected a price per GPU and hour, for example 2.5")
-    return value
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
-from fastdiff.config.arguments.types import LARGEST, Parser, count, finite
+from fastdiff.config.arguments.types import LARGEST, Parser, count, positive
 from fastdiff.config.command_line.data_set import INFO_FILE, read_description
 from fastdiff.config.presets import encode_command
 from fastdiff.config.sections.batch import BatchConfig
@@ -24,7 +24,7 @@ OF_LENGTH = ("path", "max_samples", *_COLUMNS)
 def add_run_length(parser: argparse.ArgumentParser) -> None:
     """Register ``--steps`` and ``--epochs``."""
     parser.add_argument("--steps", type=count, metavar="N", help="length of the run in optimizer steps")
-    parser.add_argument("--epochs", type=_epochs, metavar="N", help="length of the run in passes over its data set")
+    parser.add_argument("--epochs", type=positive, metavar="N", help="length of the run in passes over its data set")
 
 
 def samples_flag(
@@ -131,10 +131,3 @@ def _field_parser() -> argparse.ArgumentParser:
     for name in _COLUMNS:
         parser.add_argument(f"--data.{name}", f"--data.{name.replace('_', '-')}", dest=name)
     return parser
-
-
-def _epochs(text: str) -> float:
-    number = finite(text)
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
-    return number

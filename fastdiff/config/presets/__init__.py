@@ -235,16 +235,12 @@ def shown_presets() -> str:
 
 def described_presets() -> dict[str, str]:
     """Return the first sentence about each preset by its name; the published DiTs are one."""
-    shown = {name: _about(name) for name in PRESETS if name not in _DITS}
+    shown = {name: (inspect.getdoc(PRESETS[name]) or "").splitlines()[0] for name in PRESETS if name not in _DITS}
     *_, largest = sizes = list(DIT_SIZES)
     shown[f"dit-{sizes[0].lower()}-{DIT_PATCHES[-1]}-256 ..."] = (
         f"DiT-{sizes[0]}/{DIT_PATCHES[-1]} to DiT-{largest}/{DIT_PATCHES[0]} on ImageNet at 256 px, as published."
     )
     return shown
-
-
-def _about(name: str) -> str:
-    return (inspect.getdoc(PRESETS[name]) or "").splitlines()[0]
 
 
 def encode_command(name: str | None, path: str) -> str:

@@ -111,7 +111,7 @@ class LatentReader:
         arrays = dict(out) if out is not None else self.empty(len(ids), bucket)
         self._check_arrays(arrays, len(ids), bucket)
         flips, captions = self._check_choice(choice or {}, len(ids))
-        contents = [(stored, _bytes_of(arrays[stored.name])) for stored in self._stored[bucket]]
+        contents = [(stored, arrays[stored.name].reshape(-1).view(np.uint8).data) for stored in self._stored[bucket]]
         with self._lock:
             # Sorted by number, hence by shard and offset: near-sequential reads, and each shard is opened once per
             # batch.
@@ -263,11 +263,6 @@ class LatentReader:
         if captions.shape != (batch,) or not ((captions >= 0) & (captions < 1)).all():
             raise ValueError(f"choice['caption'] must be {batch} numbers in [0, 1)")
         return flips.tolist(), captions.tolist()
-
-
-def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
-    """Return a writable view of the bytes of a contiguous array."""
-    return array.reshape(-1).view(np.uint8).data
 
 
 _TRIED = 64
