@@ -241,15 +241,9 @@ def is_free(out: Path) -> bool:
 def unfinished_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a new folder in ``out.unfinished``, which becomes ``out`` at the end, when it is on the disk.
 
-    A leftover of a killed process is removed first; a folder of that name that is no leftover stays.
-
-    Args:
-        out: name of the folder at the end; there may be an empty one.
-        replace: take the place of a folder ``out``, which is then removed.
-
-    Raises:
-        ConfigError: ``out`` is taken, another process writes it, or a folder of someone else has the temporary name.
-        OSError: a file cannot be written.
+    A leftover of a killed process is removed first; a folder of that name that is no leftover stays. There may be an
+    empty folder ``out``; ``replace``: any, which is then removed. ConfigError: ``out`` is taken, another process writes
+    it, or a folder of someone else has the temporary name. OSError: a file cannot be written.
     """
     if not replace and not is_free(out):
         raise ConfigError(f"{out} exists; choose another name, or delete it")

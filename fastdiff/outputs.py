@@ -41,18 +41,11 @@ def require_own_folder(
 
 
 def write_output(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Write a file that the user named, and its folder if missing.
+    """Write a file that the user named, and its folder if missing; OSError: with the path.
 
-    An earlier file stays until the new one is complete. A link is followed; a pipe or a device is written to.
-
-    Args:
-        path: of the file.
-        content: of the file.
-        mode: permissions of a new file, less those of the umask. An earlier file keeps its own as far as ``mode`` has
-            them: content that is private stays so.
-
-    Raises:
-        OSError: with the path.
+    An earlier file stays until the new one is complete. A link is followed; a pipe or a device is written to. ``mode``:
+    permissions of a new file, less those of the umask. An earlier file keeps its own as far as ``mode`` has them:
+    content that is private stays so.
     """
     earlier = _mode_of_output(path)
     if earlier is None:

@@ -64,10 +64,8 @@ def reconstruct(saved: Checkpoint, std: float) -> Reconstruction:
     """Reconstruct the average of relative ``std`` at the step of a checkpoint or snapshot.
 
     It combines the power-function averages in this checkpoint and in all intact snapshots of earlier steps. Damaged
-    snapshots are skipped with a warning.
-
-    Raises:
-        ConfigError: the std is invalid, no power-function average was saved, or the fit error is too large.
+    snapshots are skipped with a warning. ConfigError: the std is invalid, no power-function average was saved, or the
+    fit error is too large.
     """
     gamma, end = exponent(std), _applied(saved)
     sources = [(source, known) for source in (*_earlier_snapshots(saved), saved) for known in source.ema_stds]

@@ -18,13 +18,10 @@ Floats = npt.NDArray[np.float64]
 
 
 def exponent(std: float) -> float:
-    """Return the gamma >= 0 of a profile of this std.
+    """Return the gamma >= 0 of a profile of this std; ConfigError: no such std.
 
-    It is the root of ``std^2 (gamma + 2)^2 (gamma + 3) = gamma + 1``. At gamma = 0 the average is the plain
-    mean, of std 12^(-1/2); it falls as gamma grows.
-
-    Raises:
-        ConfigError: no such std.
+    It is the root of ``std^2 (gamma + 2)^2 (gamma + 3) = gamma + 1``. At gamma = 0 the average is the plain mean, of
+    std 12^(-1/2); it falls as gamma grows.
     """
     if not 0.0 < std <= WIDEST:
         raise ConfigError(f"a power-function average of std {std}: above 0 and at most {WIDEST:.4f}, the plain mean")

@@ -28,14 +28,9 @@ _WHOLE = 2.0**48
 class Shares:
     """A number in [0, 1) for each position of the run: the noise-add kernel's own, or a stratified one.
 
-    With stratification, each of the G positions of an optimizer step gets one G-th of [0, 1): its index is the rank of
-    the position's multiple of the golden ratio, modulo 1. Consecutive multiples are spread evenly, so each rank's
-    micro-batch is, too.
-
-    Args:
-        seed: seed of the run.
-        strata: G, samples of an optimizer step; None: no stratification.
-        device: device of the positions.
+    With stratification, each of the G positions of an optimizer step (``strata``; None: no stratification) gets one
+    G-th of [0, 1): its index is the rank of the position's multiple of the golden ratio, modulo 1. Consecutive
+    multiples are spread evenly, so each rank's micro-batch is, too.
     """
 
     def __init__(self, seed: int, strata: int | None, device: torch.device | str) -> None:

@@ -108,10 +108,7 @@ def compare(a: MeasuredRun, b: MeasuredRun) -> Comparison:
     If both runs have the same loss function, their losses are compared, otherwise the squared errors of x0. At the same
     noise levels the comparison is paired, sample by sample, which cancels the difficulty of each sample. At different
     levels the means of each bin are compared as independent samples; the total is the mean over the bins that have
-    enough samples of both runs.
-
-    Raises:
-        ConfigError: the runs were validated on different samples or under different noise.
+    enough samples of both runs. ConfigError: the runs were validated on different samples or under different noise.
     """
     _require_same_samples(a, b)
     first, second = a.found, b.found

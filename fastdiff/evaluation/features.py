@@ -56,18 +56,10 @@ def open_extractor(name: str) -> Extractor:
 
 
 def features_of(images: ImageSet, extractor: Extractor, batch: int, what: str) -> npt.NDArray[np.float32]:
-    """Compute the features of all images, ``[N, D]`` float32, batch by batch.
+    """Compute the features of all images, ``[N, D]`` float32, at most ``batch`` at a time; ``what`` labels the bar.
 
-    Args:
-        images: N images.
-        extractor: Called with ``batch`` images at a time, the last time with the rest.
-        batch: At least 1.
-        what: Label of the progress bar.
-
-    Raises:
-        ConfigError: The extractor does not return ``[B, D]`` numbers with a constant D of at most ``MOST_FEATURES``.
-        DataError: A feature is not finite in float32, or an image is damaged.
-        OSError: An image cannot be read.
+    ConfigError: the extractor does not return ``[B, D]`` numbers with a constant D of at most ``MOST_FEATURES``.
+    DataError: a feature is not finite in float32, or an image is damaged. OSError: an image cannot be read.
     """
     found: npt.NDArray[np.float32] | None = None
     done = 0

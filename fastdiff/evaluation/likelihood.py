@@ -174,15 +174,9 @@ def measure(
 def evaluate_nll(run: Run, options: NllOptions, *, progress: bool = False) -> tuple[dict[str, Any], Likelihood]:
     """Measure a run and write ``nll.json`` and ``nll.npz``: ``vb``, ``xstart_mse``, ``mse`` ``[T]``, ``total`` ``[N]``.
 
-    The results of a published file lie beside it.
-
-    Returns:
-        The content of ``nll.json``, and the full measurement.
-
-    Raises:
-        ConfigError: the run has no such bound, or the data do not fit it.
-        DataError: the data are damaged.
-        StorageError: the data cannot be read.
+    Return the content of ``nll.json``, and the full measurement. The results of a published file lie beside it.
+    ConfigError: the run has no such bound, or the data do not fit it. DataError: they are damaged. StorageError: they
+    cannot be read.
     """
     objective = check(run)
     require(0 <= options.seed < 2**64, f"--seed {options.seed}: from 0 to 2**64 - 1")
@@ -220,18 +214,10 @@ def read_clean(
     seed: int,
     low_res_size: int = 0,
 ) -> Iterator[Batch]:
-    """Read samples in small batches, each of one image size.
+    """Read samples in small batches, each of one image size: x0 in fp32; a posterior gives one sample.
 
-    Args:
-        reader: of the data.
-        index: ``[N]`` numbers of the samples in the data; their positions are 0 to N - 1.
-        inputs: names of the conditions to keep.
-        device: of the batches.
-        seed: of the samples of posteriors.
-        low_res_size: height and width of the small images that the model enlarges; 0: none.
-
-    Yields:
-        Batches with x0 in fp32 as latents; a posterior gives one sample, keyed by the position.
+    ``index`` ``[N]``: numbers of the samples in the data; their positions, 0 to N - 1, are the keys of posteriors.
+    ``inputs``: conditions to keep. ``low_res_size``: side of the small images that the model enlarges; 0: none.
     """
     scales = per_channel(reader.info.normalisation, device)
     for rows in batches_of(reader.info, index):

@@ -58,15 +58,10 @@ def of_bitsandbytes(saved: Checkpoint) -> Read | str:
 def adamw_state(
     saved: Checkpoint, optim: OptimConfig, run_steps: int, state: dict[int, dict[str, Tensor]], parameters: int
 ) -> dict[str, Any]:
-    """Return a state dict of ``torch.optim.AdamW``.
+    """Return a state dict of ``torch.optim.AdamW``, with the moments ``state`` by number of the trained parameters.
 
-    Args:
-        saved: the checkpoint, which determines the learning rate: that of the next step or, after the last one, the
-            configured one, because programs that go on with the file would keep the final rate, which may be zero.
-        optim: the run's.
-        run_steps: of the whole run.
-        state: the two moments by parameter number; an untrained parameter has none.
-        parameters: number of parameters.
+    The learning rate is that of the next step or, after the last of ``run_steps``, the configured one, because programs
+    that go on with the file would keep the final rate, which may be zero.
     """
     progress = Progress(**saved.manifest["progress"])
     lr = optim.lr if progress.steps >= run_steps else lr_after(optim, run_steps, progress.applied)

@@ -74,11 +74,6 @@ def scaled(weights: Mapping[str, Tensor], config: LoraConfig, model: ModelConfig
 
     diffusers' training scripts write ``to_q.lora.down.weight`` for the attention of a UNet, and ``lora_A.weight`` for
     all other layers. From a file with both it loads only the latter, so the former is used only if it fits every name.
-
-    Args:
-        weights: every trained parameter, names as in ``model.named_parameters()``.
-        config: configuration of the adapter.
-        model: of the network.
     """
     from diffusers.utils import convert_state_dict_to_diffusers
 

@@ -28,18 +28,8 @@ def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dt
     """Write ``unet/`` or ``transformer/`` and, if the run has a pretrained pipeline, the rest of a complete pipeline.
 
     The other parts are copied from there unchanged, in their dtype. The scheduler gets the noise schedule and the
-    prediction type of the run.
-
-    Args:
-        folder: exists and is empty.
-        weights: of the network.
-        config: the run's.
-        dtype: of the network's weights.
-
-    Raises:
-        ConfigError: the pretrained pipeline or a required part of it is missing, or no pipeline supports the
-            objective of the run.
-        OSError: a file cannot be written, for example because the disk is full.
+    prediction type of the run. ConfigError: the pretrained pipeline or a required part of it is missing, or no pipeline
+    supports the objective of the run. OSError: a file cannot be written, for example because the disk is full.
     """
     model, part = config.model, family_of(config.model).pipeline_part
     pipeline = pretrained(config.pretrained) if config.pretrained.path else None
@@ -64,11 +54,9 @@ def scheduler_config(base: Mapping[str, Any], objective: ObjectiveConfig) -> dic
     """Return a ``scheduler_config.json`` with the noise schedule and the prediction type of a run.
 
     It keeps the scheduler of the pretrained pipeline, with two exceptions that many schedulers get wrong and that
-    become DDIM: prediction of x0, and a schedule that ends in pure noise, which must also be sampled from its last
-    step (Lin et al. 2023, arXiv:2305.08891, sections 3.1 and 3.3).
-
-    Raises:
-        ConfigError: no scheduler of such a pipeline supports the process or the prediction of the run.
+    become DDIM: prediction of x0, and a schedule that ends in pure noise, which must also be sampled from its last step
+    (Lin et al. 2023, arXiv:2305.08891, sections 3.1 and 3.3). ConfigError: no scheduler of such a pipeline supports the
+    process or the prediction of the run.
     """
     if not isinstance(objective, DdpmConfig) or objective.predicted not in PREDICTION_TYPES:
         raise ConfigError(

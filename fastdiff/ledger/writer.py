@@ -26,13 +26,8 @@ class Ledger:
     """Account of the time of this process; one of the accounts is open at any time, at first ``start``.
 
     It is a context manager, which ends it. The clock is that of the host and never waits for the device: what that
-    still does when the host goes on belongs to the account that waits for it next.
-
-    Args:
-        lines: the file, of rank 0; None: nothing is written.
-        nodes: host of each rank.
-        samples: of an optimizer step.
-        logged: step and time of the last line that the run has logged so far.
+    still does when the host goes on belongs to the account that waits for it next. ``lines``: the file, of rank 0;
+    None: nothing is written. ``logged``: step and time of the last line that the run has logged so far.
     """
 
     def __init__(

@@ -61,18 +61,12 @@ def memory(
     validates: bool = False,
     draws: bool = False,
 ) -> Memory:
-    """Predict the memory of a rank.
+    """Predict the memory of a rank, from a traced pass of its network, with recomputation if the run has it.
 
-    Args:
-        setup: of the run, with its micro-batch.
-        traced: a pass of its network, with recomputation if the run has it.
-        accumulates: whether a step has several micro-batches.
-        bucket: elements of gradients that ZeRO reduces at once.
-        on_cpu: whether the rank trains on a CPU, whose update and saves have copies in the same memory.
-        saves: whether the run writes checkpoints, its last step included.
-        validates: whether the run copies the averaged network in its precision: for losses on held-out data, or for
-            images of prompts.
-        draws: whether it copies it in fp32, for a grid of classes.
+    ``accumulates``: a step has several micro-batches. ``bucket``: elements of gradients that ZeRO reduces at once.
+    ``on_cpu``: update and saves have copies in the same memory. ``saves``: the run writes checkpoints, its last step
+    included. ``validates``: it copies the averaged network in its precision, for losses on held-out data or images of
+    prompts. ``draws``: it copies it in fp32, for a grid of classes.
     """
     n, share, static = setup.trained, 1 / setup.ranks, setup.static()
     own, sums = BYTES[setup.precision], BYTES[setup.sums if setup.several else setup.precision]

@@ -63,20 +63,10 @@ def draw_set(
 ) -> None:
     """Draw the missing batches together with all other processes that do so; the one that completes them joins them.
 
-    All ranks pass the same ``request``, ``sampler`` and ``options``.
-
-    Args:
-        run: opened on the rank's device.
-        request: the requested content.
-        sampler: solver, steps, guidance and seed.
-        options: destination and computation.
-        place: of this process; None: from the environment.
-        say: called with the result in one line.
-
-    Raises:
-        ConfigError: the model does not support the request, or another file is at the destination.
-        DataError: the images to enlarge cannot be read.
-        StorageError: the images cannot be written.
+    All ranks pass the same ``request``, ``sampler`` and ``options``. ``run`` is opened on the rank's device; ``place``
+    None: from the environment. ``say`` gets the result in one line. ConfigError: the model does not support the
+    request, or another file is at the destination. DataError: the images to enlarge cannot be read. StorageError: the
+    images cannot be written.
     """
     place = place or place_in_any_job()
     conditioned, sampler, decoder = _prepared(run, request, sampler, options.precision, options.autoencoder)

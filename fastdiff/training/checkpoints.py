@@ -27,14 +27,11 @@ from fastdiff.training.state import TrainState
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """The checkpoints of one run, in ``runs/NAME/checkpoints``; all ranks of ``world`` call every method.
 
-    Args:
-        folder: ``runs/NAME/checkpoints``.
-        keep: number to keep; pruning leaves at least two that this process committed or verified, with ``keep`` 1 one.
-        world: the ranks; all of them call every method. It has a separate process group if commits run beside the
-            training.
-        pinned_gib: limit of the pinned memory of the copy that is written.
+    Pruning leaves ``keep``, but at least two that this process committed or verified, with ``keep`` 1 one. ``world``
+    has a separate process group if commits run beside the training. ``pinned_gib`` limits the pinned memory of the
+    copy.
     """
 
     def __init__(self, folder: Path, keep: int, world: World, pinned_gib: float = math.inf) -> None:
@@ -107,11 +104,8 @@ def restore(saved: Checkpoint, state: TrainState) -> Progress:
 
     Optimizer state is converted to any number of ranks and any ZeRO stage (``optimizer_state``). Missing parts start
     anew: an added average of constant rate at the weights, another optimizer without state, another density of
-    timesteps without losses. An added power-function average cannot: it needs the whole training history.
-
-    Raises:
-        ConfigError: on every rank, for an added power-function average, or for bitsandbytes' state of another layout
-            that does not record its own.
+    timesteps without losses. An added power-function average cannot: it needs the whole training history, so it is a
+    ConfigError on every rank, as is bitsandbytes' state of another layout that does not record its own.
     """
     saved.require("progress", "config", "ema_rates", "layout", "sliced_state", "has_raw_state", "loss_scale")
     manifest, engine = saved.manifest, state.engine

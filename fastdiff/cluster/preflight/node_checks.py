@@ -44,14 +44,10 @@ def node_versions(asked: Device = "auto") -> dict[str, str]:
 
 
 def examine_devices(ranks_per_node: int, asked: Device) -> int:
-    """Check that a node has the device of the run, and one GPU per rank; it creates no CUDA context.
+    """Require the device of the run, and one GPU per rank, without a CUDA context; return the GPUs in use, 0: the CPU.
 
-    Returns:
-        Number of GPUs that the run uses on this node; 0: it runs on the CPU.
-
-    Raises:
-        ConfigError: a GPU is present that torch cannot use; there are fewer GPUs than ranks, or none, unless the run
-            asks for the CPU.
+    ConfigError: a GPU is present that torch cannot use; there are fewer GPUs than ranks, or none, unless the run asks
+    for the CPU.
     """
     gpus = usable_gpus(asked)
     require(

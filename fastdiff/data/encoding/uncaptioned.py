@@ -19,9 +19,7 @@ def require_captions(options: EncodeOptions, source: ImageSource) -> None:
     """Refuse a source without captions for a pipeline with text encoders, unless its classes may be meant.
 
     Classes are meant if there are several, whose names are not folders of kohya's sd-scripts, or by ``--classes-from``.
-
-    Raises:
-        ConfigError: It is refused; the message names what lies beside the images, and every way out.
+    ConfigError names what lies beside the images, and every way out.
     """
     names = source.class_names
     of_kohya = bool(names) and all(without_repeats(name) != name for name in names)

@@ -247,16 +247,10 @@ class DaliDecoder:
 def open_decoder(
     name: Literal["auto", "dali", "pillow"], transform: ImageTransform, threads: int, device: torch.device | None = None
 ) -> Decoder:
-    """Open a decoder.
+    """Open a decoder; ``auto`` is DALI if it works here and supports the crop and the filter, otherwise Pillow.
 
-    Args:
-        name: Decoder; ``auto`` is DALI if it works here and supports the crop and the filter, otherwise Pillow.
-        transform: Resize and crop.
-        threads: CPU threads, at least 1.
-        device: GPU on which DALI decodes; None: the CPU.
-
-    Raises:
-        ConfigError: DALI is requested and does not work here, or does not support the crop or the filter.
+    ``threads`` of the CPU, at least 1; ``device``: GPU on which DALI decodes, None: the CPU. ConfigError: DALI is
+    requested and does not work here, or does not support the crop or the filter.
     """
     if name == "pillow":
         return PillowDecoder(transform, threads)

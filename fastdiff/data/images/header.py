@@ -53,11 +53,9 @@ class Header:
 def read_header(data: bytes) -> Header:
     """Read the header of a picture, whatever its name; of an animation or a file of several pages, of the first one.
 
-    ICC profiles are ignored here and by all decoders: pixels count as sRGB.
-
-    Raises:
-        RefusedImageError: The kind is not read, the file is empty or damaged, has more than ``MAX_PIXELS`` pixels,
-            is a progressive JPEG with more than ``MAX_SCANS`` scans, or a TIFF without a range of levels.
+    ICC profiles are ignored here and by all decoders: pixels count as sRGB. RefusedImageError: the kind is not read,
+    the file is empty or damaged, has more than ``MAX_PIXELS`` pixels, is a progressive JPEG with more than
+    ``MAX_SCANS`` scans, or a TIFF without a range of levels.
     """
     if not data:
         raise RefusedImageError("an empty file (0 bytes)")

@@ -46,18 +46,10 @@ def open_data(config: RunConfig, device: torch.device) -> Data:
 
 
 def open_held_out(network: ModelConfig, data: DataConfig, class_names: Sequence[str], flag: str) -> LatentReader:
-    """Open held-out shards of a run, and read their classes as the training numbers them.
+    """Open held-out shards of a run, and read their classes as the training numbers them, by ``class_names`` if known.
 
-    Args:
-        network: of the run, resolved.
-        data: the held-out data.
-        class_names: of the training, in the order of their numbers; empty: unknown.
-        flag: of the path, for messages.
-
-    Raises:
-        ConfigError: the data do not fit the model, or have a class that the training has not.
-        DataError: the data are damaged.
-        StorageError: the data cannot be read.
+    ConfigError: they do not fit the model, or have a class that the training has not. DataError: they are damaged.
+    StorageError: they cannot be read.
     """
     reader = open_shards(data)
     if network.classes:

@@ -30,13 +30,9 @@ from fastdiff.files import open_lock, publish
 class ShardCache:
     """The local copy of a remote folder of latent shards; safe for any number of processes and threads.
 
-    Args:
-        url: Address of the folder.
-        folder: Parent folder of the caches, one per data set; created if missing. File locks must work there.
-
-    Raises:
-        DataError: dataset.json is invalid, or the embedding of the empty prompt does not match it.
-        StorageError: The server cannot be read, or the cache cannot be written.
+    ``folder``, the parent of all caches, is created if missing; file locks must work there. DataError: dataset.json is
+    invalid, or the embedding of the empty prompt does not match it. StorageError: the server cannot be read, or the
+    cache cannot be written.
     """
 
     def __init__(self, url: str, folder: Path) -> None:

@@ -286,12 +286,7 @@ def substitutes(shards: Sequence[ShardInfo], starts: Sequence[int], number: int)
 
     The following samples of its shard come first, wrapping around, then the next shards from the same row on. A lost
     shard is therefore not replaced by a single sample. The order depends only on the data set, so every rank of any
-    number of ranks chooses the same sample.
-
-    Args:
-        shards: Shards of the data set.
-        starts: Number of the first sample of each shard.
-        number: Number of the damaged sample.
+    number of ranks chooses the same sample. ``starts``: number of the first sample of each shard.
     """
     own = bisect.bisect_right(starts, number) - 1
     row = number - starts[own]

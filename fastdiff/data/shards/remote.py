@@ -82,17 +82,11 @@ def _parts(url: str) -> SplitResult:
 
 
 def open_url(url: str, most: int | None = None) -> io.BufferedReader:
-    """Open a file for sequential reading, without seek.
+    """Open a file for sequential reading, without seek; ``most``: its bytes, None: no limit, for files read in pieces.
 
-    Args:
-        url: Address of the file.
-        most: Largest allowed number of bytes; None: no limit, for files read in pieces.
-
-    Raises:
-        ConfigError: A package for this kind of address is not installed.
-        StorageError: Here and from every read: the file does not exist or cannot be accessed, the server states no
-            length, the file changed during the read, or the connection failed five times in a row.
-        DataError: The file has more bytes than ``most``.
+    ConfigError: a package for this kind of address is not installed. StorageError, here and from every read: the file
+    does not exist or cannot be accessed, the server states no length, the file changed during the read, or the
+    connection failed five times in a row. DataError: the file has more bytes than ``most``.
     """
     file = _RemoteFile(url)
     if most is not None and file.size > most:
@@ -105,20 +99,11 @@ def open_url(url: str, most: int | None = None) -> io.BufferedReader:
 
 
 def fetch(url: str, target: Path, sha256: str | None, most: int | None = None) -> None:
-    """Download a file, verify it and publish it at ``target`` atomically.
+    """Download a file, verify its ``sha256`` (None: unknown) and publish it at ``target`` atomically.
 
     It is written to a temporary name in the same folder; two threads of a process must not fetch the same target.
-
-    Args:
-        url: Address of the file.
-        target: Final path.
-        sha256: Expected digest; None: unknown.
-        most: As for ``open_url``.
-
-    Raises:
-        ConfigError: As ``open_url``.
-        DataError: The sha256 differs, or the file has more bytes than ``most``.
-        StorageError: The file cannot be read (as ``open_url``) or written.
+    DataError: the sha256 differs, or the file has more bytes than ``most``. StorageError: it cannot be read or written.
+    ConfigError: as ``open_url``.
     """
     digest = hashlib.sha256()
     with open_url(url, most) as source:

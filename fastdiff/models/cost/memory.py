@@ -148,16 +148,10 @@ def setup_of(
 
 
 def explain(setup: Setup, *, phase: str, device: str, activations: float, cache: int, room: int, cause: str) -> str:
-    """Return the message about memory that did not suffice.
+    """Return the message about memory that did not suffice in a ``phase`` of a step; ``cause`` is the allocator's.
 
-    Args:
-        setup: of the run.
-        phase: the part of a step that needed more.
-        device: whose memory it is.
-        activations: bytes of the measured peak beyond those of ``setup``.
-        cache: bytes that the allocator holds beyond those in use.
-        room: bytes that this rank can have.
-        cause: message of the allocator.
+    ``activations``: bytes of the measured peak beyond those of ``setup``. ``cache``: bytes that the allocator holds
+    beyond those in use. ``room``: bytes that this rank can have.
     """
     parts = {**setup.static(), "activations": activations, "cache": float(cache)}
     filled = ", ".join(f"{kind} {_gib(size)}" for kind, size in parts.items())

@@ -39,15 +39,11 @@ def load_published(path: Path) -> dict[str, Tensor]:
 
 
 def read_published(path: Path) -> dict[Any, Any]:
-    """Read a dict written by ``torch.save`` to the CPU.
+    """Read a dict written by ``torch.save`` to the CPU; ValueError: unexpected or hostile file, OSError: unreadable.
 
     Every part is compared with the crc32 that the file has of it. No code in the file is run: PyTorch's unpickler makes
     tensors, plain containers and, for the command line in DiT's files, ``argparse.Namespace``. A file that names other
     objects, or is compressed, is not unpickled. Callers pass the tensors that they use to ``check_size``.
-
-    Raises:
-        ValueError: Unexpected or hostile file.
-        OSError: The file cannot be read.
     """
     _require_plain_zip(path)
     _require_weights_alone(path)

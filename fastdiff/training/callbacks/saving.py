@@ -86,11 +86,7 @@ class Snapshots(Callback):
 
     A resumed run deletes newer snapshots at its first step, so that all of them belong to one history of the weights,
     and a failed start loses none. (The snapshot of a step precedes its checkpoint: a kill between the two loses
-    neither.)
-
-    Args:
-        state: the run.
-        background: writes snapshots and checkpoints; ``Checkpointing`` reports failures, and waits for the last save.
+    neither.) ``Checkpointing`` reports failures of ``background``, and waits for the last save.
     """
 
     account = "save"

@@ -53,9 +53,7 @@ class ValidationLoss(Callback):
     input perturbation and DREAM.
 
     It writes a line of ``validation.jsonl`` and ``validation/step-N.npz`` (``evaluation.validation_files``).
-
-    Raises:
-        FastdiffError: on every rank: the data cannot be read, or do not fit the model.
+    FastdiffError: on every rank: the data cannot be read, or do not fit the model.
     """
 
     account = "validation"
