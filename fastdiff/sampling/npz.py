@@ -125,17 +125,9 @@ _UNIX = 3
 def write_npz(
     path: Path, parts: Sequence[Path], shape: tuple[int, ...], labels: npt.NDArray[np.int64] | None, comment: bytes
 ) -> None:
-    """Write an npz of images and sync it to the disk.
+    """Write an npz of images ``(N, H, W, C)``, the joined bytes of ``parts``, and labels ``[N]``, and sync it.
 
-    Args:
-        path: replaced if it is there.
-        parts: files whose concatenated bytes are the images.
-        shape: ``(N, H, W, C)``.
-        labels: ``[N]``; None: no ``arr_1``.
-        comment: of the zip, at most 65,535 bytes.
-
-    Raises:
-        OSError: the file cannot be written, or a part cannot be read.
+    The comment has at most 65,535 bytes. OSError: the file cannot be written, or a part cannot be read.
     """
     with path.open("wb") as file:
         with zipfile.ZipFile(file, "w") as archive:

@@ -82,19 +82,10 @@ class Job:
 
 
 def local_job(flags: Sequence[str], ranks: int | None, *, preflight: bool, beside: Collection[str] = ()) -> Job | None:
-    """Return the job of a run on this machine, after the checks of its flags, and say what starts.
+    """Return the job of a run on this machine, its flags checked, and say what starts; None: a ``--dry-run``.
 
-    Args:
-        flags: of the run.
-        ranks: as given; None: one per visible GPU, or one on the CPU.
-        preflight: whether to check the node.
-        beside: flags of the command itself, as of ``train_flags.parse``.
-
-    Returns:
-        The job; None after ``--dry-run``, which prints it.
-
-    Raises:
-        FastdiffError, SystemExit: as of ``Job.check``.
+    ``ranks`` None: one per visible GPU, or one on the CPU. ``beside``: flags of the command itself, as of
+    ``train_flags.parse``. FastdiffError, SystemExit: as of ``Job.check``.
     """
     launch, config = train_flags.parse(flags, beside)
     gpus = 0 if config.performance.device == "cpu" else visible_gpus()

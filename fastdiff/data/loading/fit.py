@@ -52,18 +52,10 @@ def check_data_set(config: RunConfig, preset: str | None) -> None:
 
 
 def match_classes(held_out: DatasetInfo, names: Sequence[str], what: str) -> list[int] | None:
-    """Return the numbers in training of the classes of held-out data, found by name.
+    """Return the numbers in training of the classes of held-out data, by name; None: alike, or one side has no names.
 
-    Args:
-        held_out: the data, which may have fewer classes, in another order.
-        names: of the classes in training, in the order of their numbers; empty: unknown.
-        what: the flag and the path of the data, for messages.
-
-    Returns:
-        One number per class; None: the classes are numbered alike, or one side has no names to compare.
-
-    Raises:
-        ConfigError: a class is none of the training, or several of it have its name.
+    ``held_out`` may have fewer classes, in another order than ``names``, those of the training. ``what``: the flag and
+    the path, for messages. ConfigError: a class is none of the training, or several of it have its name.
     """
     if not (held_out.class_names and names) or held_out.class_names == tuple(names):
         return None

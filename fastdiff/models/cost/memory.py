@@ -167,13 +167,9 @@ def explain(setup: Setup, *, phase: str, device: str, activations: float, cache:
 
 
 def explain_host(phase: str, *, online: bool, offload: bool, cause: str) -> str:
-    """Return the message about host memory that did not suffice for a rank that trains on a GPU.
+    """Return the message about host memory too small for a rank that trains on a GPU, in a ``phase`` of a step.
 
-    Args:
-        phase: the part of a step that needed more.
-        online: whether the run decodes images in threads.
-        offload: whether it keeps the optimizer in host memory.
-        cause: message of the allocator.
+    ``online``: it decodes images in threads. ``offload``: it keeps the optimizer in host memory.
     """
     flags = [*(["--data.workers"] if online else []), "--data.prefetch", "--output.pinned_gib"]
     others = ["start fewer ranks per node", *(["do not offload the optimizer"] if offload else [])]
