@@ -51,8 +51,7 @@ class BlockwiseState:
     def moment(self, moment: str, fragment: Fragment) -> Tensor:
         """Return elements ``[start, start + numel)`` of moment "1" or "2" of a parameter, ``[numel]`` fp32 on the CPU.
 
-        Raises:
-            StorageError: the checkpoint lacks some of the elements.
+        StorageError: the checkpoint lacks some of them.
         """
         values, filled = torch.empty(fragment.numel), 0
         for part, flat in self._parts.get(fragment.name, []):

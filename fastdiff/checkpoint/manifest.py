@@ -119,14 +119,9 @@ def _place(path: Path, depth: int = 1) -> tuple[Path, PurePath]:
 
 
 def open_part(folder: Path, name: str) -> int:
-    """Return a descriptor to read a file of a checkpoint, which may be a stranger's (``run_files``).
+    """Return a descriptor to read a file of ``folder``, a ``step-N`` two levels below its run, maybe a stranger's.
 
-    Args:
-        folder: ``step-N``, two levels below the folder of the run.
-        name: of the file.
-
-    Raises:
-        OSError: it cannot be opened, is no regular file, or is a link or behind one.
+    OSError: it cannot be opened, is no regular file, or is a link or behind one (``run_files``).
     """
     return open_inside(*_place(folder / name, 3))
 

@@ -47,8 +47,7 @@ class Reconstruction:
     def read(self, name: str) -> Tensor:
         """Return a parameter, fp32 on the CPU, summed in fp64; only this parameter is in memory.
 
-        Raises:
-            ConfigError: a weight overflows the fp16 of the snapshots.
+        ConfigError: a weight overflows the fp16 of the snapshots.
         """
         shape = self.terms[0].saved.manifest["parameters"][name]
         whole = Fragment(name, 0, math.prod(shape), 0)

@@ -76,8 +76,7 @@ class StepFolders:
     def commit(self, draft: Draft) -> Path:
         """Write and commit ``step-N``; called by all ranks, from any thread.
 
-        Raises:
-            StorageError: on every rank, if any rank could not write. Committed folders are unchanged.
+        StorageError on every rank: one could not write; committed folders are unchanged.
         """
         world, share = self._world, draft.share
         final = self._folder / f"step-{draft.step:08d}"

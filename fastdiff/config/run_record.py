@@ -110,9 +110,7 @@ def claim(folder: Path) -> Callable[[], None]:
 def require_run_folder(folder: Path) -> None:
     """Refuse a folder for a new run that is of someone else, by its entries; configurations and logs may lie there.
 
-    Raises:
-        ConfigError: it holds others and no run.
-        OSError: it cannot be listed.
+    ConfigError: it holds others and no run. OSError: it cannot be listed.
     """
     require_own_folder("--output.folder", folder, _OF_RUN.__contains__, _is_beside)
 

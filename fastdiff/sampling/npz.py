@@ -57,12 +57,9 @@ def npz_names(path: Path) -> frozenset[str]:
 
 
 def npz_member(path: Path, name: str) -> NpyMember:
-    """Open one array: read and check its header.
+    """Open one array: read and check its header; OSError: it cannot be read.
 
-    Raises:
-        DataError: The file is damaged, or the array holds Python objects, is in Fortran order, is empty, or has another
-            size than its header declares.
-        OSError: It cannot be read.
+    DataError: it is damaged, holds Python objects, is in Fortran order or empty, or has another size than declared.
     """
     with _opened(path) as archive:
         entry = archive.getinfo(f"{name}.npy")

@@ -172,9 +172,7 @@ class Run:
     def decided(self, sampler: SamplerConfig) -> SamplerConfig:
         """Return ``sampler`` with guidance, clipping and shift resolved.
 
-        Raises:
-            ConfigError: guidance without classes, or without an unconditional prediction; guided channels without
-                guidance.
+        ConfigError: guidance without classes or an unconditional prediction; guided channels without guidance.
         """
         usual = self.family.usual_guidance
         if not self.config.model.text_conditional:

@@ -23,12 +23,7 @@ class Hosts:
 
 
 def read_hostfile(path: Path) -> Hosts:
-    """Read a hostfile.
-
-    Raises:
-        ConfigError: the file is missing or empty, a line or name is malformed, a host is named twice, or the numbers
-            of slots differ; the message gives the line.
-    """
+    """Read a hostfile; ConfigError with the line: unreadable, empty, malformed, a host twice, or slots that differ."""
     try:
         text = read_bounded(path, _LARGEST).decode()
     except (OSError, ValueError) as error:

@@ -42,15 +42,10 @@ class Job:
     def check(self, *, elsewhere: bool = False) -> RunConfig:
         """Return the configuration of the run; raise the errors of its ranks before any process starts.
 
-        Args:
-            elsewhere: whether the ranks run on other machines; a data set that is not here is then a warning.
-
-        Raises:
-            ConfigError: a flag is unknown, or the flags contradict one another or do not fit the number of ranks or the
-                data set; or a tracker is not installed, or lacks its login.
-            DataError: the data set is missing or damaged.
-            StorageError: the data set cannot be read.
-            SystemExit: 0 after ``--help``.
+        ``elsewhere``: the ranks run on other machines; a data set that is not here is then a warning. ConfigError: a
+        flag is unknown, the flags contradict one another or do not fit the number of ranks or the data set, or a
+        tracker is not installed or lacks its login. DataError, StorageError: of the data set. SystemExit 0: after
+        ``--help``.
         """
         launch, config = train_flags.parse(self.flags)
         ranks = self.nodes * self.ranks_per_node

@@ -104,11 +104,9 @@ def examine_data(data: DataConfig, validation: ValidationConfig) -> dict[str, st
 
 
 def examine_space(config: RunConfig) -> None:
-    """Check that the disk of the output folder, which need not exist yet, has room for three checkpoints.
+    """Require room for three checkpoints on the disk of the output folder, which need not exist yet.
 
-    Raises:
-        StorageError: it has too little room.
-        ConfigError: the pretrained pipeline of the run cannot be read.
+    StorageError: it has too little. ConfigError: the pretrained pipeline of the run cannot be read.
     """
     folder = Path(config.output.folder)
     present = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())

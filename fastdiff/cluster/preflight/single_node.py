@@ -16,19 +16,14 @@ from fastdiff.parallel.world import World, attempt
 def check_files(config: RunConfig, launch: Launch) -> None:
     """Check what files and flags alone can tell; called before the ranks start, and by each before it meets the others.
 
-    Raises:
-        FastdiffError: as of ``run_folder.check_run_folder`` and ``data.loading.fit.check_data_set``.
+    FastdiffError: as of ``check_run_folder`` and ``check_data_set``.
     """
     check_run_folder(config, launch)
     check_data_set(config, launch.preset)
 
 
 def check_if_requested(config: RunConfig, world: World) -> None:
-    """Check this node if its supervisor requests it; called by all ranks.
-
-    Raises:
-        FastdiffError: all problems, with the exit code of the first.
-    """
+    """Check this node if its supervisor requests it; called by all ranks. FastdiffError: as of ``check``."""
     if os.environ.get(PREFLIGHT):
         world.on_rank0(lambda: check(config))
 
@@ -36,8 +31,7 @@ def check_if_requested(config: RunConfig, world: World) -> None:
 def check(config: RunConfig) -> None:
     """Check the data and the disk of a run on this node; nothing is written except the cache of remote data.
 
-    Raises:
-        FastdiffError: all problems, with the exit code of the first.
+    FastdiffError: all problems, with the exit code of the first.
     """
     data = attempt(lambda: examine_data(config.data, config.validation))
     errors = [data[1], attempt(lambda: examine_space(config))[1]]

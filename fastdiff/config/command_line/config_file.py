@@ -209,8 +209,7 @@ def with_process(base: RunConfig, process: Process) -> RunConfig:
 def with_optimizer(base: RunConfig, name: object, source: str) -> RunConfig:
     """Return ``base`` with this optimizer; one with other hyper-parameters starts from their defaults.
 
-    Raises:
-        ConfigError: unknown optimizer; ``source`` names the origin of ``name``.
+    ConfigError: unknown optimizer; ``source`` names the origin of ``name``.
     """
     require(isinstance(name, str), f"{source}: expected the name of an optimizer, given {name!r}")
     config, optim = optimizer_family(str(name), source).config, base.optim

@@ -83,11 +83,9 @@ class ImageSource(ABC):
         return Selection()
 
     def items(self, partition: int) -> Iterator[ImageItem | BadItem]:
-        """Yield the images of a partition, always the same.
+        """Yield the images of a partition, always the same; StorageError: the storage cannot be read.
 
-        Raises:
-            DataError: A file of many images is damaged; images before the damage were yielded.
-            StorageError: The storage cannot be read.
+        DataError: a file of many images is damaged; those before the damage were yielded.
         """
         return map(self.item, self._numbers(partition))
 
