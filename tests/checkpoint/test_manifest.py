@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fastdiff.errors import StorageError
 from fastdiff.parallel.world import World
 from fastdiff.training.loop import train
 from tests.support.injected.crash_points import CrashPoints, operations
+from tests.support.nights import by_day
 from tests.support.runs import launch, renew_digest, tiny, train_losses
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -78,6 +80,10 @@ WRONG: list[tuple[str, Any]] = [
 ]
 
 
+FIELDS = ("progress", "parameters", "config", "classes", "ema_rates", "files")
+COMMANDS = (["sample", "RUN", "--grid", "grid.png"], ["export", "RUN", "out", "--format", "safetensors"])
+
+
 def write(folder: Path, manifest: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).write_text(json.dumps(manifest))
@@ -133,12 +139,12 @@ def test_a_resume_refuses_a_manifest_with_holes(world: World, digits: Path, run:
 
 
 @pytest.mark.fault(28)
-@pytest.mark.parametrize("change", ["remove", "type"])
-@pytest.mark.parametrize("field", ["progress", "parameters", "config", "classes", "ema_rates", "files"])
 @pytest.mark.parametrize(
-    "command",
-    [["sample", "RUN", "--grid", "grid.png"], ["export", "RUN", "out", "--format", "safetensors"]],
-    ids=" ".join,
+    ("command", "field", "change"),
+    by_day(
+        [(COMMANDS[n % 2], field, ("remove", "type")[n % 3 % 2]) for n, field in enumerate(FIELDS)],
+        *product(COMMANDS, FIELDS, ("remove", "type")),
+    ),
 )
 def test_a_command_answers_a_wrong_manifest_in_one_line(
     run: Path,

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fastdiff.checkpoint import step_folders
 from fastdiff.checkpoint.manifest import committed, step_of, verify
 from fastdiff.checkpoint.posthoc_ema import reconstruct
 from fastdiff.checkpoint.power_function import exponent, fit, product, share
@@ -22,7 +21,7 @@ from fastdiff.checkpoint.step_folders import StepFolders
 from fastdiff.cli.main import main
 from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.config.sections.ema import EmaConfig
-from fastdiff.errors import ConfigError, FastdiffError, StorageError
+from fastdiff.errors import ConfigError, FastdiffError
 from fastdiff.parallel.world import World
 from fastdiff.training.ema import Ema
 from fastdiff.training.loop import train
@@ -325,13 +324,3 @@ def test_a_std_cannot_be_added_at_a_resume(run: Path, world: World, digits: Path
         train(added, allowed, world)
     train(_tracking(digits, tmp_path / "run", STEPS + 1, stds=STDS[:2]), allowed, world)
     assert newest(tmp_path / "run").ema_stds == STDS[:2]
-
-
-def test_a_full_disk_ends_the_run_with_one_message(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step_folders.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5})())
-    folders = StepFolders(tmp_path / "ema", world, "a snapshot of the averages")
-    with pytest.raises(StorageError, match="a snapshot of the averages needs"):
-        folders.commit(folders.draft(world, 2, {"a": torch.ones(3)}, {"a": 0}, {}, torch.float16))
-    assert not list((tmp_path / "ema").iterdir())

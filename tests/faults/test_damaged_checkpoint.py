@@ -110,20 +110,6 @@ def newest_steps(world: World, folders: list[Path]) -> list[int]:
     return [saved.manifest["progress"]["steps"] for saved in found if saved is not None]
 
 
-@pytest.mark.nightly
-@pytest.mark.fault(6)
-def test_there_is_no_latest_file_to_go_stale(world: World, digits: Path, tmp_path: Path) -> None:
-    """Nor does what others may leave there, an empty folder or one without a manifest, count as a checkpoint."""
-    config = tiny(digits, tmp_path / "run", steps=2)
-    train(config, launch(), world)
-    checkpoints = tmp_path / "run" / "checkpoints"
-    (checkpoints / "latest").write_text("step-00000009")
-    (checkpoints / "step-00000007").mkdir()
-    (checkpoints / "step-00000008").mkdir()
-    (checkpoints / "step-00000008" / "rank-00000.safetensors").write_bytes(b"")
-    assert len(train_losses(world, tiny(digits, tmp_path / "run", steps=3), launch(resume="must"))) == 3
-
-
 def test_verify_tells_what_is_damaged(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)

@@ -128,34 +128,6 @@ PLACES = [(0, 0), (1, PER_SHARD // 2), (2, PER_SHARD - 1)]
 @pytest.mark.fault(17)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_damage_ends_the_run_with_its_place(
-    folder: Path, truth: dict[str, npt.NDArray[Any]], kind: Damage, place: tuple[int, int]
-) -> None:
-    lost = {place[0] * PER_SHARD + row for row in kind(folder, *place)}
-    found, errors = set(), []
-    for number in range(SAMPLES):
-        try:
-            with LatentReader(folder) as reader:
-                read = reader.read([number])
-        except DataError as error:
-            errors.append(str(error))
-            continue
-        assert read["latent"][0].tobytes() == truth["latent"][number].tobytes()
-        assert read["label"][0] == truth["label"][number]
-        found.add(number)
-    assert found.isdisjoint(lost)
-    assert errors
-    name = shard_of(folder, place[0]).name
-    for message in errors:
-        assert name in message
-        assert "key 0000000" in message or kind is missing
-        assert "offset " in message or kind is missing
-        assert "restore" in message
-
-
-@pytest.mark.fault(17)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS)
 def test_damage_is_replaced_and_logged_if_asked_for(
     folder: Path, truth: dict[str, npt.NDArray[Any]], kind: Damage, place: tuple[int, int]
 ) -> None:

@@ -307,16 +307,6 @@ def test_an_fsync_that_fails_costs_one_checkpoint(digits: Path, tmp_path: Path, 
         assert not temporaries(folder)
 
 
-@pytest.mark.fault(10)
-def test_an_fsync_that_fails_ends_a_run_that_survives_none(digits: Path, tmp_path: Path) -> None:
-    config = config_of(digits, tmp_path / "run", steps=40)
-    done = run_under_strace("fsync:error=EIO:when=2", config)
-    assert done.code == 74, done.output
-    assert "rank-00000.safetensors: could not be written (Input/output error)" in done.output
-    assert not temporaries(tmp_path / "run")
-    assert intact(tmp_path / "run") == []
-
-
 # --- slow storage -----------------------------------------------------------------------------------------------------
 
 

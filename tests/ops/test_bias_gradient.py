@@ -92,26 +92,7 @@ def test_the_ops_pass_opcheck(order, device):
     torch.library.opcheck(op._join, (*gradients, order == "parts"))
 
 
-def test_compiled_both_are_one_graph_with_equal_results(device):
-    inputs = packed(2, 5, 3, 8, torch.float32, device)
-
-    def layer(u, bias):
-        query, key, value = unpacked(u, bias, backend="triton")
-        return gelu((query + key * value).transpose(1, 2).flatten(2), bias[:24], backend="triton")
-
-    upstream = [normal((2, 5, 24), device, seed=2)]
-    expected = evaluate(layer, inputs, upstream)
-    torch._dynamo.reset()
-    got = evaluate(torch.compile(layer, fullgraph=True, backend="aot_eager"), inputs, upstream)
-    for name in expected:
-        torch.testing.assert_close(got[name], expected[name])
-
-
-def test_two_runs_agree_to_the_bit_and_nothing_gives_nothing(device):
-    inputs = packed(3, 70, 2, 16, torch.float32, device)
-    gradients = [normal((3, 2, 70, 16), device, seed=seed) for seed in range(3)]
-    first, second = (evaluate(lambda **g: unpacked(**g, backend="triton"), inputs, gradients) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+def test_nothing_gives_nothing(device):
     empty = leaves(u=torch.zeros(0, 4, 8, device=device), bias=torch.ones(8, device=device))
     got = evaluate(lambda **given: gelu(**given, backend="triton"), empty, [torch.zeros(0, 4, 8, device=device)])
     assert got["du"].shape == (0, 4, 8)

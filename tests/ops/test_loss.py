@@ -254,24 +254,6 @@ def test_the_ops_pass_opcheck(pixels, device):
     torch.library.opcheck(module._weighted_mse_backward_triton, (upstream, *plain, *settings))
 
 
-@pytest.mark.parametrize("pixels", [False, True])
-@pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_torch_compile_makes_one_graph_of_both_passes(backend, pixels, device):
-    inputs = inputs_of((2, 3, 4, 5), 3, device)
-    inputs = with_pixels(inputs) if pixels else inputs
-
-    def mean_loss(**inputs):
-        return by(backend)(**inputs).mean()
-
-    compiled = torch.compile(mean_loss, fullgraph=True, backend="aot_eager" if backend == "triton" else "eager")
-    got, expected = (
-        (value, *torch.autograd.grad(value, inputs["prediction"]))
-        for value in (compiled(**inputs), mean_loss(**inputs))
-    )
-    for ours, value in zip(got, expected, strict=True):
-        assert torch.equal(ours, value)
-
-
 @pytest.mark.parametrize(
     ("shape", "channels", "options", "pixels", "forward", "backward"),
     [

@@ -261,19 +261,6 @@ def test_the_op_passes_opcheck(given, dtype, device):
     torch.library.opcheck(noising._corrupt_triton, arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
-@pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_torch_compile_makes_one_graph_of_it(backend, dtype, device):
-    def noise_twice(latents, position, table):
-        noisy, time = corrupt(latents, position, table, seed=2**64 - 1, offset=0.1, backend=backend)
-        return noisy * 2, time + 1
-
-    arguments = (latents_of((2, 3, 4, 5), device, dtype), places(2, device), table_of(device))
-    compiled = torch.compile(noise_twice, fullgraph=True, backend="aot_eager" if backend == "triton" else "eager")
-    for got, expected in zip(compiled(*arguments), noise_twice(*arguments), strict=True):
-        assert torch.equal(got, expected)
-
-
 @pytest.mark.parametrize(
     ("dtype", "noisy", "channels", "options", "each"),
     [

@@ -135,16 +135,6 @@ def test_the_op_passes_opcheck():
 
 
 @kernel
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_torch_compile_makes_one_graph_of_it(backend):
-    def noise(position):
-        return philox.normal(2**64 - 1, 1, position, 10, backend) * 2
-
-    compiled = torch.compile(noise, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(POSITIONS), noise(POSITIONS))
-
-
-@kernel
 def test_the_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
     entered, device_of, inside = [], torch.cuda.device_of, []
 

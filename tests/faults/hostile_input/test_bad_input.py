@@ -18,18 +18,16 @@ from fastdiff.cluster.preflight.run_folder import check_run_folder
 from fastdiff.config.run import RunConfig
 from fastdiff.data.encoding.builtin import digits as real_digits
 from fastdiff.data.encoding.builtin import pixels_template, write
-from fastdiff.data.loading.order import Order
 from fastdiff.data.shards.format import Provenance
-from fastdiff.data.shards.integrity import load_index
-from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError, DivergedError, StorageError
 from fastdiff.parallel.world import World
 from fastdiff.train import main
 from fastdiff.training.loop import train
 from tests.support.injected.tiny_disk import tiny_disk
-from tests.support.processes import deepspeed, start, stop
-from tests.support.runs import flags, hexes, intact, launch, losses, records, tiny, train_losses
-from tests.support.scripts import COMMAND, deepspeed_with_forks, run_script
+from tests.support.nights import by_day
+from tests.support.processes import start, stop
+from tests.support.runs import flags, intact, launch, losses, records, tiny, train_losses
+from tests.support.scripts import COMMAND, run_script
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +52,6 @@ def all_nan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def some_nan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_nans(tmp_path_factory.mktemp("nan") / "data", 100)
-
-
-@pytest.fixture(scope="module")
-def whole(world: World, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of a run of six steps."""
-    return train_losses(world, tiny(digits, tmp_path_factory.mktemp("whole") / "run", steps=6), launch())
 
 
 def grown(config: RunConfig, steps: int) -> RunConfig:
@@ -102,62 +94,6 @@ def test_a_damaged_shard_stops_the_run_and_names_the_place(
     assert len(train_losses(world, mended, launch())) == 6, "the same command goes on once the data are right"
 
 
-@pytest.mark.fault(17)
-@pytest.mark.parametrize("damage", ["missing", "foreign index"])
-def test_a_wrong_shard_exits_65(
-    world: World, digits: Path, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(digits, tmp_path / "damaged")
-    first, second, *_ = sorted((tmp_path / "damaged").glob("*.index.json"))
-    if damage == "missing":
-        (tmp_path / "damaged" / "train-000000.tar").unlink()
-    else:
-        shutil.copy(second, first)
-    assert main(flags(tiny(tmp_path / "damaged", tmp_path / "run", steps=200))) == 65
-    assert "train-000000" in capsys.readouterr().err
-
-
-@pytest.mark.fault(17)
-def test_an_error_on_one_rank_is_the_message_and_the_exit_code(digits: Path, tmp_path: Path, nightly: bool) -> None:
-    """Only rank 1 reads the damaged sample; rank 0 loses its peer and must not have the last word.
-
-    By night DeepSpeed's launcher and its ranks start Python anew.
-    """
-    shutil.copytree(digits, tmp_path / "damaged")
-    config = tiny(tmp_path / "damaged", tmp_path / "run", steps=40)
-    with LatentReader(config.data.path) as reader:
-        order = Order(config.seed, reader.shard_sizes, config.data.shuffle_shards)
-        of_rank_1 = order.samples([5 * 16 + 8 + 3])  # step 5, rank 1 of 2
-        shard, row = (int(part[0]) for part in order.locate(of_rank_1))
-        place = load_index(reader.folder / reader.info.shards[shard].name, reader.info.shards[shard]).place(
-            "latent.npy", row
-        )
-    path = sorted((tmp_path / "damaged").glob("*.tar"))[shard]
-    content = bytearray(path.read_bytes())
-    content[place.offset + place.length - 1] ^= 1
-    path.write_bytes(content)
-    for _ in range(5 if nightly else 1):
-        done = deepspeed(*flags(config), ranks=2) if nightly else deepspeed_with_forks(*flags(config), ranks=2)
-        assert done.code == 65, done.output
-        assert done.output.count("fastdiff: error (rank 1)") == 1
-        assert place.key in done.output
-        assert "Traceback" not in done.output
-
-
-@pytest.mark.fault(17)
-def test_a_truncated_shard_stops_the_run_before_the_first_step(
-    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(digits, tmp_path / "damaged")
-    shard = sorted((tmp_path / "damaged").glob("*.tar"))[-1]
-    os.truncate(shard, shard.stat().st_size // 2)
-    assert main(flags(tiny(tmp_path / "damaged", tmp_path / "run"))) == 65
-    message = capsys.readouterr().err
-    assert shard.name in message
-    assert "offset" in message
-    assert not (tmp_path / "run").exists()
-
-
 def test_latents_of_another_shape_are_a_configuration_error(world: World, digits: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--model.channels 1 --model.size 8"):
         train(tiny(digits, tmp_path / "run", model__size=16), launch(), world)
@@ -177,7 +113,7 @@ def with_nans(folder: Path, every: int) -> Path:
 
 @pytest.mark.fault(20)
 @pytest.mark.parametrize(
-    ("stage", "optimizer"), [(0, "adamw"), (1, "adamw"), (2, "adamw"), (3, "adamw"), (0, "adamw8bit")]
+    ("stage", "optimizer"), by_day([(3, "adamw"), (0, "adamw8bit")], (0, "adamw"), (1, "adamw"), (2, "adamw"))
 )
 def test_a_nan_sample_skips_its_step_and_changes_nothing(
     world: World, some_nan: Path, tmp_path: Path, stage: int, optimizer: str
@@ -224,19 +160,6 @@ def test_a_run_that_has_not_moved_yet_resumes(world: World, all_nan: Path, tmp_p
         assert [r["skipped"] for r in records(folder)] == [1, 2]
         with pytest.raises(DivergedError):  # the third in a row, counted across the restarts
             train(tiny(all_nan, folder, steps=3, optim__name=optimizer), launch(stage), world)
-
-
-@pytest.mark.fault(20)
-def test_three_non_finite_steps_in_a_row_stop_the_run(
-    world: World, all_nan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tiny(all_nan, tmp_path / "diverged")
-    assert main([*flags(config), "--deepspeed_config", "deepspeed_configs/zero3.json"]) == 70
-    message = capsys.readouterr().err
-    assert "3 steps in a row had to be skipped" in message
-    assert "none of its 16 losses is finite" in message
-    with pytest.raises(DivergedError):
-        train(tiny(all_nan, tmp_path / "again"), launch(0), world)
 
 
 # --- the run folder ------------------------------------------------------------------------------------------------
@@ -312,13 +235,6 @@ def test_an_allowed_change_starts_what_is_new(world: World, trained: RunConfig, 
     assert len(losses(Path(trained.output.folder))) == 6
 
 
-@pytest.mark.fault(25)
-def test_another_data_set_is_refused(world: World, trained: RunConfig, tmp_path: Path) -> None:
-    data = with_nans(tmp_path / "other", 10**6)
-    with pytest.raises(ConfigError, match=r"run is a run on .*digits \(step 4, done\); give --output"):
-        train(tiny(data, Path(trained.output.folder), steps=6), launch(), world)
-
-
 @pytest.mark.fault(6)
 def test_resume_must_and_never(world: World, trained: RunConfig, tmp_path: Path, digits: Path) -> None:
     with pytest.raises(ConfigError, match="no checkpoint"):
@@ -330,20 +246,10 @@ def test_resume_must_and_never(world: World, trained: RunConfig, tmp_path: Path,
 # --- storage -------------------------------------------------------------------------------------------------------
 
 
-BOTH_WAYS = {"params": [None, True], "ids": ["as it may", "without privileges"]}
-
-
-@pytest.fixture(**BOTH_WAYS)
+@pytest.fixture(params=[None, True], ids=["as it may", "without privileges"])
 def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """A file system with room for about two checkpoints of the tiny model."""
     with tiny_disk(tmp_path / "small", 2, stand_in=request.param) as folder:
-        yield folder
-
-
-@pytest.fixture(**BOTH_WAYS)
-def larger_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for the two checkpoints that stay and the one that is written."""
-    with tiny_disk(tmp_path / "larger", 4, stand_in=request.param) as folder:
         yield folder
 
 
@@ -358,59 +264,6 @@ def test_a_full_disk_exits_74_and_keeps_the_good_checkpoint(
     assert "MiB" in message
     assert len(intact(small_disk / "run")) >= 1
     assert not list((small_disk / "run" / "checkpoints").glob("*.tmp"))
-
-
-@pytest.mark.fault(7)
-def test_a_disk_that_fills_during_the_write_is_reported(world: World, digits: Path, larger_disk: Path) -> None:
-    """The check before the write passes; the write itself fails."""
-    from fastdiff.checkpoint.step_folders import StepFolders
-
-    config = tiny(digits, larger_disk / "run", steps=2, output__checkpoint_every=1)
-    train(config, launch(), world)
-    good = intact(larger_disk / "run")
-    free = shutil.disk_usage(larger_disk).free
-    (larger_disk / "filler").write_bytes(bytes(max(0, free - 40_000)))
-    original = StepFolders._check_space
-    StepFolders._check_space = lambda self, needed: None  # type: ignore[method-assign]
-    try:
-        with pytest.raises(StorageError, match=r"no space on .*step-00000003.tmp: rank-00000.safetensors needs"):
-            train(grown(config, 3), launch(), world)
-    finally:
-        StepFolders._check_space = original  # type: ignore[method-assign]
-    assert intact(larger_disk / "run") == good
-    assert not list((larger_disk / "run" / "checkpoints").glob("*.tmp"))
-    (larger_disk / "filler").unlink()
-    assert len(train_losses(world, grown(config, 3), launch())) == 3, "the same command goes on once there is room"
-
-
-def test_a_disk_that_is_full_at_the_start_exits_74(
-    world: World, digits: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
-    assert main(flags(tiny(digits, small_disk / "run"))) == 74
-    assert "No space left on device" in capsys.readouterr().err
-
-
-@pytest.mark.fault(5)
-@pytest.mark.fault(6)
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
-def test_a_damaged_checkpoint_is_passed_over(
-    world: World, trained: RunConfig, whole: list[float], damage: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    newest = Path(trained.output.folder) / "checkpoints" / "step-00000004"
-    file = newest / ("MANIFEST.json" if damage == "manifest" else "rank-00000.safetensors")
-    if damage == "remove":
-        file.unlink()
-    elif damage == "truncate":
-        os.truncate(file, file.stat().st_size - 1)
-    else:
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 255
-        file.write_bytes(content)
-    capsys.readouterr()
-    resumed = train_losses(world, grown(trained, 6), launch())
-    assert "resuming from step 2" in capsys.readouterr().err
-    assert hexes(resumed) == hexes(whole)
 
 
 @pytest.mark.fault(6)

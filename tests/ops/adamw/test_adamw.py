@@ -186,22 +186,6 @@ def test_the_ops_pass_opcheck(device):
     torch.library.opcheck(_norm_triton, (values(1).to(device),))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_torch_compile_makes_one_graph_of_a_step(device, backend):
-    def whole(state, grad, number):
-        scale, skip = clip(norm(grad, backend), 0.5)
-        averages, shares = [state["average0"]], torch.full((1,), 0.1, device=device)
-        adamw(
-            state["param"], grad, state["m"], state["v"], number, scale, skip, state["copy"], averages, shares, backend
-        )
-
-    found = []
-    for call in (torch.compile(whole, fullgraph=True, backend="aot_eager"), whole):
-        found.append(fresh(device, 1))
-        call(found[-1], values(1).to(device), numbers(1, device))
-    torch.testing.assert_close(*found, rtol=2e-6, atol=1e-9)
-
-
 def test_bytes_moved_are_those_of_the_docstrings():
     if not launch.INTERPRETED:
         return

@@ -623,18 +623,6 @@ def test_the_ops_pass_opcheck(device):
         torch.library.opcheck(_adamw8bit_triton, arguments)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_torch_compile_makes_one_graph_of_it(device, backend):
-    def run(call):
-        blocks, moments = blocked(device)
-        param = gradient(NUMEL, 99).to(device)
-        for step in (1, 2):
-            call(param, gradient(NUMEL, step).to(device), moments, blocks, numbers(step), None, backend)
-        return {"param": param, "m_codes": moments.m_codes, "v_scales": moments.v_scales}
-
-    assert_same(run(torch.compile(adamw8bit, fullgraph=True, backend="aot_eager")), run(adamw8bit))
-
-
 def test_bytes_moved_are_those_of_the_docstring():
     if not launch.INTERPRETED:
         return
