@@ -1,14 +1,10 @@
-"""The step count of an optimizer in a checkpoint: all steps, or those since it began."""
+"""The step count of an optimizer in a checkpoint: the steps since it began."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from fastdiff.checkpoint.manifest import MANIFEST
 from fastdiff.config.run import RunConfig
-from fastdiff.parallel.world import World
-from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks
 from tests.support.runs import assert_same_checkpoint, launch, newest, tiny, train_losses
 
@@ -18,19 +14,6 @@ def copied(config: RunConfig, folder: Path, *, without_step: int) -> RunConfig:
     shutil.copytree(config.output.folder, folder)
     shutil.rmtree(folder / "checkpoints" / f"step-{without_step:08d}")
     return replace(config, output=replace(config.output, folder=str(folder)))
-
-
-def test_a_checkpoint_without_the_count_counts_all_steps(world: World, digits: Path, tmp_path: Path) -> None:
-    config = tiny(digits, tmp_path / "whole", steps=4, output__checkpoint_every=2, output__keep=9)
-    train(config, launch(0), world)
-    older = copied(config, tmp_path / "older", without_step=4)
-    path = newest(tmp_path / "older").folder / MANIFEST
-    manifest = json.loads(path.read_text())
-    assert manifest.pop("optimizer_steps") == 2
-    del manifest["sha256"]
-    path.write_text(json.dumps(manifest))
-    train(older, launch(0), world)
-    assert_same_checkpoint(tmp_path / "whole", tmp_path / "older")
 
 
 def test_an_optimizer_that_is_changed_counts_from_then_on(digits: Path, tmp_path: Path) -> None:

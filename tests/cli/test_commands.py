@@ -24,13 +24,16 @@ from tests.support.forked import forked_ranks, values
 from tests.support.nights import by_day
 from tests.support.processes import ROOT, deepspeed
 from tests.support.runs import flags, launch, losses, newest, records, tiny, train_losses
+from tests.support.scripts import deepspeed_with_forks
 
 
-def test_two_gloo_ranks_train_the_preset(digits: Path, tmp_path: Path) -> None:
+def test_two_gloo_ranks_train_the_preset(digits: Path, tmp_path: Path, nightly: bool) -> None:
+    """By night DeepSpeed's launcher and its ranks start Python anew."""
     short = ["--samples", "256", "--data.path", digits, "--output.folder", tmp_path / "run", "--output.log_every", "2"]
     short += ["--output.sample_steps", "2"]
     zero3 = ["--deepspeed_config", "deepspeed_configs/zero3.json"]
-    done = deepspeed("--preset", "digits", *short, *zero3, ranks=2, TORCH_EXTENSIONS_DIR=str(tmp_path / "compiled"))
+    start = deepspeed if nightly else deepspeed_with_forks
+    done = start("--preset", "digits", *short, *zero3, ranks=2, TORCH_EXTENSIONS_DIR=str(tmp_path / "compiled"))
     assert done.code == 0, done.output
     assert not (tmp_path / "compiled").exists(), "a start compiles nothing"
     assert [r["step"] for r in records(tmp_path / "run")] == [2, 4]
@@ -164,6 +167,8 @@ def test_a_finished_run_started_again_is_done_at_once(world: World, digits: Path
     train(config, launch(), world)
     before = newest(tmp_path / "run").manifest["files"]
     train(config, launch(), world)
+    assert newest(tmp_path / "run").manifest["files"] == before
+    train(tiny(digits, tmp_path / "run", steps=1), launch(), world)  # fewer than it has
     assert newest(tmp_path / "run").manifest["files"] == before
     assert len(losses(tmp_path / "run")) == 2
 

@@ -22,7 +22,6 @@ from fastdiff.cluster.launchers.job import Job
 from fastdiff.errors import ConfigError
 from fastdiff.ledger.records import SUBMITTED
 from tests.support.processes import BIN, ROOT, Finished, start, stop
-from tests.support.scripts import COMMAND, run_with_forks
 from tests.support.waiting import wait_until
 
 HOSTILE = (
@@ -448,19 +447,6 @@ def test_the_script_for_deepspeed_gives_it_every_word(tmp_path: Path, stand_ins:
 
 
 # --- here
-
-
-def test_local_runs_here_and_gives_the_exit_code_of_the_run(tmp_path: Path, digits: Path) -> None:
-    flags = [
-        "--preset", "digits", "--data.path", digits, "--output.folder", tmp_path / "run", "--batch.samples", "32",
-        "--samples", "64", "--output.sample_every", "0", "--model.depth", "1",
-    ]  # fmt: skip
-    done = run_with_forks(COMMAND, "launch", "local", "--ranks", "2", "--", *flags)
-    assert done.code == 0, done.output
-    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
-    nothing = ["--data.path", tmp_path / "none"]
-    missing = run_with_forks(COMMAND, "launch", "local", "--ranks", "1", "--", *flags, *nothing)
-    assert missing.code == 65, missing.output
 
 
 # --- Kubernetes

@@ -52,11 +52,13 @@ def test_what_files_and_flags_tell_is_told_before_torch_is_imported(digits: Path
         (["train", "--preset", "digits", "--data.path", str(digits), "--model.classes", "5"], 2, "--model.classes 10"),
         (["launch", "local", "--ranks", "1", "--", "--preset", "digits", "--data.path", "no/where"], 65, "no/where"),
         (["train", "--preset", "digits", "--help"], 0, "--help-all lists all flags"),
+        (["train", "--preset", "digits", "--data.path", str(digits), "--output.report-to", "wandb"], 2, "no API key"),
         (["bench", "--help"], 0, "count Inductor's code"),
         (["bench", "stpe"], 2, "did you mean step?"),
         (["train", "--preset", "digits", "--dry-run"], 0, '"folder": "runs/digits"'),
     ]  # fmt: skip
-    done = run([sys.executable, "-c", _REFUSALS, json.dumps([words for words, _, _ in cases])])
+    nobody = {"HOME": str(tmp_path), "WANDB_API_KEY": "", "WANDB_MODE": "", "NETRC": ""}
+    done = run([sys.executable, "-c", _REFUSALS, json.dumps([words for words, _, _ in cases])], **nobody)
     assert done.code == 0, done.output
     answers = [json.loads(line) for line in done.output.splitlines() if line.startswith("[")]
     for (words, code, message), (found, said, heavy) in zip(cases, answers, strict=True):

@@ -161,19 +161,6 @@ def test_a_launcher_that_ends_leaves_nobody_and_loses_nothing(
     assert hexes(steps[:STEPS]) == hexes(whole[: len(steps)])
 
 
-@pytest.mark.nightly
-@pytest.mark.fault(12)
-@pytest.mark.parametrize("running", ["forked"], indirect=True)
-def test_the_command_itself_exits_with_75(whole: list[float], digits: Path, tmp_path: Path, running: Tree) -> None:
-    """The exit code by which a scheduler tells it from a failure, when a rank is signalled."""
-    launcher = running.launcher
-    ranks = [p for p in launcher.children() if "fastdiff/train.py" in p.cmdline()]
-    ranks[-1].send_signal(signal.SIGUSR1)
-    output, _ = running.command.communicate()
-    assert running.command.poll() == 75, output
-    assert output.count("the same command resumes from there") == 1, output
-
-
 @pytest.mark.fault(12)
 def test_a_signal_during_the_images_saves_the_step_before_them(
     whole: list[float], digits: Path, tmp_path: Path

@@ -168,30 +168,6 @@ def test_a_finished_schedule_leaves_the_configured_rate(
         assert group["lr"] == pytest.approx(rate * config.optim.lr)
 
 
-def _as_parameters(folder: Path) -> None:
-    """Save the weights and the averages anew as improved-diffusion does: they ask for a gradient."""
-    for path in [*folder.glob("model*.pt"), *folder.glob("ema_*.pt")]:
-        torch.save({name: nn.Parameter(value.clone()) for name, value in opened(path).items()}, path)
-
-
-def test_a_run_that_goes_on_draws_no_graph_behind_its_averages(
-    world: World, made: dict[str, RunConfig], tmp_path: Path
-) -> None:
-    config = made["adm"]
-    export(folder_of(config), tmp_path / "out", Choice(format="iddpm", step=1))
-    _as_parameters(tmp_path / "out")
-    start = PretrainedConfig(path=str(tmp_path / "out" / "model000001.pt"), weights=True, training=True)
-    second = replace(config, pretrained=start, output=output(tmp_path / "second"))
-    with ExitStack() as stack:
-        run = build(second, launch(1), world, stack)
-        state, batches, callbacks = run.state, run.batches, run.callbacks
-        take_steps(state, batches, callbacks)
-        assert state.progress.steps == 2
-        averages = [average for kind in state.ema.averages.values() for average in kind if average is not None]
-        assert averages
-        assert not any(average.requires_grad for average in averages)
-
-
 def _renamed(folder: Path, before: str, after: str) -> Path:
     """The training as one of another step, while its AdamW counts as before."""
     for path in folder.glob(f"*{before}.pt"):

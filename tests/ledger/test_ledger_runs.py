@@ -1,9 +1,6 @@
-"""Ledgers of real runs: killed under a supervisor, with a slow rank, beside faults of the file."""
+"""Ledgers of real runs: with a slow rank, and beside faults of the file."""
 
-import json
-import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -22,62 +19,10 @@ from fastdiff.training import metrics
 from fastdiff.training.build import start_ledger
 from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
-from tests.support.runs import flags, held_out, intact, launch, losses, tiny
-from tests.support.supervised import Supervised, end
+from tests.support.runs import launch, losses, tiny
 
-KILLED_AT, STEPS = 7, 12
-KILL_AT_A_STEP = f"""
-import json, os, signal
-
-def dumps(value, *args, _dumps=json.dumps, **options):
-    if isinstance(value, dict) and "lr" in value and value["step"] == {KILLED_AT}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return _dumps(value, *args, **options)
-
-json.dumps = dumps
-"""
-"""A rank that dies when it is about to log a step, which has been taken."""
 FAST_S, SLOW_S = 1000.0, 1300.0
 """Seconds of a forward pass on a clock that only these passes advance, far more than the steps take."""
-
-
-@pytest.mark.nightly
-@pytest.mark.fault(13)
-def test_the_ledger_knows_what_a_kill_cost(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tiny(
-        digits, tmp_path / "run", steps=STEPS, output__checkpoint_every=2, output__sample_every=4,
-        validation__data=str(held_out(digits)), validation__every=6, validation__samples=64,
-    )  # fmt: skip
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(KILL_AT_A_STEP)
-    path = os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    found = []
-    for environment, code in (({"PYTHONPATH": path}, 128 + signal.SIGKILL), ({}, 0)):
-        supervised = Supervised(
-            tmp_path / "run", flags(config), "--ranks-per-node", "2", "--no-preflight", environment=environment
-        )
-        try:
-            assert supervised.wait() == code, supervised.output
-        finally:
-            end([supervised])
-        found.append(intact(tmp_path / "run")[0])
-    sums = read_ledger(tmp_path / "run")
-    assert len(losses(tmp_path / "run")) == STEPS
-    assert [start.resumed for start in sums.starts] == [0, found[0]]
-    assert (sums.steps_kept, sums.steps_lost) == (STEPS, KILLED_AT - found[0])
-    assert [start.outcome for start in sums.starts] == ["exit code 137", "done"]
-    seconds = sums.seconds
-    assert sum(seconds.values()) == pytest.approx(sums.wall_s, rel=0.01)
-    unknown = [start.seconds["unknown"] for start in sums.starts]
-    assert unknown[0] > 0, "from the last beat until the supervisor knew of the kill"
-    assert (unknown[1], sums.between["unknown"]) == (pytest.approx(0.0, abs=1e-3), 0.0)
-    for name in ("step kept", "step lost", "data wait", "start", "save", "validation", "sampling", "stop"):
-        assert seconds[name] > 0, name  # type: ignore[index]
-    assert main(["ledger", str(tmp_path / "run"), "--json", "--price", "2"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["steps_lost"] == sums.steps_lost
-    assert told["dollars"] == pytest.approx(2 * sums.gpu_hours)
-    assert told["outlook"] == {"forecast": None, "window_since_step": 6, "bins_gained": told["outlook"]["bins_gained"]}
 
 
 def _train_slowly(world: World, config: RunConfig) -> None:

@@ -16,7 +16,6 @@ from fastdiff.parallel.devices import (
     architecture_problem,
     precision_problem,
     require_gpu,
-    require_precision,
     select_device,
 )
 from fastdiff.parallel.world import World, start_world
@@ -41,14 +40,6 @@ CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 def test_bf16_needs_ampere(precision: str, capability: Capability | None, refused: str | None) -> None:
     found = precision_problem(precision, capability)
     assert found is None if refused is None else refused in str(found)
-
-
-def test_the_refusal_names_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_precision("bf16", CPU)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    require_precision("fp16", torch.device("cuda", 0))
-    with pytest.raises(ConfigError, match=r"^--precision bf16: this GPU \(sm_75\).*; use --precision fp16$"):
-        require_precision("bf16", torch.device("cuda", 0), "--precision")
 
 
 @pytest.mark.parametrize(

@@ -177,18 +177,6 @@ def test_the_cpu_takes_small_wheels_where_their_index_can_be_reached(monkeypatch
     assert "--extra-index-url" not in [*second, *install.commands("13", Path("python"))[0]]
 
 
-@pytest.mark.nightly
-def test_another_set_replaces_the_environment_and_the_same_one_does_not(tmp_path: Path, pip: Path) -> None:
-    environment = tmp_path / "venv"
-    install.install("13", environment)
-    for name, kept in (("13", True), ("12", False), ("12", True), ("cpu", False)):
-        (environment / "of the last").touch()
-        install.install(name, environment)
-        assert (environment / "of the last").exists() == kept
-        assert (environment / "installed").read_text() == f"{name}\n"
-    assert pip.exists()
-
-
 @pytest.mark.parametrize(("mark", "kept"), [(None, False), ("", False), ("12 12\n", False), ("13\n", True)])
 def test_an_environment_of_an_unknown_set_is_replaced(
     tmp_path: Path, pip: Path, capsys: pytest.CaptureFixture[str], mark: str | None, kept: bool

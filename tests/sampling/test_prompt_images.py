@@ -1,7 +1,5 @@
 """Images of prompts: those drawn while training, and those of ``fastdiff sample``."""
 
-import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +7,22 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastdiff.cli.main import main
 from fastdiff.config.launch_options import Launch
-from fastdiff.config.networks.registry import register
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.data import ValidationConfig
-from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import ConfigError, NoMemoryError
-from fastdiff.models.pretrained.tiny_pipeline import UNETS, build
+from fastdiff.models.pretrained.tiny_pipeline import IMAGE_SIZE, build
 from fastdiff.parallel import fragments
 from fastdiff.parallel.world import World
 from fastdiff.training.callbacks import previews
 from fastdiff.training.loop import train
 from tests.support.inputs.text_runs import encode, text_run
 from tests.support.nights import by_day
-from tests.support.pooled_network import PooledConfig
 from tests.support.processes import run_ranks
-from tests.support.runs import launch, losses, tiny
+from tests.support.runs import launch, tiny
 
 PROMPTS = ("a red cat", "two birds")
 DRAWN = ValidationConfig(prompts=PROMPTS, every=1, images_per_prompt=2, steps=3, guidance_scale=3.0)
@@ -55,6 +51,11 @@ def test_images_while_training_are_those_of_the_averaged_weights(
         text_run(made / f"{kind}-data", made / kind, run, kind=kind, validation=DRAWN, optim__lr=0.05), launch(3), world
     )
     drawn = [picture(run / "samples" / f"step-{step:08d}.png") for step in (1, 2)]
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0}).Reload()
+    assert {tag for tag in events.Tags()["images"] if "log SNR" not in tag} == {f"validation/{one}" for one in PROMPTS}
+    assert [(shown.step, shown.width) for shown in events.Images("validation/two birds")] == [
+        (step, 2 * IMAGE_SIZE) for step in (1, 2)
+    ]
     assert abs(drawn[0] - drawn[1]).max() > 1, "the weights have moved"
     prompts = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
     assert main(["sample", str(run), *prompts, *SAME, "--grid", str(tmp_path / "same.png")]) == 0
@@ -64,29 +65,6 @@ def test_images_while_training_are_those_of_the_averaged_weights(
     negative = ["--negative-prompt", "a blue dog"]
     assert main(["sample", str(run), *prompts, *SAME, *negative, "--grid", str(tmp_path / "negative.png")]) == 0
     assert abs(picture(tmp_path / "negative.png") - drawn[1]).max() > 1
-
-
-def test_a_network_with_pooled_embeddings_and_no_sizes_trains_and_draws(
-    world: World, made: Path, tmp_path: Path
-) -> None:
-    """From data and a pipeline of SDXL, which have the sizes of images too."""
-    register(PooledConfig)
-    run, data = tmp_path / "run", made / "sdxl-data"
-    assert "time_ids" in DatasetInfo.read(data).columns
-    widths = UNETS["sdxl"].conditions
-    model = PooledConfig(width=widths["context"][-1], pooled_width=widths["pooled"][0])
-    config = text_run(
-        data, made / "sdxl", run, model=model, pretrained__weights=False, objective__condition_dropout=0.5,
-        validation=DRAWN,
-    )  # fmt: skip
-    train(config, launch(2), world)
-    assert all(map(math.isfinite, losses(run)))
-    sampled = ["sample", str(run), "--prompt", "a red cat", "--steps", "2", "--cfg", "3"]
-    assert main([*sampled, "--grid", str(tmp_path / "grid.png")]) == 0
-    assert picture(tmp_path / "grid.png").std() > 1
-    wrong = replace(model, pooled_width=model.pooled_width + 1)
-    with pytest.raises(ConfigError, match=r"holds the conditions context of .*; the model takes .*pooled of"):
-        train(replace(config, model=wrong, output=replace(config.output, folder=str(tmp_path / "2"))), launch(2), world)
 
 
 @pytest.mark.parametrize(

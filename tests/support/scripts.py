@@ -147,9 +147,9 @@ class Launcher(Script):
         return self.wait().output, None
 
 
-def deepspeed_with_forks(*flags: str | Path, ranks: int) -> Finished:
+def deepspeed_with_forks(*flags: str | Path, ranks: int, **environment: str) -> Finished:
     """Run ``deepspeed fastdiff/train.py`` with ``flags`` on a free port, its processes forked."""
-    return run_with_forks(*deepspeed_command(*flags, ranks=ranks))
+    return run_with_forks(*deepspeed_command(*flags, ranks=ranks), **environment)
 
 
 def _end_of(ranks: list[ForkServerProcess], timeout_s: float) -> int:

@@ -56,16 +56,6 @@ def test_a_fork_ends_like_a_new_interpreter(tmp_path: Path, end: str) -> None:
     assert run_with_forks(tmp_path / "parent.py").output == f"{code} {said}\n"
 
 
-def test_a_fork_that_cannot_begin_ends_and_its_parent_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "parent.py").write_text(
-        "import subprocess, sys\n"
-        "done = subprocess.run([sys.executable, '-c', 'pass'], cwd='/nowhere', stderr=subprocess.PIPE)\n"
-        "print(done.returncode, b'FileNotFoundError' in done.stderr)\n"
-    )
-    done = run_with_forks(tmp_path / "parent.py")
-    assert (done.code, done.output) == (0, "1 True\n")
-
-
 def test_a_fork_removes_what_it_leaves_at_its_end(tmp_path: Path) -> None:
     """And its last line arrives, which has no end."""
     (tmp_path / "parent.py").write_text(
@@ -77,21 +67,3 @@ def test_a_fork_removes_what_it_leaves_at_its_end(tmp_path: Path) -> None:
     )
     done = run_with_forks(tmp_path / "parent.py")
     assert done.output.splitlines()[-1] == "0 True False"
-
-
-@pytest.mark.nightly
-def test_a_signal_at_its_start_ends_a_fork_whose_parent_has_a_handler(tmp_path: Path) -> None:
-    """As it ends a new interpreter."""
-    (tmp_path / "parent.py").write_text(
-        "import signal, subprocess, sys\n"
-        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
-        "forks = []\n"
-        "for _ in range(10):\n"
-        "    code = 'import sys; sys.stdin.read()'\n"
-        "    forks.append(subprocess.Popen([sys.executable, '-c', code], stdin=subprocess.PIPE))\n"
-        "    forks[-1].send_signal(signal.SIGTERM)\n"
-        "for fork in forks:\n"
-        "    fork.stdin.close()\n"
-        "print({fork.wait() for fork in forks})\n"
-    )
-    assert run_with_forks(tmp_path / "parent.py").output == "{-15}\n"

@@ -1,7 +1,6 @@
 """``make test`` hides a GPU, ``make test-gpu`` takes the tests that are for one, and no others."""
 
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import select_for_gpu
-from tests.support.processes import ROOT, run
+from tests.support.processes import ROOT
 
 
 def commands(target: str) -> list[str]:
@@ -42,13 +41,6 @@ def test_what_times_something_has_the_gpu_to_itself() -> None:
     assert "--numprocesses" not in alone
     assert [alone[place + 1] for place, word in enumerate(alone) if word == "--ignore"] == folders
     assert not [word for word in alone if word.startswith("tests/") and alone[alone.index(word) - 1] != "--ignore"]
-
-
-@pytest.mark.nightly
-def test_without_a_gpu_there_is_nothing_to_test_on_it() -> None:
-    done = run([sys.executable, "-m", "pytest", "--gpu", "tests/ops/test_names.py"])
-    assert done.code == pytest.ExitCode.USAGE_ERROR
-    assert "--gpu: torch sees no CUDA device; fastdiff doctor tells why" in done.output
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from fastdiff.training.loop import train
 from fastdiff.training.metrics import BY_LEVEL, Meters
 from fastdiff.training.trackers.tags import shown
 from tests.support.references.timesteps import uniform_timesteps
-from tests.support.runs import assert_same_checkpoint, launch, records, tiny
+from tests.support.runs import launch, records, tiny
 
 ALONE: Any = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), sum_=lambda tensor: tensor)
 LOG_SNR = [-math.inf, -30.0, -8.75, -8.7500001, -0.001, 0.0, 1.2499, 1.25, 8.7499, 8.75, 40.0, 3.0]
@@ -126,22 +126,6 @@ def test_the_log_has_the_losses_by_level(world: World, digits: Path, tmp_path: P
         assert found[name] == (pytest.approx(members.mean(), rel=1e-6) if len(members) else None), name
     tags = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload().Tags()["scalars"]
     assert {tag for tag in tags if "/" in tag} == {shown(name) for name, members in groups if len(members)}
-
-
-def test_the_sums_survive_a_resume(world: World, digits: Path, tmp_path: Path) -> None:
-    """The one record is of steps before and after the resume, to the last bit."""
-
-    def config(name: str, steps: int) -> Any:
-        return tiny(digits, tmp_path / name, steps=steps, output__log_every=4, output__checkpoint_every=2)
-
-    train(config("whole", 4), launch(0), world)
-    train(config("resumed", 3), launch(0), world)
-    (tmp_path / "resumed" / "checkpoints" / "step-00000003").rename(tmp_path / "lost")
-    train(config("resumed", 4), launch(0), world)
-    [whole], [resumed] = records(tmp_path / "whole"), records(tmp_path / "resumed")
-    assert [whole[name] for name in ("loss", *BY_LEVEL)] == [resumed[name] for name in ("loss", *BY_LEVEL)]
-    assert sum(whole[name] is not None for name in BY_LEVEL) > 10
-    assert_same_checkpoint(tmp_path / "whole", tmp_path / "resumed")
 
 
 def test_means_and_errors_of_even_levels() -> None:

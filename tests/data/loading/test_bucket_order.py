@@ -42,15 +42,6 @@ def epochs(count, **arguments):
     return order(**arguments).samples(np.arange(count * EPOCH)).reshape(count, -1, BATCH)
 
 
-def test_every_batch_is_of_one_bucket_and_no_sample_comes_twice_in_an_epoch():
-    assert len(order()) == EPOCH
-    for epoch in epochs(20):
-        buckets = bucket_of(epoch)
-        assert (buckets == buckets[:, :1]).all()
-        assert np.bincount(buckets[:, 0]).tolist() == [4, 3, 4]
-        assert len(np.unique(epoch)) == EPOCH
-
-
 def test_batches_of_all_buckets_are_shuffled_anew_in_every_epoch():
     sequences = bucket_of(epochs(200)[:, :, 0])
     assert len({tuple(sequence) for sequence in sequences.tolist()}) > 190

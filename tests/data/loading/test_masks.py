@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from fastdiff.conditions import problem_of_shapes, require_shapes, require_sources
+from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.data.loading.build import build_batches, build_order
+from fastdiff.data.loading.fit import _check_conditions
 from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance, condition_columns
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.data.shards.verify import verify
@@ -132,6 +134,11 @@ def test_conditions_outside_the_table_are_refused(shapes: dict[str, tuple[int, .
 def test_conditions_that_no_data_set_has_together_are_refused(names: tuple[str, ...], problem: str | None) -> None:
     with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
         require_sources(names, "the network x")
+
+
+def test_data_with_other_conditions_than_the_network_takes_are_refused(digits: Path) -> None:
+    with pytest.raises(ConfigError, match=r"x holds the conditions none; the model takes context of 77x768; encode"):
+        _check_conditions(UNetConfig(), "x", DatasetInfo.read(digits))
 
 
 def test_a_mask_is_stored_as_bytes(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -155,14 +154,3 @@ def test_a_safety_checker_and_the_variant_of_the_unet_come_along(
     assert json.loads((out / "model_index.json").read_text())["safety_checker"][0] == "stable_diffusion"
     found = load_file(out / "unet" / "diffusion_pytorch_model.safetensors")
     assert all(bool((found[name] == value).all()) for name, value in weights.items())
-
-
-@pytest.mark.nightly
-def test_an_export_without_an_autoencoder_is_refused(
-    server: Any, user: subprocess.Popen[str], published: Path, tmp_path: Path
-) -> None:
-    for path in (published / "vae").glob("*.safetensors"):
-        path.unlink()
-    done = use(user, publish(server, published, "me/incomplete"), tmp_path)
-    assert done.code == 1
-    assert re.search(r"ConfigError: \S*vae has no diffusion_pytorch_model\.safetensors", done.output)

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from fastdiff.conditions import image_conditions
-from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.run import RunConfig
@@ -22,8 +21,6 @@ from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Prov
 from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.models.pretrained.tiny_pipeline import IMAGE_SIZE, UNETS, Kind
-from fastdiff.parallel.world import World
-from fastdiff.training.loop import train
 
 CAPTIONS = ("a red cat", "a blue dog", "two birds", "")
 SCALE = 0.18215
@@ -85,8 +82,3 @@ def text_run(
         part, _, field = name.partition("__")
         config = replace(config, **{part: replace(getattr(config, part), **{field: value}) if field else value})
     return config
-
-
-def train_on_rank(world: World, config: RunConfig, launch: Launch) -> None:
-    """Train; for ``run_ranks``."""
-    train(config, launch, world)

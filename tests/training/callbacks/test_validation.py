@@ -31,6 +31,7 @@ from fastdiff.training.callbacks.validation import validated
 from fastdiff.training.loop import train
 from tests.support.inputs import captioned
 from tests.support.inputs.text_runs import encode, text_run
+from tests.support.nights import by_day
 from tests.support.processes import run_ranks
 from tests.support.runs import FRUIT, held_out, launch, named, newest, numbered, tiny
 
@@ -136,7 +137,7 @@ def test_the_seed_of_the_run_does_not_matter(world: World, digits: Path, trained
     assert lines(tmp_path / "1")[0]["val_loss"] < 0.8, "a trained model"
 
 
-@pytest.mark.parametrize("prediction", ["v", "epsilon"])
+@pytest.mark.parametrize("prediction", by_day(["v"], "epsilon"))
 def test_the_file_has_the_losses_of_the_definition(world: World, digits: Path, tmp_path: Path, prediction: str) -> None:
     """Against NumPy in float64, with the network as the only part in common."""
     run = tmp_path / "run"

@@ -210,16 +210,6 @@ def test_the_null_class_is_tried(digits: Path, tmp_path: Path, own: Path) -> Non
         check_network(network_of(own, digits, tmp_path / "run"), CPU)
 
 
-def test_a_callback_that_fails_on_one_rank_ends_both(digits: Path, tmp_path: Path) -> None:
-    own = tmp_path / "own.py"
-    own.write_text("class Own:\n    every = 1\n    def on_step(self, run):\n        1 / (1 - run.rank)\n")
-    config = tiny(digits, tmp_path / "run", output__callbacks=(f"{own}:Own",))
-    done = run_job(TRAIN, *flags(config), ranks=2)
-    assert done.code == 1, done.output
-    assert "own.py:4: ZeroDivisionError" in done.output
-    assert "Traceback" not in done.output
-
-
 def test_a_callback_that_fails_after_the_last_step_leaves_the_run_complete(
     world: World, digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
