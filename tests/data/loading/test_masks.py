@@ -137,7 +137,7 @@ def test_conditions_that_no_data_set_has_together_are_refused(names: tuple[str, 
 
 
 def test_data_with_other_conditions_than_the_network_takes_are_refused(digits: Path) -> None:
-    with pytest.raises(ConfigError, match=r"x holds the conditions none; the model takes context of 77x768; encode"):
+    with pytest.raises(ConfigError, match=r"x holds the conditions none; the model takes context of 768; encode"):
         _check_conditions(UNetConfig(), "x", DatasetInfo.read(digits))
 
 
