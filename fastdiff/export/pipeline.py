@@ -18,7 +18,8 @@ from fastdiff.export.schedulers import noise_of, write_json
 from fastdiff.export.weights import ExportedWeights
 from fastdiff.models.family import family_of
 from fastdiff.models.load import pretrained
-from fastdiff.models.pretrained.pipeline import DESCRIPTIONS, INDEX, Pretrained
+from fastdiff.models.pipeline_files import DESCRIPTIONS, INDEX
+from fastdiff.models.pretrained.pipeline import Pretrained
 
 _OPTIONAL = ("safety_checker", "feature_extractor", "image_encoder")
 """Optional parts of a pipeline."""

@@ -22,7 +22,8 @@ from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.original_names import autoencoder_weight, open_clip_weight, original_weights
 from fastdiff.export.weights import ExportedWeights, representable
 from fastdiff.models.load import pretrained
-from fastdiff.models.pretrained.pipeline import Pretrained, readable
+from fastdiff.models.pipeline_files import readable
+from fastdiff.models.pretrained.pipeline import Pretrained
 
 FILE = "model.safetensors"
 _UNET, _AUTOENCODER = "model.diffusion_model.", "first_stage_model."

@@ -16,7 +16,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.family import family_of
 from fastdiff.models.load import build_network, check_base, pretrained
-from fastdiff.models.pretrained.pipeline import readable
+from fastdiff.models.pipeline_files import readable
 
 Shapes = dict[str, tuple[int, ...]]
 Read = Callable[[str], Tensor]

@@ -22,8 +22,9 @@ from fastdiff.files import file_digest
 from fastdiff.models.build import Model, build_deferred, build_model, load_model
 from fastdiff.models.family import family_of
 from fastdiff.models.lora import add_lora
+from fastdiff.models.pipeline_files import readable, tensors_of
 from fastdiff.models.pretrained.pickles import load_published
-from fastdiff.models.pretrained.pipeline import Pretrained, readable, tensors_of
+from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.models.pretrained.sit_transport import check_transport
 from fastdiff.models.pretrained.training_state import read_published_training
 

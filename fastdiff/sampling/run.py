@@ -27,7 +27,7 @@ from fastdiff.errors import ConfigError, DataError, StorageError, require
 from fastdiff.files import file_digest
 from fastdiff.models.family import ModelFamily, family_of
 from fastdiff.models.load import build_network, check_base, null_label, pretrained, resolve
-from fastdiff.models.pretrained.pipeline import readable
+from fastdiff.models.pipeline_files import readable
 from fastdiff.models.toolchain import require_compilers
 from fastdiff.parallel.devices import select_device
 from fastdiff.sampling.class_names import ClassChoice, ClassNames

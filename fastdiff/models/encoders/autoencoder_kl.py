@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from fastdiff.models.encoders.family import AutoencoderFamily, LatentSpace
-from fastdiff.models.pretrained.pipeline import Pretrained
+from fastdiff.models.pipeline_files import PipelineFiles
 
 _SCALING_FACTOR = 0.18215
 """Default of the class, for older configurations without the field."""
 
 
-def _space(pipeline: Pretrained) -> LatentSpace:
+def _space(pipeline: PipelineFiles) -> LatentSpace:
     """Return the space of its posteriors.
 
     x0 is ``(mean - shift_factor) * scaling_factor``. If there are ``latents_mean`` and ``latents_std`` per channel, x0
@@ -36,7 +36,7 @@ def _space(pipeline: Pretrained) -> LatentSpace:
     )
 
 
-def _load(pipeline: Pretrained, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+def _load(pipeline: PipelineFiles, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
     from diffusers import AutoencoderKL
 
     vae: nn.Module = pipeline.load_part(AutoencoderKL, "vae", device, dtype)

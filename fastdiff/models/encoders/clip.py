@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastdiff.errors import ConfigError
 from fastdiff.models.encoders.family import TextEncoderFamily
-from fastdiff.models.pretrained.pipeline import Pretrained, readable
+from fastdiff.models.pipeline_files import PipelineFiles, readable
 
 
 class Clip:
@@ -77,7 +77,7 @@ class Clip:
         return tokens["input_ids"].to(self._device)
 
 
-def _load(pipeline: Pretrained, device: torch.device | str, dtype: torch.dtype) -> Clip:
+def _load(pipeline: PipelineFiles, device: torch.device | str, dtype: torch.dtype) -> Clip:
     import transformers
 
     encoders, tokenizers = [], []
@@ -94,7 +94,7 @@ def _load(pipeline: Pretrained, device: torch.device | str, dtype: torch.dtype) 
     return Clip(tokenizers, encoders, torch.device(device), null_is_zero=zeros)
 
 
-def _tokenizer(pipeline: Pretrained, name: str, length: int) -> Any:
+def _tokenizer(pipeline: PipelineFiles, name: str, length: int) -> Any:
     from transformers import CLIPTokenizer
 
     folder = pipeline.folder / name

@@ -4,19 +4,15 @@ A pipeline names the classes of its parts in ``model_index.json``; ``registry`` 
 can come from another package.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fastdiff.errors import require
-
-if TYPE_CHECKING:
-    from fastdiff.models.pretrained.pipeline import Pretrained
+from fastdiff.models.pipeline_files import PipelineFiles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +50,9 @@ class AutoencoderFamily:
     title: ClassVar[str] = "an autoencoder"
     classes: tuple[str]
     """Its class in ``model_index.json``."""
-    space: Callable[[Pretrained], LatentSpace]
+    space: Callable[[PipelineFiles], LatentSpace]
     """Describes its latents, by its ``config.json`` or by statistics among its weights."""
-    load: Callable[[Pretrained, torch.device | str, torch.dtype], nn.Module]
+    load: Callable[[PipelineFiles, torch.device | str, torch.dtype], nn.Module]
     """Loads it frozen, with weights and activations of this dtype."""
     encode: Callable[[Any, Tensor], Tensor]
     """Maps the module and images ``[B, 3, H, W]`` in [-1, 1], in its dtype, to latents ``[B, C, h, w]`` float32, not
@@ -95,5 +91,5 @@ class TextEncoderFamily:
     """Their classes in ``model_index.json``, in the order of the folders ``text_encoder``, ``text_encoder_2``, ..."""
     conditions: tuple[str, ...]
     """Names of the conditions that they produce."""
-    load: Callable[[Pretrained, torch.device | str, torch.dtype], TextEncoder]
+    load: Callable[[PipelineFiles, torch.device | str, torch.dtype], TextEncoder]
     """Loads them frozen, with weights and activations of this dtype."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fastdiff.errors import ConfigError
+from fastdiff.models.pipeline_files import readable
 from fastdiff.models.pretrained.pickles import check_size, read_published, state_dict
-from fastdiff.models.pretrained.pipeline import readable
 from fastdiff.models.pretrained.repa import refuse_repa
 
 DIT_EMA_RATE = 0.9999

@@ -182,7 +182,7 @@ def test_nobody_names_the_class_of_an_encoder() -> None:
     named = re.compile(r"Autoencoder(KL|DC)|CLIPTextModel")
     files = {str(path.relative_to(ROOT / "fastdiff")) for path in SOURCES if named.search(path.read_text())}
     assert {file for file in files if not file.startswith("models/encoders/")} == {
-        "models/pretrained/pipeline.py",  # old pipelines name no class
+        "models/pipeline_files.py",  # old pipelines name no class
         "models/pretrained/tiny_pipeline.py",
         "cli/demo_t2i.py",
         "export/diffusers_dit.py",

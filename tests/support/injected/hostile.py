@@ -363,7 +363,7 @@ def harmless(folder: Path) -> None:
 def main(kind: str, folder: Path) -> None:
     """Open inputs and say how each ended."""
     from fastdiff.errors import FastdiffError
-    from fastdiff.models.pretrained.pipeline import readable
+    from fastdiff.models.pipeline_files import readable
     from fastdiff.training.metrics import peak_resident_bytes
 
     ended: dict[str, str] = {}

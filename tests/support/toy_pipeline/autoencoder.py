@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastdiff.models.encoders.family import AutoencoderFamily, LatentSpace
-from fastdiff.models.pretrained.pipeline import Pretrained
+from fastdiff.models.pipeline_files import PipelineFiles
 
 FACTOR, CHANNELS = 2, 12
 
@@ -29,7 +29,7 @@ class ToyAutoencoder(nn.Module):
         return F.pixel_shuffle(torch.einsum("dc,bdhw->bchw", self.rotation, latents), FACTOR)
 
 
-def _space(pipeline: Pretrained) -> LatentSpace:
+def _space(pipeline: PipelineFiles) -> LatentSpace:
     weights = pipeline.weights("vae")
     return LatentSpace(
         channels=CHANNELS,
@@ -40,7 +40,7 @@ def _space(pipeline: Pretrained) -> LatentSpace:
     )
 
 
-def _load(pipeline: Pretrained, device: torch.device | str, dtype: torch.dtype) -> ToyAutoencoder:
+def _load(pipeline: PipelineFiles, device: torch.device | str, dtype: torch.dtype) -> ToyAutoencoder:
     return ToyAutoencoder(pipeline.weights("vae")["rotation"]).to(device, dtype)
 
 

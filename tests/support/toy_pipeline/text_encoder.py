@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.models.encoders.family import TextEncoderFamily
-from fastdiff.models.pretrained.pipeline import Pretrained
+from fastdiff.models.pipeline_files import PipelineFiles
 
 WORDS, TOKENS, WIDTH = 64, 6, 8
 _END = WORDS
@@ -46,7 +46,7 @@ class ToyText:
         return {name: value[0] for name, value in self([""]).items()}
 
 
-def _load(pipeline: Pretrained, device: torch.device | str, dtype: torch.dtype) -> ToyText:
+def _load(pipeline: PipelineFiles, device: torch.device | str, dtype: torch.dtype) -> ToyText:
     return ToyText(pipeline.weights("text_encoder")["table"].to(device, dtype))
 
 
