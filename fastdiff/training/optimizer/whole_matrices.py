@@ -2,13 +2,14 @@
 
 A parameter that lies whole on a rank is updated there: at ZeRO-0 on every rank, under ZeRO-1 to 3 on one. A parameter
 that ZeRO cuts is updated by one rank, its owner: the other ranks send it their slices of weights, gradient and state,
-and get back the results. Owners are chosen once, in the order of the parameters: of the ranks with a slice the one that
-owns the fewest elements.
+and get back the results, many parameters at once. Owners are chosen once, in the order of the parameters: of the ranks
+with a slice the one that owns the fewest elements.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from math import prod
 from typing import Any, ClassVar
 
@@ -21,6 +22,11 @@ from fastdiff.config.optimizers.family import OptimizerFamily
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes
 from fastdiff.parallel.world import World
 from fastdiff.training.optimizer.empty_state import empty_state, sizes_of
+
+_PER_RANK = 1 << 24
+"""Elements that a rank gathers of parameters at once, about: 64 MiB of each tensor."""
+_Transfers = Sequence[tuple[Tensor, int | None]]
+"""Tensors and the ranks with which they are exchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,7 @@ class WholeMatrices(torch.optim.Optimizer):
             shapes: of all trained parameters, in one order on all ranks.
             world: the ranks.
         """
-        self._family, self._flats, self._rank = family, flats, world.rank
+        self._family, self._flats, self._rank, self._most = family, flats, world.rank, _PER_RANK * world.size
         # NCCL cannot access host memory, where ZeRO's offload keeps the flat tensors.
         offloaded = world.device.type == "cuda" and any(flat.key.device.type == "cpu" for flat in flats)
         self._group: ProcessGroup | None = dist.new_group(backend="gloo") if offloaded else None
@@ -123,16 +129,16 @@ class WholeMatrices(torch.optim.Optimizer):
         keys = {id(key) for group in self.param_groups for key in group["params"]}  # ZeRO-3 steps one after another
         stepped = [index for index, flat in enumerate(self._flats) if id(flat.key) in keys]
         cut = [m for m in self._matrices if m.owner is not None and m.slices[0].index in stepped]
-        tables = [self._gather(matrix) for matrix in cut]
         for matrix in self._matrices:
             piece = matrix.piece
             if matrix.owner is None and piece is not None and id(piece.flat.key) in keys:
                 self._update_in_place(matrix.shape, piece)
-        for matrix, table in zip(cut, tables, strict=True):
-            if table is not None:
-                self._update(matrix.shape, table, matrix.piece)
-        for matrix, table in zip(cut, tables, strict=True):
-            self._return(matrix, table)
+        for batch in _batches(cut, self._most):
+            tables = self._gather(batch)
+            for matrix, table in zip(batch, tables, strict=True):
+                if table is not None:
+                    self._update(matrix.shape, table, matrix.piece)
+            self._return(batch, tables)
         for state in (self._flats[index].state for index in stepped):
             if "step" in state:
                 state["step"] = state["step"] + 1
@@ -173,42 +179,60 @@ class WholeMatrices(torch.optim.Optimizer):
         for name, values in state.items():
             values.copy_(held[name])  # where the optimizer has replaced a tensor
 
-    def _gather(self, matrix: _Matrix) -> Tensor | None:
-        """Send this rank's slice of a parameter to its owner, which returns all of it: ``[2 + states, numel]``."""
-        own = None if matrix.piece is None else torch.stack([row.float() for row in self._rows(matrix.piece)])
-        if matrix.owner != self._rank:
-            if own is not None:
-                dist.send(own, matrix.owner, self._group)
-            return None
-        assert own is not None
-        table = own.new_empty(len(own), prod(matrix.shape))
-        for piece in matrix.slices:
-            part = own
-            if piece.rank != self._rank:
-                part = own.new_empty(len(own), piece.numel)
-                dist.recv(part, piece.rank, self._group)
-            table[:, piece.start : piece.start + piece.numel] = part
-        return table
+    def _gather(self, batch: Sequence[_Matrix]) -> list[Tensor | None]:
+        """Send this rank's slices of parameters to their owners; return those it owns: ``[2 + states, numel]``."""
+        tables: list[Tensor | None] = []
+        sent, received = [], []
+        for matrix in batch:
+            own = None if matrix.piece is None else torch.stack([row.float() for row in self._rows(matrix.piece)])
+            table = None
+            if matrix.owner == self._rank:
+                assert own is not None
+                table = own.new_empty(len(own), prod(matrix.shape))
+                for piece in matrix.slices:
+                    place = table[:, piece.start : piece.start + piece.numel]
+                    if piece.rank == self._rank:
+                        place.copy_(own)
+                    else:
+                        received.append((place, own.new_empty(place.shape), piece.rank))
+            elif own is not None:
+                sent.append((own, matrix.owner))
+            tables.append(table)
+        self._exchange(sent, [(part, rank) for _, part, rank in received])
+        for place, part, _ in received:
+            place.copy_(part)
+        return tables
 
-    def _return(self, matrix: _Matrix, table: Tensor | None) -> None:
-        """Send the slices of an updated parameter from its owner to the other ranks, which copy them into place."""
-        own = matrix.piece
-        if own is None:
-            return
-        scalars = own.state()
-        if table is None:
-            received = own.flat.master.new_empty((1 + len(self._names)) * own.fragment.numel + len(scalars))
-            dist.recv(received, matrix.owner, self._group)
-            self._write(own, received)
-            return
-        values = [value.float().view(1) for value in scalars.values()]
-        for piece in matrix.slices:
-            rows = table[:, piece.start : piece.start + piece.numel]
-            updated = torch.cat([rows[0], rows[2:].flatten(), *values])
-            if piece.rank == self._rank:
-                self._write(own, updated)
-            else:
-                dist.send(updated, piece.rank, self._group)
+    def _return(self, batch: Sequence[_Matrix], tables: Sequence[Tensor | None]) -> None:
+        """Send the slices of updated parameters from their owners to the other ranks, which copy them into place."""
+        sent, received = [], []
+        for matrix, table in zip(batch, tables, strict=True):
+            own = matrix.piece
+            if own is None:
+                continue
+            scalars = own.state()
+            if table is None:
+                size = (1 + len(self._names)) * own.fragment.numel + len(scalars)
+                received.append((own, own.flat.master.new_empty(size), matrix.owner))
+                continue
+            values = [value.float().view(1) for value in scalars.values()]
+            for piece in matrix.slices:
+                rows = table[:, piece.start : piece.start + piece.numel]
+                updated = torch.cat([rows[0], rows[2:].flatten(), *values])
+                if piece.rank == self._rank:
+                    self._write(own, updated)
+                else:
+                    sent.append((updated, piece.rank))
+        self._exchange(sent, [(updated, rank) for _, updated, rank in received])
+        for own, updated, _ in received:
+            self._write(own, updated)
+
+    def _exchange(self, sent: _Transfers, received: _Transfers) -> None:
+        """Send and receive tensors, all at once; two ranks exchange theirs in the order of the parameters."""
+        ops = [dist.P2POp(dist.isend, tensor, rank, self._group) for tensor, rank in sent]
+        ops += [dist.P2POp(dist.irecv, tensor, rank, self._group) for tensor, rank in received]
+        for request in dist.batch_isend_irecv(ops) if ops else ():
+            request.wait()
 
     def _write(self, piece: _Piece, updated: Tensor) -> None:
         """Copy an updated slice into place: weights and state, each ``[numel]``, and single entries."""
@@ -218,6 +242,13 @@ class WholeMatrices(torch.optim.Optimizer):
             piece.of(tensor).copy_(updated[number * size : (number + 1) * size])
         for scalar, value in zip(scalars.values(), updated[len(tensors) * size :], strict=True):
             scalar.copy_(value)
+
+
+def _batches(matrices: Sequence[_Matrix], most: int) -> Iterator[list[_Matrix]]:
+    """Yield consecutive parameters of about ``most`` elements together."""
+    ends = accumulate(prod(matrix.shape) for matrix in matrices)
+    for _, batch in groupby(zip(ends, matrices, strict=True), key=lambda pair: pair[0] // most):
+        yield [matrix for _, matrix in batch]
 
 
 def _matrices(

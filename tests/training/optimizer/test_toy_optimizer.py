@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.parallel.fragments import Fragment
 from fastdiff.parallel.world import World
 from fastdiff.training.loop import train
+from fastdiff.training.optimizer import whole_matrices
 from fastdiff.training.optimizer.build import build_optimizer
 from tests.support.installed.packages import install
 from tests.support.processes import ROOT, Finished, run_ranks
@@ -139,6 +142,26 @@ def test_every_engine_and_stage_trains_alike_and_resumes_bitwise(digits: Path, t
     one = run_ranks(go_on, digits, tmp_path / "deepspeed-3" / "start", tmp_path / "one", ranks=1)[0]
     for name, after in one.items():
         assert after == pytest.approx(expected, rel=1e-5), f"two ranks of ZeRO-3 -> one rank, {name}"
+
+
+def exchanges(world: World, digits: Path, folder: Path) -> dict[int, tuple[list[float], int]]:
+    """Train six steps under ZeRO-3, by the elements gathered at once; return the losses and the exchanges."""
+    found = {}
+    for most in (whole_matrices._PER_RANK, 1 << 10):
+        with pytest.MonkeyPatch.context() as patch:
+            counted = Mock(wraps=dist.batch_isend_irecv)
+            patch.setattr(dist, "batch_isend_irecv", counted)
+            patch.setattr(whole_matrices, "_PER_RANK", most)
+            config = config_of(digits, folder / str(most), "deepspeed", 6)
+            found[most] = train_losses(world, config, launch(3)), counted.call_count
+    return found
+
+
+def test_many_matrices_are_gathered_at_once(digits: Path, tmp_path: Path) -> None:
+    (losses, calls), (in_parts, more) = run_ranks(exchanges, digits, tmp_path, ranks=2)[0].values()
+    assert calls == 2 * 6, "to the owners and back"
+    assert more > 2 * calls
+    assert hexes(in_parts) == hexes(losses)
 
 
 @pytest.mark.parametrize(("optimizer", "rel"), [("radam", 1e-5), ("half", 1e-2)])
