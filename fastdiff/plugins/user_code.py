@@ -18,6 +18,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from fastdiff.errors import ConfigError, FastdiffError
 from fastdiff.files import read_bounded
+from fastdiff.version import PACKAGE
 
 Group = Literal[
     "fastdiff.networks",
@@ -160,7 +161,8 @@ def faults_of(what: str) -> Iterator[None]:
         yield
     except (AttributeError, LookupError, NameError, TypeError, ValueError) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        frame = [frame for frame in frames if "/site-packages/torch/" not in frame.filename][-1]
+        theirs = [one for one in frames if not one.filename.startswith(str(PACKAGE)) and "/torch/" not in one.filename]
+        frame = (theirs or frames)[-1]
         raise ConfigError(
             f"{what} raises {type(error).__name__} ({error}) at {frame.filename}:{frame.lineno}; mend that code"
         ) from error

@@ -26,6 +26,7 @@ from fastdiff.config.command_line.short_help import short_help
 from fastdiff.config.launch_options import HANG_TIMEOUT_S, Launch
 from fastdiff.config.local_paths import require_local
 from fastdiff.config.networks.user_defined import add_network
+from fastdiff.config.optimizers.registry import optimizer_class, package_of
 from fastdiff.config.presets import PRESETS, preset, shown_presets
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
@@ -191,7 +192,13 @@ def _description(name: str | None) -> str:
 
 
 def print_dry_run(config: RunConfig, ds_config: deepspeed_config.DsConfig) -> None:
-    """Print the resolved configuration and the DeepSpeed JSON as one JSON object, on one rank."""
+    """Print the resolved configuration and the DeepSpeed JSON as one JSON object, on one rank.
+
+    Raises:
+        ConfigError: the optimizer of another package has a wrong class, which is imported for this.
+    """
+    if package_of(config.optim.name) is not None:
+        optimizer_class(config.optim)
     if os.environ.get("RANK", "0") == "0":
         resolved: dict[str, object] = {"config": as_json(config), "deepspeed": ds_config}
         if config.batch.micro == "auto":

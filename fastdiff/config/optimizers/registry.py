@@ -9,12 +9,15 @@ every command knows it:
 The entry point names an ``OptimizerFamily``. Within one process ``register(LION)`` is enough.
 """
 
+from dataclasses import MISSING, fields
 from functools import cache, reduce
+from inspect import signature
 from operator import or_
+from pkgutil import resolve_name
 from typing import Annotated, Any, get_args, get_type_hints
 
 from fastdiff.config.optimizers.adamw import ADAMW, ADAMW8BIT, ADAMW8BIT_BNB
-from fastdiff.config.optimizers.family import BYTES, OptimizerFamily
+from fastdiff.config.optimizers.family import BYTES, OptimizerFamily, Unit
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError, require
 from fastdiff.plugins.user_code import Group, Installed, load_installed
@@ -38,9 +41,15 @@ def register(family: OptimizerFamily) -> OptimizerFamily:
 
 
 def _require_consistent(family: OptimizerFamily) -> None:
+    derived = isinstance(family.config, type) and issubclass(family.config, OptimConfig)
+    require(derived, f"the optimizer {family.name} cannot be registered: its config does not derive from OptimConfig")
     named = get_args(get_type_hints(family.config)["name"])
     wrong = next(filter(None, (
         f"{family.config.__name__}.name is not Literal[{family.name!r}]" if family.name not in named else "",
+        *(f"{family.config.__name__}.{one.name} has no default" for one in fields(family.config)
+          if one.name != "name" and one.default is MISSING and one.default_factory is MISSING),
+        *(f"{one.name} has the unit {one.unit}, expected {', '.join(get_args(Unit))}" for one in family.state
+          if one.unit not in get_args(Unit)),
         *(f"{one.name} has the dtype {one.dtype}, expected {', '.join(BYTES)}" for one in family.state
           if one.dtype not in BYTES),
         *(f"{one.name} has an entry per {one.unit}, which needs whole_matrices=True" for one in family.state
@@ -95,6 +104,31 @@ def family_of(config: OptimConfig) -> OptimizerFamily:
 def package_of(name: str) -> str | None:
     """Return the entry point and the package with its version of an installed optimizer; None: it is of no package."""
     return _installed().identity_of(name, optimizers()[name])
+
+
+def optimizer_class(config: OptimConfig) -> type[Any]:
+    """Import the class of a configured optimizer.
+
+    Raises:
+        ConfigError: it cannot be imported, or does not take the hyper-parameters.
+    """
+    family = family_of(config)
+    try:
+        found: type[Any] = resolve_name(family.optimizer)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"--optim.name {family.name} needs {family.optimizer} of {family.library}, which cannot be imported "
+            f"({error}); {family.remedy}"
+        ) from None
+    given = {**config.hyper_parameters(), **family.arguments}
+    try:
+        signature(found).bind([], **given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--optim.name {family.name}: {family.optimizer} is called with the parameters and {', '.join(given)}, but "
+            f"{error}; let its __init__ take every hyper-parameter of {family.config.__name__}, weight_decay too"
+        ) from None
+    return found
 
 
 @cache

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from fastdiff.config.optimizers.family import BYTES, OptimizerFamily
-from fastdiff.config.optimizers.registry import family_of
+from fastdiff.config.optimizers.registry import family_of, optimizer_class
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.fragments import Flat, Shapes
 from fastdiff.parallel.world import World
+from fastdiff.plugins.user_code import faults_of
 from fastdiff.training.optimizer.clipping import clip_factor, norm_of
 from fastdiff.training.optimizer.lr_schedule import lr_factor
 from fastdiff.training.optimizer.whole_matrices import WholeMatrices
@@ -66,25 +67,17 @@ def build_optimizer(
         skip_non_finite: clip and check for finite gradients in the optimizer itself (ZeRO-0 in fp32).
 
     Raises:
-        ConfigError: its library cannot be imported.
+        ConfigError: its class cannot be imported, does not take the hyper-parameters, or raises an exception.
     """
     family = family_of(config)
-    base = _optimizer_class(family)
+    base: type[torch.optim.Optimizer] = optimizer_class(config)
     if family.whole_matrices:
         base = type(f"Whole{base.__name__}", (WholeMatrices,), {"of": base})
     if skip_non_finite:
         base = type(f"Guarded{base.__name__}", (SkipNonFinite, base), {"clip": config.clip})
     arguments: dict[str, Any] = {**config.hyper_parameters(), **family.arguments}
-    return base(parameters, **arguments)
-
-
-def _optimizer_class(family: OptimizerFamily) -> type[torch.optim.Optimizer]:
-    try:
-        return resolve_name(family.optimizer)  # type: ignore[no-any-return]
-    except ImportError as error:
-        raise ConfigError(
-            f"--optim.name {family.name} needs {family.library}, which cannot be imported ({error}); {family.remedy}"
-        ) from None
+    with faults_of(f"--optim.name {family.name}: {family.optimizer}"):
+        return base(parameters, **arguments)
 
 
 def build_lr_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, steps: int) -> LambdaLR:

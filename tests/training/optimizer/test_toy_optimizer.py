@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fastdiff.cli.main import main
 from fastdiff.config.command_line.config_file import with_optimizer
 from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.optimizers import registry
@@ -302,3 +303,46 @@ def test_an_installed_optimizer_that_is_none_is_named(
     assert registry.family_of(RunConfig().optim).name == "adamw", "it stops only runs that name it"
     with pytest.raises(ConfigError, match=message):
         registry.optimizer_family("toy")
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (replace(RADAM, optimizer="toy_optimizer.nowhere:Toy"), r"toy_optimizer.nowhere:Toy of torch, .*\(No module"),
+        (replace(RADAM, optimizer="torch.optim:Radam"), r"needs torch.optim:Radam of torch, .* no attribute 'Radam'\)"),
+        (replace(RADAM, optimizer="torch.optim:SparseAdam"),
+         "called with the parameters and lr, weight_decay, betas, but got .* 'weight_decay'; let its __init__ take"),
+        (replace(RADAM, arguments={"eps": -1}), r"RAdam raises ValueError \(Invalid epsilon .*\) at .*radam.py:\d+;"),
+    ],
+)  # fmt: skip
+def test_a_class_that_does_not_fit_its_record_is_named(
+    family: OptimizerFamily, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry._registered, "radam", family)
+    with pytest.raises(ConfigError, match=f"--optim.name radam.*{message}"):
+        build_optimizer([torch.zeros(8)], RAdamConfig(), skip_non_finite=False)
+
+
+def test_a_dry_run_imports_the_class_of_another_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(installed(tmp_path, "toy_optimizer.family:TOY"))
+    (tmp_path / "toy_optimizer" / "optimizer.py").unlink()
+    monkeypatch.setattr(registry, "_installed", registry._installed.__wrapped__)
+    for name in [name for name in sys.modules if name.startswith("toy_optimizer")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(registry._registered, "toy", raising=False)
+    assert main(["train", "--preset", "digits", "--optim.name", "toy", "--dry-run"]) == 2
+    assert "needs toy_optimizer.optimizer:Toy of toy-optimizer, which cannot be imp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"config": dict}, "its config does not derive from OptimConfig"),
+        ({"state": (StateTensor(name="a", unit="row"),)}, "a has the unit row, expected element, block, matrix"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_wrong_record_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"the optimizer radam cannot be registered: {message}"):
+        registry.register(replace(RADAM, **wrong))
