@@ -1,6 +1,6 @@
 """Ways to run a training on given GPUs: which fit, how long they take, and why others fall out."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -21,6 +21,7 @@ from fastdiff.planning.gpus import Gpus
 from fastdiff.planning.kernels import of_traced
 from fastdiff.planning.memory import RESERVED, Memory, memory
 from fastdiff.planning.network import Network
+from fastdiff.planning.rates import Interval
 from fastdiff.planning.scaling.zero import Zero, width_of
 from fastdiff.planning.step_time import StepTime, Work
 
@@ -62,16 +63,14 @@ class Planned:
         return self.option.gpus.kind.memory_gib * 2**30 - RESERVED
 
     @cached_property
-    def images_per_s(self) -> tuple[float, float, float]:
-        """Samples per second of all ranks: low, middle and high."""
+    def images_per_s(self) -> Interval:
+        """Samples per second of all ranks."""
         assert self.time is not None
-        found = self.time.whole.under(self.config.batch.samples)
-        return found.low, found.middle, found.high
+        return self.time.whole.under(self.config.batch.samples)
 
-    def hours(self, samples: int) -> tuple[float, float, float]:
-        """Return the hours for this many samples: low, middle and high."""
-        slow, middle, fast = self.images_per_s
-        return samples / fast / 3600, samples / middle / 3600, samples / slow / 3600
+    def hours(self, samples: int) -> Interval:
+        """Return the hours for this many samples."""
+        return self.images_per_s.under(samples / 3600)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ def options(
             fitting.append(_timed(best, launch, network, basis))
         elif smallest is not None:
             lacking.append(smallest)
-    fitting.sort(key=lambda one: -one.images_per_s[1])
+    fitting.sort(key=lambda one: -one.images_per_s.middle)
     return fitting, [_no_memory(gpus, lacking)] if lacking else []
 
 
@@ -118,13 +117,10 @@ def distinct(fitting: Sequence[Planned]) -> list[Planned]:
     """Return the options, sorted by speed, without those that change more than a faster one of the same stage."""
     kept: list[Planned] = []
     for one in fitting:
-        if not any(_changes(other.option) <= _changes(one.option) for other in kept if _same_stage(other, one)):
+        same = [other.option for other in kept if other.option.stage == one.option.stage]
+        if not any(_changes(option) <= _changes(one.option) for option in same):
             kept.append(one)
     return kept
-
-
-def _same_stage(one: Planned, other: Planned) -> bool:
-    return one.option.stage == other.option.stage
 
 
 def _changes(option: Option) -> set[str]:
@@ -171,9 +167,7 @@ def _micro_batches(batch: BatchConfig, ranks: int) -> Sequence[int]:
 
 def json_of(stage: int, launch: Launch) -> deepspeed_config.DsConfig:
     """Return the DeepSpeed JSON of an option: that of the command line, or the repository's file of the stage."""
-    if launch.deepspeed is not None:
-        return launch.deepspeed
-    return OF_STAGE[stage]
+    return OF_STAGE[stage] if launch.deepspeed is None else launch.deepspeed
 
 
 def _planned(config: RunConfig, launch: Launch, network: Network, basis: Basis, option: Option) -> Planned:
@@ -250,14 +244,13 @@ def work_of(config: RunConfig, raw: deepspeed_config.DsConfig, network: Network,
     )
 
 
-def _no_memory(gpus: Gpus, lacking: Iterable[Planned]) -> Refused:
-    found = sorted(lacking, key=lambda one: one.memory.peak)
-    least = found[0]
+def _no_memory(gpus: Gpus, lacking: Sequence[Planned]) -> Refused:
+    least = min(lacking, key=lambda one: one.memory.peak)
     option = least.option
     return Refused(
         gpus,
         f"need more than the {least.room / 2**30:.1f} GiB of a rank, at least {least.memory.peak / 2**30:.1f} GiB "
         f"(ZeRO-{option.stage}, micro-batch {option.micro}, {option.optimizer}"
         f"{', recomputed' if option.recompute else ''})",
-        len(found),
+        len(lacking),
     )

@@ -63,5 +63,5 @@ def _label(planned: Planned, samples: int) -> str:
     option = planned.option
     again = ", recomputed" if option.recompute else ""
     moments = "" if option.bits == 32 else f", {option.bits}-bit moments"
-    time = in_words(3600 * planned.hours(samples)[1])
+    time = in_words(3600 * planned.hours(samples).middle)
     return f"{option.gpus.name}, ZeRO-{option.stage}, {option.micro} samples{again}{moments}: {time}"

@@ -28,7 +28,6 @@ def figures(planned: Planned, samples: int, price: float | None) -> dict[str, An
     ``time`` is the middle of the days in words.
     """
     option, hours = planned.option, planned.hours(samples)
-    low, middle, high = planned.images_per_s
     assert planned.time is not None
     found: dict[str, Any] = {
         "gpus": option.gpus.name,
@@ -41,15 +40,15 @@ def figures(planned: Planned, samples: int, price: float | None) -> dict[str, An
         "peak_gib": planned.memory.peak / 2**30,
         "room_gib": planned.room / 2**30,
         "step_s": asdict(planned.time.whole),
-        "images_per_s": {"low": low, "middle": middle, "high": high},
+        "images_per_s": asdict(planned.images_per_s),
         "limit": planned.time.limit,
-        "days": dict(zip(("low", "middle", "high"), (hour / 24 for hour in hours), strict=True)),
-        "time": in_words(3600 * hours[1]),
-        "kwh": watts(planned) * hours[1] / 1000,
+        "days": asdict(hours * (1 / 24)),
+        "time": in_words(3600 * hours.middle),
+        "kwh": watts(planned) * hours.middle / 1000,
         "basis": planned.basis.words,
     }
     if price is not None:
-        found["price"] = price * option.gpus.count * hours[1]
+        found["price"] = price * option.gpus.count * hours.middle
     return found
 
 

@@ -110,7 +110,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         fitting, falling_out = options.options(config, launch, network, one, basis)
         best += options.distinct(fitting)[:_OF_EACH]
         refused += falling_out
-    best.sort(key=lambda planned: -planned.images_per_s[1])
+    best.sort(key=lambda planned: -planned.images_per_s.middle)
     if arguments.json:
         found = {
             "network": {"kind": config.model.kind, "trained": network.trained, "frozen": network.frozen},
