@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from fastdiff.cli import bench
-from fastdiff.cli.launch import TRAIN, train_parser
+from fastdiff.cli.launch import TRAIN
 from fastdiff.cli.machines import plan
 from fastdiff.config.arguments.types import Parser, Subcommands, may_be_file
 
@@ -88,12 +88,9 @@ def _fill_train(parser: argparse.ArgumentParser) -> None:
     """Give the command the flags that it hands on unparsed."""
     from fastdiff.config.command_line import train_flags
 
-    for flags in (train_parser(), train_flags.pre_parser()):
-        for action in flags._actions:
-            if action.help != argparse.SUPPRESS and not parser._option_string_actions.keys() & set(
-                action.option_strings
-            ):
-                parser._add_action(action)
+    for action in train_flags.pre_parser()._actions:
+        if action.help != argparse.SUPPRESS and not parser._option_string_actions.keys() & set(action.option_strings):
+            parser._add_action(action)
     parser.add_argument("--help", "-h", action="store_true", help="show the main flags")
     parser.add_argument("--help-all", action="store_true", help="show all flags")
 

@@ -34,9 +34,13 @@ _GIB_PER_RANK = 32
 
 
 def add(commands: Subcommands) -> None:
-    """Register the commands; ``fastdiff train`` parses its own flags."""
-    train = commands.add_parser(TRAIN, help="train, or resume, on the GPUs of this machine", add_help=False)
-    train.set_defaults(run=_train)
+    """Register the commands."""
+    text = "train, or resume, on the GPUs of this machine"
+    train = commands.add_parser(TRAIN, help=text, add_help=False, allow_abbrev=False)
+    train.leaves = "flags"
+    train.add_argument("--ranks", type=count)
+    train.add_argument("--no-preflight", dest="preflight", action="store_false")
+    train.set_defaults(run=_train, own=train.flags)
     parser = commands.add_parser(
         "launch",
         help="start a run on one or many machines, supervised",
@@ -218,22 +222,12 @@ def _cores(given: int | None, ranks: int) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    """Train under a supervisor, as ``fastdiff launch local`` does; ``arguments.flags`` are those of the run and two."""
+    """Train under a supervisor, as ``fastdiff launch local`` does."""
     from fastdiff.cluster.launchers.job import local_job
 
-    parser = train_parser()
-    own, flags = parser.parse_known_args(arguments.flags)
-    job = local_job(flags, own.ranks, preflight=own.preflight, beside=parser.flags)
+    job = local_job(arguments.flags, arguments.ranks, preflight=arguments.preflight, beside=arguments.own)
     if job is not None:
         _supervise(job)
-
-
-def train_parser() -> Parser:
-    """Return the parser of the flags of ``fastdiff train`` that are not those of the run."""
-    parser = Parser(prog="fastdiff train", add_help=False, allow_abbrev=False)
-    parser.add_argument("--ranks", type=count)
-    parser.add_argument("--no-preflight", dest="preflight", action="store_false")
-    return parser
 
 
 def _local(arguments: argparse.Namespace) -> None:

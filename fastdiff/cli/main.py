@@ -63,11 +63,6 @@ def _run(argv: Sequence[str]) -> int:
         arguments = argparse.Namespace()
         if argv[:1] and argv[0] in _OF_NETWORKS:
             argv, arguments.fields = split_fields(argv)
-        elif argv[:1] == [plan.NAME]:
-            own, arguments.flags = plan.split(argv[1:])
-            argv = [plan.NAME, *own]
-        elif argv[:1] == [launch.TRAIN]:
-            argv, arguments.flags = argv[:1], argv[1:]
         _parser().parse_args(argv, arguments)
         log.debug(f"fastdiff {__version__}, Python {platform.python_version()}, {platform.platform()}")
         run: Callable[[argparse.Namespace], None] = arguments.run

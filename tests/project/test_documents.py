@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from fastdiff.cli.launch import train_parser
 from fastdiff.cli.machines import plan
 from fastdiff.cli.main import _parser
 from fastdiff.config.command_line.train_flags import parse
@@ -136,7 +135,7 @@ def with_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_training_commands_parse(command: str) -> None:
     words = shlex.split(command)
     if words[:2] == ["fastdiff", "train"]:
-        _, flags = train_parser().parse_known_args(words[2:])
+        flags = _parser().parse_args(words[1:]).flags
     elif words[0] == "fastdiff":
         flags = words[words.index("--") + 1 :]
         assert _parser().parse_args(words[1:]).run
@@ -151,9 +150,7 @@ def test_training_commands_parse(command: str) -> None:
 def test_commands_parse(command: str) -> None:
     words = shlex.split(command)[1:]
     if words[0] == plan.NAME:
-        own, flags = plan.split(words[1:])
-        words = [plan.NAME, *own]
-        parse(flags)
+        parse(_parser().parse_args(words).flags)
     assert _parser().parse_args(words).run
 
 

@@ -45,12 +45,9 @@ def add(commands: Subcommands) -> None:
         "recomputation and size of moments on the given GPUs, without any of them. Nothing is allocated.",
         epilog=_EXAMPLES,
         usage="fastdiff plan --preset NAME [FLAGS] [FLAGS of fastdiff train]",
+        allow_abbrev=False,
     )
-    _add_flags(parser)
-    parser.set_defaults(run=_plan, own=parser.flags)
-
-
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.leaves = "flags"
     parser.add_argument(
         "--gpus",
         nargs="+",
@@ -69,24 +66,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--picture", type=picture(".svg", ".pdf"), metavar="FILE", help="draw the memory by class")
-
-
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments of the command into its own and the flags of the run."""
-    parser = Parser(add_help=False, allow_abbrev=False)
-    _add_flags(parser)
-    if {"-h", "--help"} & set(argv):
-        return ["--help"], []
-    _, rest = parser.parse_known_args(list(argv))
-    left = iter([*rest, None])
-    following = next(left)
-    own = []
-    for argument in argv:
-        if argument == following:
-            following = next(left)
-        else:
-            own.append(argument)
-    return own, rest
+    parser.set_defaults(run=_plan, own=parser.flags)
 
 
 def _plan(arguments: argparse.Namespace) -> None:

@@ -118,11 +118,17 @@ class Parser(argparse.ArgumentParser):
 class Command(Parser):
     """A subcommand: whatever it does not know is an error of its own, which names the nearest flag."""
 
+    leaves = ""
+    """Attribute of the result that gets what the command does not know, instead of an error."""
+
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Parse all arguments; ConfigError if one is unknown."""
         found, unknown = super().parse_known_args(args, namespace)
+        if self.leaves:
+            setattr(found, self.leaves, unknown)
+            return found, []
         if unknown:
             typed = sys.argv[1:] if args is None else args
             words = as_typed(unknown, typed)
