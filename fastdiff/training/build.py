@@ -141,6 +141,7 @@ class Run:
             starting.enter("rehearsing")
             rehearse(self.state, self.callbacks)
         self._is_open = True
+        self.callbacks.on_start(self.state)
 
 
 def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, stop: StopRequest | None = None) -> Run:

@@ -40,7 +40,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     reference = (tmp_path / "site" / "reference" / "kernels.html").read_text()
-    assert 'id="fastdiff_kernels.noising.add_noise"' in reference
+    assert 'id="fastdiff_kernels.noising.corrupt"' in reference
     assert (tmp_path / "site" / "deepspeed_configs" / "index.html").is_file()
     assert not (tmp_path / "site" / "scripts").exists()
     page = (tmp_path / "site" / "architecture.html").read_text()

@@ -27,6 +27,9 @@ class Callback:
     def rehearse(self, state: TrainState) -> None:
         """Do once what needs the memory of the device, before the first step, and keep nothing of it."""
 
+    def on_start(self, state: TrainState) -> None:
+        """Act before the first step, after the rehearsal, and before the step after a rewind."""
+
     def on_rewind(self, state: TrainState) -> None:
         """Act before the run goes back behind a spike; ``close`` follows, and new callbacks."""
 
@@ -59,6 +62,11 @@ class Callbacks:
         """Call every callback's ``rehearse``."""
         for callback in self._callbacks:
             callback.rehearse(state)
+
+    def on_start(self, state: TrainState) -> None:
+        """Call every callback's ``on_start``."""
+        for callback in self._callbacks:
+            callback.on_start(state)
 
     def on_rewind(self, state: TrainState) -> None:
         """Call every callback's ``on_rewind``."""

@@ -33,6 +33,9 @@ class Profile(Callback):
         """The first step in the trace, from 1."""
         if state.world.is_first and state.progress.steps >= self._steps.stop and not self._has_traces(state):
             log.info(f"no profile: the run is at step {state.progress.steps}, behind the last step of the profile")
+
+    def on_start(self, state: TrainState) -> None:
+        """Begin if the first step is to be profiled."""
         self._begin_if_due(state)
 
     def on_step(self, state: TrainState) -> None:

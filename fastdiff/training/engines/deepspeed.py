@@ -142,7 +142,7 @@ class DeepSpeedEngine(Engine):
         """Run the model's forward pass."""
         return self._engine(*inputs, **condition)  # type: ignore[no-any-return]
 
-    def _named_calls(self) -> dict[str, list[tuple[object, str]]]:
+    def named_calls(self) -> dict[str, list[tuple[object, str]]]:
         """Return hooks and reductions of DeepSpeed."""
         return _named_calls(self._engine)
 
