@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdiff import sanitize
-from fastdiff.config.arguments.types import Parser, Subcommands, local_path, picture, positive
+from fastdiff.config.arguments.types import Command, Subcommands, local_path, picture, positive
 from fastdiff.console import show, write_line
 from fastdiff.errors import ConfigError
 from fastdiff.live_line import live_line
@@ -38,7 +38,7 @@ The other flags are those of `fastdiff train`; what they fix is not varied.
 
 def add(commands: Subcommands) -> None:
     """Register the command."""
-    parser: Parser = commands.add_parser(
+    parser: Command = commands.add_parser(
         NAME,
         help="predict memory, time and price of a run on given GPUs",
         description="Predict memory per rank, time, energy and price of a run, for each ZeRO stage, micro-batch, "
