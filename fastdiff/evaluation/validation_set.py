@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.config.run import RunConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.loading.batches import normalised
 from fastdiff.data.loading.training_set import open_held_out
@@ -26,8 +26,8 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 Int64 = npt.NDArray[np.int64]
 
 
-def open_validation(config: RunConfig, training: DatasetInfo) -> LatentReader:
-    """Open ``--validation.data``.
+def open_validation(network: ModelConfig, path: str, cache: str, training: DatasetInfo) -> LatentReader:
+    """Open ``--validation.data``, at ``path``, beside the training data.
 
     Raises:
         ConfigError: the data do not fit the model, have a class that the training data have not, were encoded
@@ -35,9 +35,8 @@ def open_validation(config: RunConfig, training: DatasetInfo) -> LatentReader:
         DataError: the data are damaged.
         StorageError: the data cannot be read.
     """
-    path = config.validation.data
-    data = DataConfig(path=path, cache=config.data.cache)
-    reader = open_held_out(config.model, data, training.class_names, "--validation.data")
+    data = DataConfig(path=path, cache=cache)
+    reader = open_held_out(network, data, training.class_names, "--validation.data")
     here, there = reader.info, training
     require(
         here.digest != there.digest,

@@ -10,8 +10,11 @@ from typing import Any
 
 from fastdiff.checkpoint.unchanged import Metadata, check_resume, check_unchanged, newest_manifest
 from fastdiff.config.launch_options import Launch
+from fastdiff.config.networks.pretrained import PretrainedConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json, plugins, require_run_folder
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.loading.fit import require_fit
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import ConfigError, DataError, StorageError, require_utf8
@@ -32,7 +35,7 @@ def check_run_folder(config: RunConfig, launch: Launch) -> None:
         require_run_folder(run)
         return
     folder, manifest = found
-    digest, fits = _read(config)
+    digest, fits = _read(config.model, config.data, config.pretrained)
     # Data of other shapes are another run's, whatever may change.
     allowed = [name for name in launch.allow_change if fits or name != "dataset"]
     metadata: Metadata = {
@@ -56,19 +59,19 @@ def check_run_folder(config: RunConfig, launch: Launch) -> None:
     check_unchanged(folder, manifest, metadata, allowed, fits=fits)
 
 
-def _read(config: RunConfig) -> tuple[str | None, bool]:
+def _read(network: ModelConfig, data: DataConfig, pretrained: PretrainedConfig) -> tuple[str | None, bool]:
     """Return the digest of the data set, None if it is not known here, and whether the network takes it."""
-    path = config.data.path
-    if not path or config.data.online or is_address(path):
+    path = data.path
+    if not path or data.online or is_address(path):
         return None, True
     try:
         info = DatasetInfo.read(path)
     except (DataError, StorageError):  # told by the check of the data
         return None, True
-    if config.pretrained.path and not config.pretrained.is_file:
+    if pretrained.path and not pretrained.is_file:
         return info.digest, True  # the pipeline is read later
     try:
-        require_fit(config.model, path, info)
+        require_fit(network, path, info)
     except ConfigError:
         return info.digest, False
     return info.digest, True

@@ -62,7 +62,10 @@ class ValidationLoss(Callback):
         world, config = state.world, state.config
         self._trackers = trackers
         self._every = Every(config.validation.every, config.validation.first)
-        self._reader = reader = world.on_all_ranks(lambda: open_validation(config, state.reader.info))
+        path, cache = config.validation.data, config.data.cache
+        self._reader = reader = world.on_all_ranks(
+            lambda: open_validation(config.model, path, cache, state.reader.info)
+        )
         self._data = reader.info.digest[:12]
         self._scales = per_channel(reader.info.normalisation, world.device)
         self._config = validated(config.objective)
