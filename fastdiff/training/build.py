@@ -59,6 +59,7 @@ from fastdiff.training.engines import build as engines
 from fastdiff.training.forward_backward.build import build_forward_backward, require_capture, require_one_shape
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.memory import smaller_batch
+from fastdiff.training.memory.explanation import explaining_construction
 from fastdiff.training.memory.micro_batch import with_micro
 from fastdiff.training.metrics import Meters
 from fastdiff.training.network import build_engine
@@ -153,11 +154,12 @@ def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, sto
     if saved is None:
         world.on_rank0(lambda: check_network(parts.config, world.device))
     starting.enter("building the network")
-    state = _build_state(parts, saved, stop)
-    if saved is not None:
-        starting.enter("restoring the checkpoint")
-    stack.callback(state.close)
-    state.progress = _restore(parts, state, saved)
+    with explaining_construction(parts.config, parts.ds_config, world, flat=_engine_of(parts, saved) == "flat"):
+        state = _build_state(parts, saved, stop)
+        if saved is not None:
+            starting.enter("restoring the checkpoint")
+        stack.callback(state.close)
+        state.progress = _restore(parts, state, saved)
     parts.ledger.resume(state.progress.steps)
     if state.progress.samples > config.samples and world.is_first:
         log.warning(
@@ -225,6 +227,11 @@ def _completed(parts: _Parts, saved: Checkpoint | None, stack: ExitStack) -> _Pa
     ds_config = deepspeed_config.resolve(raw, config, parts.world.size)
     metadata = {**parts.metadata, "config": as_json(config)}
     return replace(parts, config=config, ds_config=ds_config, metadata=metadata, ops=ops)
+
+
+def _engine_of(parts: _Parts, saved: Checkpoint | None) -> engines.Kind:
+    manifest = None if saved is None else saved.manifest
+    return engines.choose(parts.config.optim, parts.config.performance, parts.ds_config, manifest)
 
 
 def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | None) -> TrainState:

@@ -4,12 +4,17 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Literal
 
 import torch
 
-from fastdiff.config.deepspeed import offloads_optimizer
+from fastdiff.config.deepspeed import DsConfig, offloads_optimizer
+from fastdiff.config.run import RunConfig
 from fastdiff.errors import FastdiffError, NoMemoryError
 from fastdiff.models.cost import memory
+from fastdiff.models.cost.dry_network import dry_network
+from fastdiff.parallel.world import World
 from fastdiff.training.memory.smaller_batch import halve
 from fastdiff.training.metrics import peak_bytes
 from fastdiff.training.state import TrainState
@@ -39,33 +44,88 @@ def explaining_memory(
         raise told from error
 
 
+@contextmanager
+def explaining_construction(config: RunConfig, ds_config: DsConfig, world: World, *, flat: bool) -> Iterator[None]:
+    """Turn an allocator's error while a run is built into the one that ends this rank; any other passes.
+
+    What network, optimizer and averages need does not depend on the micro-batch, so that no smaller one helps.
+
+    Args:
+        config: of the run.
+        ds_config: the resolved DeepSpeed JSON.
+        world: the ranks.
+        flat: the run has the flat engine.
+
+    Raises:
+        NoMemoryError: with the changes of the training that are predicted to fit.
+    """
+    try:
+        yield
+    except Exception as error:
+        phase, whose = "the construction of network, optimizer and averages", _whose(error)
+        if whose is None:
+            raise
+        if whose == "host" and world.device.type == "cuda":
+            raise _of_host(error, phase, config, ds_config) from error
+        network, precision = dry_network(config), config.performance.precision
+        setup = memory.setup_of(
+            config,
+            ds_config,
+            world.size,
+            flat=flat,
+            trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
+            frozen_bytes=memory.frozen_bytes(network, precision),
+            buffer_bytes=memory.buffer_bytes(network, precision),
+        )
+        # As if it had the remedies that lower activations alone: they are not advised.
+        raise _without_a_smaller(error, phase, replace(setup, micro=1, recompute=True), world, 0.0) from error
+
+
+def _whose(error: Exception) -> Literal["host", "gpu"] | None:
+    """Return whose memory an error says to be exhausted; None: neither's, or it is already explained."""
+    return None if isinstance(error, FastdiffError) else memory.exhausted(error)
+
+
 def _explained(
     error: Exception, phase: str, state: TrainState, advice: str | None, *, halves: bool
 ) -> FastdiffError | None:
-    whose = None if isinstance(error, FastdiffError) else memory.exhausted(error)
+    whose, device = _whose(error), state.world.device
     if whose is None:
         return None
-    device = state.world.device
     if whose == "host" and device.type == "cuda":
-        online, offload = state.config.data.online, offloads_optimizer(state.engine.ds_config)
-        return NoMemoryError(memory.explain_host(phase, online=online, offload=offload, cause=str(error)))
+        return _of_host(error, phase, state.config, state.engine.ds_config)
     reason = (str(error).strip() or "no reason given").splitlines()[0]
     what = f"out of memory in {phase} on {device} ({reason})"
     if halves and (restart := halve(state, what)) is not None:
         return restart
-    return NoMemoryError(f"{what}: {advice}") if advice else _without_a_smaller(error, phase, state)
-
-
-def _without_a_smaller(error: Exception, phase: str, state: TrainState) -> NoMemoryError:
-    """Return the error of a run that has no smaller micro-batch, with the changes that are predicted to fit."""
-    setup, device = _setup(state), state.world.device
-    cache, room = _cache_and_room(device, state.world.size)
+    if advice:
+        return NoMemoryError(f"{what}: {advice}")
+    setup = _setup(state)
     beyond = peak_bytes(device) - sum(setup.static().values())
     # The first pass precedes the moments and sums of gradients, which are in ``setup``: it says more than the peak.
-    activations = max(0.0, beyond, state.first_pass_bytes)
+    return _without_a_smaller(error, phase, setup, state.world, max(0.0, beyond, state.first_pass_bytes))
+
+
+def _of_host(error: Exception, phase: str, config: RunConfig, ds_config: DsConfig) -> NoMemoryError:
+    """Return the error of a rank on a GPU for which the memory of its host does not suffice."""
+    online, offload = config.data.online, offloads_optimizer(ds_config)
+    return NoMemoryError(memory.explain_host(phase, online=online, offload=offload, cause=str(error)))
+
+
+def _without_a_smaller(
+    error: Exception, phase: str, setup: memory.Setup, world: World, activations: float
+) -> NoMemoryError:
+    """Return the error of a run that no smaller micro-batch helps, with the changes that are predicted to fit."""
+    cache, room = _cache_and_room(world.device, world.size)
     return NoMemoryError(
         memory.explain(
-            setup, phase=phase, device=str(device), activations=activations, cache=cache, room=room, cause=str(error)
+            setup,
+            phase=phase,
+            device=str(world.device),
+            activations=activations,
+            cache=cache,
+            room=room,
+            cause=str(error),
         )
     )
 

@@ -9,14 +9,14 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[3]
-Where = Literal["rehearsal", "forward", "backward", "step", "validation", "sampling"]
+Where = Literal["construction", "rehearsal", "forward", "backward", "step", "validation", "sampling"]
 _VARIABLE = "LACK_OF_MEMORY"
 _SITE = """
 import os, sys
@@ -56,8 +56,10 @@ def plant_in_this_rank() -> None:
     occurred, lack = Path(given.pop("file")), Lack(**given)
     if lack.rank != int(os.environ["RANK"]) or occurred.exists():
         return
-    from fastdiff.training import build
+    from fastdiff.training import build, network
 
+    if lack.where == "construction":
+        network.engines.build_engine = lambda *_: _fail(occurred)
     make = build._build_state
 
     def make_and_plant(*arguments: Any) -> Any:
@@ -68,12 +70,16 @@ def plant_in_this_rank() -> None:
     build._build_state = make_and_plant
 
 
+def _fail(occurred: Path) -> NoReturn:
+    occurred.touch()
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+
 def _plant(state: Any, lack: Lack, occurred: Path) -> None:
     def fail_if_due(phase: str, micro: int) -> None:
         at = (state.progress.steps, state.heartbeat.phase, micro)
         if not occurred.exists() and at == (lack.step, phase, lack.micro):
-            occurred.touch()
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+            _fail(occurred)
 
     def taken() -> int:
         return len(state.guard._losses)

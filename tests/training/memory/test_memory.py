@@ -55,21 +55,26 @@ SMALLEST = replace(SETUP, micro=1, recompute=True, optimizer="adamw8bit", stage=
 RUN = preset("digits")
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "step"])
-def test_out_of_memory_ends_all_ranks_with_one_message(digits: Path, tmp_path: Path, phase: Where) -> None:
-    config = tiny(digits, tmp_path / "run", batch__micro=1)  # which cannot be halved
-    lack = environment(Lack(phase, rank=1), tmp_path / "lack")
+@pytest.mark.parametrize(
+    ("where", "micro"), [("construction", 8), ("forward", 1), ("backward", 1), ("step", 1)]
+)  # 1 cannot be halved
+def test_out_of_memory_ends_all_ranks_with_one_message(digits: Path, tmp_path: Path, where: Where, micro: int) -> None:
+    """What is built does not depend on the micro-batch: no smaller one is tried or advised, nor recomputation."""
+    config = tiny(digits, tmp_path / "run", batch__micro=micro)
+    lack = environment(Lack(where, rank=1), tmp_path / "lack")
     done = deepspeed(*flags(config), "--deepspeed_config", "zero1", ranks=2, **lack)
     assert done.code == 70, done.output
     [message] = [line for line in done.output.splitlines() if "fastdiff: error" in line]
     parts = ", ".join(rf"{kind} \d+\.\d\d" for kind in ("weights", "gradients", "optimizer", "averages", "activations"))
     flag = r"--[a-z_.0-9/ -]+ \(\d+\.\d\d GiB(, starts its moments anew)?\)"
     assert re.search(
-        rf"error \(rank 1\): out of memory in {phase} on cpu, .*: {parts}, cache \d+\.\d\d GiB\. "
+        rf"error \(rank 1\): out of memory in (the )?{where}[ a-z,]* on cpu, .*: {parts}, cache \d+\.\d\d GiB\. "
         rf"Predicted to fit: {flag} or {flag} or {flag}\. .*CUDA out of memory",
         message,
     ), message
     assert "Traceback" not in done.output
+    if where == "construction":
+        assert not re.search(r"--batch\.micro|--performance\.recompute", message)
 
 
 def test_host_memory_that_does_not_suffice_is_explained_too(world: World, digits: Path, tmp_path: Path) -> None:
