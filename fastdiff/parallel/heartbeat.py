@@ -35,6 +35,9 @@ STACKS = "stacks"
 START_TIMEOUT_S = 600.0
 """Lower limit of the timeout of the start, which reads whole files and compiles."""
 
+MICRO_LIMIT = "FASTDIFF_MICRO_LIMIT"
+"""Environment variable: the micro-batch with which the supervisor starts the ranks again (``note_failure``)."""
+
 _CLAIMED = "run"
 """File in the supervisor's folder with the path of the run folder."""
 _POLL_S = 1.0
@@ -90,12 +93,12 @@ def stacks_path(run: Path, rank: int) -> Path:
 
 
 def note_failure(exit_code: int, message: str, *, micro: int | None = None) -> None:
-    """Record exit code and cause of a failure for a supervisor; ``micro``: with which it starts the ranks again."""
+    """Record exit code and first cause of a failure for a supervisor; ``micro``: with which it starts the ranks again."""
     folder = os.environ.get(NODE_FOLDER)
     if folder:
         path = Path(folder) / f"rank-{int(os.environ.get('RANK', '0')):05d}.error"
-        with suppress(OSError):
-            path.write_text(json.dumps({"exit_code": exit_code, "message": message, "micro": micro}))
+        with suppress(OSError), path.open("x") as file:  # what fails at the end of the rank follows from the first
+            json.dump({"exit_code": exit_code, "message": message, "micro": micro}, file)
 
 
 class Heartbeat:

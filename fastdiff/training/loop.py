@@ -49,7 +49,7 @@ def train(
     ``stop``: requests to save and end that reach this rank. ``built`` is called once the run is built and rehearsed.
     """
     stop = stop or StopRequest()
-    with ExitStack() as stack:
+    with ExitStack() as stack, failure.noted():
         run = build(config, launch, world, stack, stop)
         starting.end()
         if built is not None:
@@ -68,9 +68,6 @@ def train(
                 run.callbacks.on_preempted(run.state)
             finally:
                 stop.answered = True
-            raise
-        except Exception as error:
-            failure.note(error)  # before other ranks that wait for this one notice
             raise
         return run.state.progress
 

@@ -24,6 +24,7 @@ from fastdiff.cluster.supervisor.outcome import UNAVAILABLE, of_hang
 from fastdiff.cluster.supervisor.ranks import RankStatus
 from fastdiff.cluster.supervisor.signals import Signals
 from fastdiff.cluster.supervisor.watch import Limits, Watch
+from fastdiff.exit_message import NODE_FOLDER
 from fastdiff.parallel import heartbeat
 from fastdiff.train import _GRACE_S
 from tests.support.processes import ROOT
@@ -364,20 +365,33 @@ def test_the_culprit_of_a_hang(culprit: dict[str, object], why: str) -> None:
     assert mute.line == "fastdiff: node 2 on c failed first: it does not answer"
 
 
-@pytest.mark.parametrize("reading", ["silent_for_s", "starting_for_s"])
-def test_a_rank_hangs_after_two_overdue_readings_in_a_row(tmp_path: Path, reading: str) -> None:
-    """One alone may have met a beat that was being written."""
-    told: list[str] = []
-    ranks: Any = SimpleNamespace(silent_for_s=lambda: 0.0, starting_for_s=lambda: 0.0)
-    nodes: Any = SimpleNamespace(hang=None, announce_hang=lambda: told.append("hang"))
+def announced_hangs(folder: Path, reading: str, told: list[Any]) -> list[int]:
+    """Return how many messages a supervisor has sent after each reading of its ranks."""
+    rank: Any = SimpleNamespace(number=0, process=SimpleNamespace(pid=100))
+    ranks: Any = SimpleNamespace(silent_for_s=lambda: 0.0, starting_for_s=lambda: 0.0, every=[rank])
+    nodes: Any = SimpleNamespace(hang=None, announce_hang=lambda: told.append("hang"), propose=told.append)
     signals: Any = None
     limits = Limits(hang_s=HANG_S, start_s=HANG_S, contact_s=HANG_S)
-    watch = Watch(
-        ranks, nodes, signals, limits, folder=tmp_path, name="node", master="node", request_dumps=lambda: None
-    )
+    watch = Watch(ranks, nodes, signals, limits, folder=folder, name="node", master="node", request_dumps=lambda: None)
     announced = []
     for silent_s in (0, HANG_S + 1, HANG_S, HANG_S + 1, HANG_S + 2):
         setattr(ranks, reading, lambda silent_s=silent_s: silent_s)
         watch._check_hang()
         announced.append(len(told))
-    assert announced == [0, 0, 0, 0, 1]
+    return announced
+
+
+@pytest.mark.parametrize("reading", ["silent_for_s", "starting_for_s"])
+def test_a_rank_hangs_after_two_overdue_readings_in_a_row(tmp_path: Path, reading: str) -> None:
+    """One alone may have met a beat that was being written."""
+    assert announced_hangs(tmp_path, reading, []) == [0, 0, 0, 0, 1]
+
+
+def test_a_hang_behind_a_lack_of_memory_starts_the_ranks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the rank that ran out of memory hangs before it ends, or reports the hang itself."""
+    monkeypatch.setenv(NODE_FOLDER, str(tmp_path))
+    heartbeat.note_failure(75, "out of memory", micro=4)
+    heartbeat.note_failure(1, "no progress")
+    told: list[Any] = []
+    assert announced_hangs(tmp_path, "silent_for_s", told) == [0, 0, 0, 0, 1]
+    assert (told[0].exit_code, told[0].micro) == (75, 4)

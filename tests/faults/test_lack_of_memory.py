@@ -3,7 +3,7 @@
 import json
 import pickle
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,9 +62,10 @@ class Trial:
         )  # fmt: skip
         return [*flags(config), "--deepspeed_config", "zero3" if self.stage else "ddp"]
 
-    def run(self, digits: Path, folder: Path, **variables: str) -> Supervised:
+    def run(self, digits: Path, folder: Path, *more: str, **variables: str) -> Supervised:
         ranks = f"--ranks-per-node={self.ranks}"
-        return Supervised(folder, self.flags(digits, folder), ranks, "--no-preflight", environment=variables)
+        words = [*self.flags(digits, folder), *more]
+        return Supervised(folder, words, ranks, "--no-preflight", environment=variables)
 
 
 def trials() -> list[Trial]:
@@ -137,14 +138,39 @@ def test_a_stop_beside_a_lack_of_memory_is_heeded(digits: Path, tmp_path: Path) 
     assert micro_of(tmp_path / "run") == 2
 
 
+@pytest.mark.parametrize(
+    ("stops", "options"), [("others", ()), pytest.param("itself", ("--hang-timeout", "15"), marks=pytest.mark.nightly)]
+)
+def test_ranks_that_cannot_end_by_themselves_are_ended(
+    digits: Path, tmp_path: Path, stops: Any, options: tuple[str, ...]
+) -> None:
+    """By the supervisor, at once; a hang behind a lack of memory is none, but follows from it."""
+    trial = Trial(2, 3, Lack("forward", rank=1, step=3, stops=stops))
+    supervised = trial.run(digits, tmp_path / "run", *options, **environment(trial.lack, tmp_path / "lack"))
+    assert supervised.wait() == 0, supervised.output
+    assert supervised.output.count("starting the ranks again") == 1
+    assert "no sign of life" not in supervised.output
+    assert [start.outcome for start in read_ledger(tmp_path / "run").starts] == ["out of memory", "done"]
+
+
+def test_the_ranks_start_again_with_what_the_supervisor_knows(digits: Path, tmp_path: Path) -> None:
+    """Not only with what the run folder remembers, which a network file system may show too late."""
+    trial = Trial(2, 0, Lack("forward", rank=1, step=1, noted=False))
+    supervised = trial.run(digits, tmp_path / "run", **environment(trial.lack, tmp_path / "lack"))
+    assert supervised.wait() == 0, supervised.output
+    assert not (tmp_path / "run" / FILE).exists()
+    assert micro_of(tmp_path / "run") == 2
+
+
 def test_the_ranks_of_all_nodes_start_again(plain: Any, digits: Path, tmp_path: Path) -> None:
-    """Node 1 runs out of memory; the nodes meet again in the store of node 0."""
+    """Node 1 runs out of memory; the nodes meet again in the store of node 0, whose supervisor is late."""
     trial = Trial(2, 3, Lack("backward", rank=1, step=3))
     job = ("--nodes", "2", "--ranks-per-node", "1", "--master", "127.0.0.1", "--port", str(reserved_port()))
-    words, variables = trial.flags(digits, tmp_path / "run"), environment(trial.lack, tmp_path / "lack")
-    nodes = [
-        Supervised(tmp_path / "run", words, *job, "--no-preflight", node=node, environment=variables) for node in (0, 1)
-    ]
+    nodes: list[Supervised] = []
+    for node in (0, 1):
+        words = trial.flags(digits, tmp_path / "run")
+        variables = environment(replace(trial.lack, refused=node == 1), tmp_path / f"lack-{node}")
+        nodes.append(Supervised(tmp_path / "run", words, *job, "--no-preflight", node=node, environment=variables))
     assert [node.wait() for node in nodes] == [0, 0], [node.output for node in nodes]
     assert nodes[0].output.count("starting the ranks again") == 1
     assert micro_of(tmp_path / "run") == 2

@@ -17,6 +17,7 @@ from fastdiff.cluster.supervisor.nodes import JOIN_S
 from fastdiff.cluster.supervisor.waiting import value_of
 from fastdiff.exit_message import NODE_FOLDER
 from fastdiff.ledger.records import STARTED, process_began
+from fastdiff.parallel.heartbeat import MICRO_LIMIT
 from fastdiff.parallel.rendezvous import LISTENER
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def of_rank(
     node: int,
     nodes: int,
     attempt: int,
+    micro: int | None,
     master: tuple[str, int],
     listener: socket.socket | None,
     preflight: bool,
@@ -52,6 +54,8 @@ def of_rank(
         node: number of this node.
         nodes: number of nodes.
         attempt: number of times that the ranks have been started before.
+        micro: most samples of a micro-batch, after a lack of memory; a network file system may show the file in which
+            the run folder remembers it too late. None: the memory has sufficed.
         master: host and port of the store of the ranks. The port is already bound, so no other program can take it.
         listener: socket on that port, on which rank 0 hosts the store (a single node); None: node 0's supervisor hosts
             it.
@@ -60,7 +64,7 @@ def of_rank(
         run: the run folder; NCCL's flight recorder writes to ``nccl/`` in it at a timeout.
     """
     return {
-        **{name: value for name, value in base.items() if name not in (LISTENER, PREFLIGHT)},
+        **{name: value for name, value in base.items() if name not in (LISTENER, PREFLIGHT, MICRO_LIMIT)},
         "RANK": str(node * ranks_per_node + local_rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(nodes * ranks_per_node),
@@ -71,6 +75,7 @@ def of_rank(
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         **({LISTENER: str(listener.fileno())} if listener is not None and local_rank == 0 else {}),
         **({PREFLIGHT: "1"} if preflight else {}),
+        **({MICRO_LIMIT: str(micro)} if micro is not None else {}),
         NODE_FOLDER: str(node_folder),
         STARTED: str(time.time() if attempt else process_began()),
         # https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html

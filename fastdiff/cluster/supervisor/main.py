@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from fastdiff import process_limits, sanitize
 from fastdiff.cluster.supervisor import environment
 from fastdiff.cluster.supervisor.last_record import note_end
-from fastdiff.cluster.supervisor.nodes import Nodes, connect, join, listen
+from fastdiff.cluster.supervisor.nodes import Nodes, join, listen, reach
 from fastdiff.cluster.supervisor.outcome import Outcome, of_ends, of_lost_node
 from fastdiff.cluster.supervisor.ranks import Ranks
 from fastdiff.cluster.supervisor.signals import STOP, Interrupted, Signals
@@ -89,7 +89,9 @@ class _Job:
             return LocalStore()
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        return PrefixStore(f"supervisors-{attempt}", connect(self.arguments.master, self.store.port))
+        given = self.arguments
+        own = reach(given.master, self.store.port, given.node_rank, self.contact_s)
+        return PrefixStore(f"supervisors-{attempt}", own)
 
 
 @lossy_output()
@@ -129,12 +131,12 @@ def _supervise(argv: Sequence[str], folder: Path, signals: Signals) -> Outcome:
 
 def _until_end(job: _Job, folder: Path) -> Outcome:
     """Start the ranks, and again after a lack of memory, with a smaller micro-batch each time."""
-    stopping, micro = False, sys.maxsize
+    stopping, micro = False, None
     for attempt in count():
         own = folder / str(attempt)
         own.mkdir()
-        outcome, stopping = _run_ranks(job, own, attempt, stopping=stopping)
-        if outcome.micro is None or outcome.micro >= micro:
+        outcome, stopping = _run_ranks(job, own, attempt, micro, stopping=stopping)
+        if outcome.micro is None or (micro is not None and outcome.micro >= micro):
             return outcome
         micro = outcome.micro
         if job.arguments.node_rank == 0:
@@ -142,13 +144,14 @@ def _until_end(job: _Job, folder: Path) -> Outcome:
     raise AssertionError("unreachable")
 
 
-def _run_ranks(job: _Job, folder: Path, attempt: int, *, stopping: bool) -> tuple[Outcome, bool]:
+def _run_ranks(job: _Job, folder: Path, attempt: int, micro: int | None, *, stopping: bool) -> tuple[Outcome, bool]:
     """Start the ranks and watch them to their end; return it, and whether this node was asked to stop.
 
     Args:
         job: of this node.
         folder: private folder for the ranks of this start.
         attempt: number of starts before.
+        micro: most samples of a micro-batch; None: as the run has them.
         stopping: this node was asked to stop while the ranks before ran out of memory.
     """
     given, run = job.arguments, Path(job.config.output.folder)
@@ -162,7 +165,7 @@ def _run_ranks(job: _Job, folder: Path, attempt: int, *, stopping: bool) -> tupl
         if stopping or (job.store is not None and attempt == 0 and not _prepare(job, job.store, nodes)):
             return _wait_for_outcome(job, nodes), stopping
         watch = Watch(
-            _start_ranks(job, folder, attempt, port, listener),
+            _start_ranks(job, folder, attempt, micro, port, listener),
             nodes,
             job.signals,
             Limits(job.launch.hang_timeout_s, max(_START_S, job.launch.hang_timeout_s), job.contact_s),
@@ -227,7 +230,9 @@ def _wait_for_outcome(job: _Job, nodes: Nodes) -> Outcome:
     return nodes.outcome
 
 
-def _start_ranks(job: _Job, folder: Path, attempt: int, port: int, listener: socket.socket | None) -> Ranks:
+def _start_ranks(
+    job: _Job, folder: Path, attempt: int, micro: int | None, port: int, listener: socket.socket | None
+) -> Ranks:
     given = job.arguments
     environments = [
         environment.of_rank(
@@ -237,6 +242,7 @@ def _start_ranks(job: _Job, folder: Path, attempt: int, port: int, listener: soc
             node=given.node_rank,
             nodes=given.nodes,
             attempt=attempt,
+            micro=micro,
             master=(given.master, port),
             listener=listener,
             preflight=given.preflight and given.nodes == 1 and attempt == 0,  # several nodes have been checked

@@ -51,25 +51,36 @@ def join(host: str, port: int, node: int) -> TCPStore:
     Raises:
         NodeError: the port is taken, or node 0 did not arrive in time.
     """
-    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if node == 0:
         listener = listen(host, port, alone=False)
         port = listener.getsockname()[1]
         return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    deadline = time.monotonic() + JOIN_S
+    return reach(host, port, node, JOIN_S)
+
+
+def reach(host: str, port: int, node: int, limit_s: float) -> TCPStore:
+    """Return a connection to the store of node 0, as soon as its supervisor answers.
+
+    Raises:
+        NodeError: it has not answered within ``limit_s``.
+    """
+    from torch.distributed import DistError  # type: ignore[attr-defined]
+
+    deadline = time.monotonic() + limit_s
     while True:
         try:
-            return connect(host, port)
+            return _connect(host, port)
         except DistError as error:
             if time.monotonic() > deadline:
                 raise NodeError(
                     f"node {node} ({socket.gethostname()}): no supervisor of node 0 at {host}:{port} within "
-                    f"{JOIN_S:.0f} s ({error}); is it running, and may nodes connect to that port?"
+                    f"{limit_s:.0f} s ({error}); is it running, and may nodes connect to that port?"
                 ) from None
 
 
-def connect(host: str, port: int) -> TCPStore:
+def _connect(host: str, port: int) -> TCPStore:
     """Return a connection to the store; raise DistError if it cannot be reached."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -96,7 +107,7 @@ class Nodes:
     """The connection of one supervisor to the others.
 
     Args:
-        store: from ``connect``, or a ``LocalStore``; from now on only the thread of this object uses it.
+        store: from ``reach``, or a ``LocalStore``; from now on only the thread of this object uses it.
         node: number of this node.
         count: number of nodes.
         name: name of this node in messages.

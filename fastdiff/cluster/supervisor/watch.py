@@ -103,11 +103,8 @@ class Watch:
         self._ranks.signal(number)
 
     def _on_end(self, rank: Rank, code: int) -> None:
-        lacking = next((other for other in self._ranks.every if lacked_memory(self._error_of(other))), None)
-        if lacking is not None:  # it noted that before any other rank could notice: whatever ends now follows from it
+        if self._restarts():  # a rank noted that before any other could notice: whatever ends now follows from it
             self._codes.append(code)
-            if self._failure is None:
-                self._fail(self._failure_of(lacking, Preempted.exit_code))
             return
         error = self._error_of(rank)
         if self.stopping and -code in (signal.SIGTERM, signal.SIGUSR1):
@@ -123,6 +120,13 @@ class Watch:
             self._stop(signal.SIGTERM)
         elif code and not has_stopped and self._failure is None:
             self._fail(self._first_failure(rank, code))
+
+    def _restarts(self) -> bool:
+        """Propose to start the ranks again if one of them has noted a lack of memory; return whether one has."""
+        lacking = next((rank for rank in self._ranks.every if lacked_memory(self._error_of(rank))), None)
+        if lacking is not None and self._failure is None:
+            self._fail(self._failure_of(lacking, Preempted.exit_code))
+        return lacking is not None
 
     def _fail(self, failure: Outcome) -> None:
         self._failed_s, self._failure = time.monotonic(), failure
@@ -177,12 +181,13 @@ class Watch:
     def _check_hang(self) -> None:
         """Announce a hang after two overdue readings: a beat can be read while it is written."""
         if self._nodes.hang and self._dumped_s == float("inf"):
+            self._restarts()  # before the report: another node may have told first that its ranks wait
             statuses = self._ranks.statuses()
             self._dump()
             self._nodes.report(statuses)
         overdue = self._ranks.silent_for_s() > self._limits.hang_s
         overdue |= self._ranks.starting_for_s() > self._limits.start_s
-        if overdue and self._overdue and not self._nodes.hang:
+        if overdue and self._overdue and not self._nodes.hang and not self._restarts():
             self._nodes.announce_hang()
         self._overdue = overdue
 

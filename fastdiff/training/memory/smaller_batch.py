@@ -5,6 +5,7 @@ checkpoint: a supervisor starts the ranks again by itself, and under any other l
 """
 
 import json
+import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from fastdiff.console import log
 from fastdiff.errors import ConfigError, OutOfMemoryRestart
 from fastdiff.files import publish
 from fastdiff.models.cost.memory import half_of
+from fastdiff.parallel.heartbeat import MICRO_LIMIT
 from fastdiff.parallel.world import World
 from fastdiff.run_files import read_inside
 from fastdiff.training.state import TrainState
@@ -84,27 +86,40 @@ def halve(state: TrainState, what: str) -> OutOfMemoryRestart | None:
 
 
 def limited(config: RunConfig, ds_config: DsConfig, world: World) -> RunConfig:
-    """Return the run with the micro-batch that its folder remembers, if its own is larger; called by all ranks.
-
-    Ranks, ZeRO stage, offloading, precision, recomputation and optimizer must be those for which the memory did not
-    suffice: with others it may.
+    """Return the run with the micro-batch for which the memory suffices, if its own is larger; called by all ranks.
 
     Raises:
-        ConfigError: on every rank, if the file is damaged.
+        ConfigError: on every rank, if the file of the folder is damaged.
     """
-    run, ranks = Path(config.output.folder), world.size
-    found = world.on_rank0(lambda: _read(run))
-    most, own = 0 if found is None else found["micro"], config.batch.per_rank(ranks)
-    this = _found(config.optim, config.performance, ds_config, ranks, most)
-    if found is None or own <= most or found != asdict(this):
+    own = config.batch.per_rank(world.size)
+    most = world.on_rank0(lambda: min(_remembered(config, ds_config, world.size), _handed(own)))
+    if own <= most:
         return config
     micro = max(size for size in range(1, most + 1) if own % size == 0)  # the batch may be another than that run's
     if world.is_first:
         log.warning(
             f"in micro-batches of {micro} samples per rank, not {own} (--batch.micro): memory did not suffice for more "
-            f"before, see {run / FILE}; to try {own} again delete that file"
+            f"before, see {Path(config.output.folder) / FILE}; to try {own} again delete that file"
         )
     return replace(config, batch=replace(config.batch, micro=micro))
+
+
+def _handed(own: int) -> int:
+    """Return the micro-batch with which the supervisor has started the ranks again; that of the run at first."""
+    return int(os.environ.get(MICRO_LIMIT, own))
+
+
+def _remembered(config: RunConfig, ds_config: DsConfig, ranks: int) -> int:
+    """Return the micro-batch that the folder remembers for this run, otherwise its own.
+
+    Ranks, ZeRO stage, offloading, precision, recomputation and optimizer must be those for which the memory did not
+    suffice: with others it may.
+    """
+    own, found = config.batch.per_rank(ranks), _read(Path(config.output.folder))
+    if found is None:
+        return own
+    this = _found(config.optim, config.performance, ds_config, ranks, found["micro"])
+    return int(found["micro"]) if found == asdict(this) else own
 
 
 def _read(run: Path) -> dict[str, Any] | None:

@@ -1,29 +1,32 @@
 """Real ranks in which torch's OutOfMemoryError is raised at a given place, once: by hooks of modules and calls.
 
-A supervised run gets ``environment(lack, folder)``. Its ranks plant the hooks when they have built their state; the
-product knows nothing of it.
+A supervised run gets ``environment(lack, folder)``. Its ranks plant the hooks when they have built their state, and its
+supervisor when it starts; the product knows nothing of it.
 """
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 from unittest import mock
 
+import psutil
 import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[3]
 Where = Literal["construction", "rehearsal", "forward", "backward", "step", "validation", "sampling"]
 _VARIABLE = "LACK_OF_MEMORY"
+_NOBODY = 1
+"""Port on which nobody listens."""
 _SITE = """
 import os, sys
-if "RANK" in os.environ:
-    sys.path.insert(0, {root!r})
-    from tests.support.injected import lack_of_memory
-    lack_of_memory.plant_in_this_rank()
+sys.path.insert(0, {root!r})
+from tests.support.injected import lack_of_memory
+lack_of_memory.plant_in_this_rank() if "RANK" in os.environ else lack_of_memory.plant_in_this_supervisor()
 """
 
 
@@ -39,6 +42,13 @@ class Lack:
     """Micro-batches of the step before; only for the passes."""
     module: str = "blocks.1"
     """Whose forward pass, or the gradient of whose output, fails."""
+    stops: Literal["nobody", "others", "itself"] = "nobody"
+    """Ranks of the node that stop like a process under a debugger: the others at once, the one that lacks memory once
+    it has noted that."""
+    noted: bool = True
+    """Whether the run folder shows the file that the rank writes, or a network file system too late."""
+    refused: bool = False
+    """Whether nobody listens where this supervisor first connects for the next start."""
 
 
 def environment(lack: Lack, folder: Path) -> dict[str, str]:
@@ -50,16 +60,50 @@ def environment(lack: Lack, folder: Path) -> dict[str, str]:
     return {_VARIABLE: json.dumps({"file": str(folder / "occurred"), **asdict(lack)}), "PYTHONPATH": path}
 
 
+def _given() -> tuple[Lack, Path]:
+    given = json.loads(os.environ[_VARIABLE])
+    occurred = Path(given.pop("file"))
+    return Lack(**given), occurred
+
+
+def plant_in_this_supervisor() -> None:
+    """Let the supervisor of node 0 be late after the lack of memory, as this one sees it."""
+    lack, occurred = _given()
+    if not lack.refused:
+        return
+    from fastdiff.cluster.supervisor import nodes
+
+    connect, met = nodes._connect, []
+
+    def meet(host: str, port: int) -> Any:
+        if not occurred.exists() or met:
+            return connect(host, port)
+        met.append(port)
+        return connect(host, _NOBODY)
+
+    nodes._connect = meet
+
+
 def plant_in_this_rank() -> None:
     """Let this process run out of memory at the place in its environment."""
-    given = json.loads(os.environ[_VARIABLE])
-    occurred, lack = Path(given.pop("file")), Lack(**given)
+    lack, occurred = _given()
     if lack.rank != int(os.environ["RANK"]) or occurred.exists():
         return
-    from fastdiff.training import build, network
+    from fastdiff.training import build, failure, network
+    from fastdiff.training.memory import smaller_batch
 
     if lack.where == "construction":
-        network.engines.build_engine = lambda *_: _fail(occurred)
+        network.engines.build_engine = lambda *_: _fail(lack, occurred)
+    if not lack.noted:
+        smaller_batch.publish = lambda *_: None
+    if lack.stops == "itself":
+        note = failure.note_failure
+
+        def note_and_stop(*arguments: Any, **options: Any) -> None:
+            note(*arguments, **options)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        failure.note_failure = note_and_stop
     make = build._build_state
 
     def make_and_plant(*arguments: Any) -> Any:
@@ -70,8 +114,12 @@ def plant_in_this_rank() -> None:
     build._build_state = make_and_plant
 
 
-def _fail(occurred: Path) -> NoReturn:
+def _fail(lack: Lack, occurred: Path) -> NoReturn:
     occurred.touch()
+    if lack.stops == "others":
+        for process in psutil.Process(os.getppid()).children():
+            if process.pid != os.getpid():
+                process.suspend()
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
 
 
@@ -79,7 +127,7 @@ def _plant(state: Any, lack: Lack, occurred: Path) -> None:
     def fail_if_due(phase: str, micro: int) -> None:
         at = (state.progress.steps, state.heartbeat.phase, micro)
         if not occurred.exists() and at == (lack.step, phase, lack.micro):
-            _fail(occurred)
+            _fail(lack, occurred)
 
     def taken() -> int:
         return len(state.guard._losses)
