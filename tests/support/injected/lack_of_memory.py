@@ -73,7 +73,8 @@ def plant_in_this_supervisor() -> None:
         return
     from fastdiff.cluster.supervisor import nodes
 
-    connect, met = nodes._connect, []
+    connect = nodes._connect
+    met: list[int] = []
 
     def meet(host: str, port: int) -> Any:
         if not occurred.exists() or met:
@@ -89,21 +90,21 @@ def plant_in_this_rank() -> None:
     lack, occurred = _given()
     if lack.rank != int(os.environ["RANK"]) or occurred.exists():
         return
-    from fastdiff.training import build, failure, network
-    from fastdiff.training.memory import smaller_batch
+    from fastdiff.parallel import heartbeat
+    from fastdiff.training import build
 
     if lack.where == "construction":
-        network.engines.build_engine = lambda *_: _fail(lack, occurred)
+        mock.patch("fastdiff.training.engines.build.build_engine", lambda *_: _fail(lack, occurred)).start()
     if not lack.noted:
-        smaller_batch.publish = lambda *_: None
+        mock.patch("fastdiff.training.memory.smaller_batch.publish").start()
     if lack.stops == "itself":
-        note = failure.note_failure
+        note = heartbeat.note_failure
 
         def note_and_stop(*arguments: Any, **options: Any) -> None:
             note(*arguments, **options)
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        failure.note_failure = note_and_stop
+        mock.patch("fastdiff.training.failure.note_failure", note_and_stop).start()
     make = build._build_state
 
     def make_and_plant(*arguments: Any) -> Any:
