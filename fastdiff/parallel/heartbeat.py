@@ -93,7 +93,7 @@ def stacks_path(run: Path, rank: int) -> Path:
 
 
 def note_failure(exit_code: int, message: str, *, micro: int | None = None) -> None:
-    """Record exit code and first cause of a failure for a supervisor; ``micro``: with which it starts the ranks again."""
+    """Record exit code and first cause of a failure for a supervisor; ``micro``: with which the ranks start again."""
     folder = os.environ.get(NODE_FOLDER)
     if folder:
         path = Path(folder) / f"rank-{int(os.environ.get('RANK', '0')):05d}.error"

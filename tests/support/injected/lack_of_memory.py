@@ -94,7 +94,8 @@ def plant_in_this_rank() -> None:
     from fastdiff.training import build
 
     if lack.where == "construction":
-        mock.patch("fastdiff.training.engines.build.build_engine", lambda *_: _fail(lack, occurred)).start()
+        engine = "fastdiff.training.engines.build.build_engine"
+        mock.patch(engine, side_effect=lambda *_: _fail(lack, occurred)).start()
     if not lack.noted:
         mock.patch("fastdiff.training.memory.smaller_batch.publish").start()
     if lack.stops == "itself":
