@@ -57,7 +57,7 @@ def test_the_wheels_contain_the_packages_and_nothing_else(built: dict[str, zipfi
     }
     assert {
         "fastdiff/planning/gpus.toml", "fastdiff/py.typed", "fastdiff/config/presets/digits.py",
-        "fastdiff_bench/records/record.schema.json",
+        "fastdiff_bench/page/report.html.j2",
     } <= names  # fmt: skip
     for wheel in built.values():
         assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel.namelist())

@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
@@ -84,22 +83,19 @@ class Comparison:
         return any(change.verdict == "worse" for change in self.changes) or bool(self.missing)
 
 
-def compare(
-    a: Sequence[Record], b: Sequence[Record], *, tolerance: float, only: Sequence[str] = ("*",), partial: bool = False
-) -> Comparison:
+def compare(a: Sequence[Record], b: Sequence[Record], *, tolerance: float, partial: bool = False) -> Comparison:
     """Join two sets of records.
 
     Args:
         a: the baseline, sorted by date.
         b: the records to compare with it.
         tolerance: share by which a value may differ, 0.03 for 3 %.
-        only: shell patterns for ``bench/quantity``; measurements that match one count.
         partial: whether ``b`` may lack measurements of ``a``, unless they fail.
 
     Raises:
         BenchError: they have no measurement in common, or a common one has different units.
     """
-    of_a, of_b = _by_name(a, only), _by_name(b, only)
+    of_a, of_b = ({m.name: m for one in records for m in one.measurements} for records in (a, b))
     common = [name for name in of_a if name in of_b]
     if not common:
         raise BenchError(
@@ -161,13 +157,6 @@ def add(commands: Commands) -> None:
         help="tolerated change in addition to noise; default: %(default)s",
     )  # fmt: skip
     parser.add_argument(
-        "--only",
-        nargs="+",
-        default=["*"],
-        metavar="BENCH/QUANTITY",
-        help="compare only these, as patterns such as 'step/*' or '*/throughput'",
-    )
-    parser.add_argument(
         "--partial", action="store_true", help="B may lack measurements of A; failures in B still count"
     )
     parser.set_defaults(run=_run)
@@ -179,7 +168,7 @@ def _run(arguments: argparse.Namespace) -> int:
     a, b = record.read_all([arguments.a]), record.read_all([arguments.b])
     if smoke := next((one.path for one in (*a, *b) if record_warnings.is_smoke(one)), None):
         raise BenchError(f"{smoke} is of --smoke, which measures nothing that could be compared")
-    found = compare(a, b, tolerance=arguments.tolerance / 100, only=arguments.only, partial=arguments.partial)
+    found = compare(a, b, tolerance=arguments.tolerance / 100, partial=arguments.partial)
     print(report(found))
     for one in (*a, *b):
         if busy := record_warnings.busy(one.fingerprint):
@@ -201,15 +190,6 @@ def _concerns(failure: Failure, measurement: Measurement) -> bool:
         and measurement.case.startswith(failure.case)
         and failure.provider in (measurement.provider, "every")
     )
-
-
-def _by_name(records: Sequence[Record], only: Sequence[str]) -> dict[tuple[str, str, str, str], Measurement]:
-    return {
-        m.name: m
-        for one in records
-        for m in one.measurements
-        if any(fnmatchcase(f"{m.bench}/{m.quantity}", pattern) for pattern in only)
-    }
 
 
 def _extent(measurements: Iterable[Measurement]) -> str:

@@ -26,7 +26,7 @@ CLONE = _ABOVE if (_ABOVE / "bench" / "gpu.sh").is_file() else None
 ROOT = CLONE or Path()
 """What ``bench/results`` and ``runs`` are relative to: the repository, otherwise the working folder."""
 
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 """Validation of a record line: exactly the fields of its type, and finite numbers."""
 
 _GPU_QUERY = "driver_version,clocks.max.sm,clocks.max.mem,power.limit"

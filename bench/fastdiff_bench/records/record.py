@@ -1,8 +1,7 @@
 """Format of measurements, shared by all benchmarks, and the files that store them.
 
 A record is a file of JSON lines: first ``{"fingerprint": ...}``, then one ``{"measurement": ...}`` or ``{"failure":
-...}`` per line. It is stored as ``bench/results/<machine>/<date>_<what>/<command>.jsonl``. ``record.schema.json`` is
-the JSON Schema of a line; ``python -m fastdiff_bench.records.record`` prints it.
+...}`` per line. It is stored as ``bench/results/<machine>/<date>_<what>/<command>.jsonl``.
 """
 
 from __future__ import annotations
@@ -149,12 +148,6 @@ _LINE: TypeAdapter[_Line] = TypeAdapter(
 )
 
 
-def schema() -> str:
-    """Return the JSON Schema of a line as the text of a file."""
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A line of a benchmark record"}
-    return json.dumps(head | _LINE.json_schema(), indent=1) + "\n"
-
-
 class Log:
     """An open record; each line is flushed at once."""
 
@@ -273,7 +266,3 @@ def by_provider(measurements: Iterable[Measurement]) -> dict[tuple[str, str], di
     for one in measurements:
         found.setdefault((one.case, one.provider), {})[one.quantity] = one
     return found
-
-
-if __name__ == "__main__":
-    print(schema(), end="")

@@ -154,18 +154,7 @@ def test_exit_code_and_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["compare", *folders, "--tolerance", "11", "--partial"]) == 0
 
 
-def test_only_some_quantities(tmp_path: Path) -> None:
-    slower = [row(100), row(50, quantity="throughput", better="higher")]
-    write(tmp_path / "a.jsonl", row(50), slower[1])
-    write(tmp_path / "b.jsonl", *slower)
-    files = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
-    assert main(["compare", *files]) == 1
-    assert main(["compare", *files, "--only", "*/throughput", "data/*"]) == 0
-
-
-@pytest.mark.parametrize(
-    "flags", [["missing.jsonl"], ["b.jsonl", "--tolerance", "-1"], ["b.jsonl", "--only", "data/*"], ["damaged.jsonl"]]
-)
+@pytest.mark.parametrize("flags", [["missing.jsonl"], ["b.jsonl", "--tolerance", "-1"], ["damaged.jsonl"]])
 def test_bad_input_is_exit_code_2(tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         write(tmp_path / name, row(1))

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import jsonschema
 import pytest
 
 from fastdiff_bench import BenchError
@@ -14,7 +13,6 @@ from fastdiff_bench.records.record import Failure, Log, Measurement
 from tests.support.benches import bench_records
 
 ROOT = Path(__file__).parents[3]
-SCHEMA = ROOT / "bench" / "fastdiff_bench" / "records" / "record.schema.json"
 ROW = Measurement(
     bench="op", case="adaln", provider="triton", quantity="time", unit="us", value=2.5, p20=2.0, p80=3.0, n=20,
     better="lower", facts={"bytes": 3, "dtype": "bf16", "share": 0.5, "default": True, "shape": None},
@@ -124,31 +122,9 @@ def test_a_timing_becomes_a_measurement_in_another_unit() -> None:
     assert (alone.value, alone.p20, alone.n, alone.facts) == (3, None, 1, {"batch": 8})
 
 
-def test_the_schema_is_that_of_the_types() -> None:
-    assert SCHEMA.read_text() == record.schema(), "python -m fastdiff_bench.records.record > ..."
-    jsonschema.Draft202012Validator.check_schema(json.loads(SCHEMA.read_text()))
-
-
-def test_the_schema_takes_what_is_written_and_refuses_what_is_refused(tmp_path: Path) -> None:
-    validator = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text()))
-    lines = [json.loads(line) for line in written(tmp_path).read_text().splitlines()]
-    assert all(validator.is_valid(line) for line in lines)
-    fingerprint, measurement, failure = lines
-    fields = measurement["measurement"]
-    for wrong in (
-        {"measurement": {**fields, "host": "a"}}, {"measurement": {**fields, "value": "2.5"}}, {"measurement": {}},
-        {"measurement": {**fields, "better": "more"}}, {**measurement, **failure}, {"error": failure["failure"]}, {},
-        [], {"fingerprint": {**fingerprint["fingerprint"], "cores": "two"}},
-    ):  # fmt: skip
-        assert not validator.is_valid(wrong), wrong
-
-
 def test_the_records_of_this_repository_are_records() -> None:
-    validator = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text()))
     for one in record.read_all(record.kept()):
         assert one.measurements, one.path
-        for line in one.path.read_text().splitlines():
-            validator.validate(json.loads(line))
 
 
 def test_the_records_of_the_other_tests_are_records(tmp_path: Path) -> None:
