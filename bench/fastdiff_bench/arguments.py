@@ -74,12 +74,14 @@ def open_log(
 
 
 class _ToldLog(record.Log):
-    """A record whose reservations are printed once it is complete."""
+    """A record whose path and reservations are printed once it is complete."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         super().__exit__(kind, error, at)
-        for line in record_warnings.of_terminal(self.fingerprint, self.measurements) if kind is None else ():
-            print(line)
+        if kind is None:
+            print(
+                "\n".join([f"record: {self.path}", *record_warnings.of_terminal(self.fingerprint, self.measurements)])
+            )
 
 
 def _created(path: Path) -> bool:

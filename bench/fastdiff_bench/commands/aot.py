@@ -235,20 +235,16 @@ def report(rows: Sequence[Compiled]) -> str:
 def main(cases: Sequence[Case], architectures: Sequence[int], log: Log, baseline: Baseline | None = None) -> int:
     """Compile, record and print; return 1 if a kernel spills, streams with narrow accesses, or got worse."""
     compiled: list[Compiled] = []
-    found: list[Measurement] = []
     for row in compile_all(cases, architectures):
         compiled.append(row)
         progress(f"{len(compiled)} compiled: {row.kernel} sm_{row.arch}")
-        for line in row.rows():
-            log.write(line)
-            found += [line] if isinstance(line, Measurement) else []
+        log.write(*row.rows())
     progress("")
     print(report(compiled))
     bad = [f"PROBLEM {r.kernel} sm_{r.arch} ({r.case}): {problem}" for r in compiled for problem in r.problems]
     print("\n".join(bad) or f"{len(compiled)} kernels: no spills, wide accesses throughout")
     worse = False
     if baseline is not None:
-        text, worse = baseline.compare(found)
+        text, worse = baseline.compare(log.measurements)
         print(f"\n{text}")
-    print(f"written to {log.path}")
     return 1 if bad or worse else 0

@@ -68,15 +68,13 @@ def _run(arguments: argparse.Namespace) -> int:
             print(f"{workload.provider}: {result.failure}")
         else:
             found = list(measurements(workload, result, arguments.ranks))
-            for one in found:
-                log.write(one)
+            log.write(*found)
             rows = [
                 [m.quantity, f"{m.value:.4g}", m.unit, f"{m.interval[0]:.4g} to {m.interval[1]:.4g}"]
                 for m in found
                 if not (arguments.smoke and record_warnings.is_ratio(m))
             ]
             print(table([["quantity", "median", "unit", "p20 to p80"], *rows], "<><<"))
-        print(f"record: {log.path}")
     return int(result.failure is not None)
 
 

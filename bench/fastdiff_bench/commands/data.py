@@ -62,7 +62,6 @@ def _run(given: argparse.Namespace) -> int:
                 for heat in ("warm", "cold"):
                     done &= measure(Case(samples, given.workers, heat, device), rounds, log, smoke=given.smoke)
                 shutil.rmtree(samples.folder)
-            print(f"\n{log.path}")
     finally:
         shutil.rmtree(folder)
     return int(not done)

@@ -129,13 +129,11 @@ def report(found: dict[str, Outcome | str], log: Log) -> int:
         if isinstance(reason, str):
             log.write(Failure(bench="objectives", case="digits", provider=name, reason=reason))
     for name, one in done.items():
-        for measurement in _measurements(name, one):
-            log.write(measurement)
+        log.write(*_measurements(name, one))
     print()
     head = ("objective", "accuracy", "frechet distance", "training time, s")
     rows = [(name, f"{o.accuracy:.3f}", f"{o.distance:.2f}", number(o.seconds)) for name, o in done.items()]
     print(table([head, *rows], "<>>>"))
-    print(f"\n{log.path}")
     if done:
         picture = log.path.with_suffix(".png")
         save_picture(picture, image_grid(torch.cat([one.images for one in done.values()]), rows=len(done)))

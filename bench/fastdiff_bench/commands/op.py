@@ -129,8 +129,7 @@ def main(cases: Sequence[Case], device: str, log: Log, *, smoke: bool, large: bo
     """
     effort = QUICK if smoke else FULL
     stopwatch, limits = Stopwatch(device, effort), roofline.measure(device, effort)
-    for measurement in limits.measurements(BENCH):
-        log.write(measurement)
+    log.write(*limits.measurements(BENCH))
     rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in limits.matmul_flops_per_s.items())
     print(f"{Fingerprint.here()}\n\ncopy {limits.copy_bytes_per_s / 1e9:.0f} GB/s, matrix products: {rates}")
     print(f"\n{_HEADING}", flush=True)
@@ -144,8 +143,7 @@ def main(cases: Sequence[Case], device: str, log: Log, *, smoke: bool, large: bo
                 progress("")
                 if isinstance(row, Result):
                     results.append(row)
-                    for measurement in row.measurements(limits):
-                        log.write(measurement)
+                    log.write(*row.measurements(limits))
                     print(_line(row, limits, compared=not smoke), flush=True)
                 else:
                     failures.append(row)
@@ -155,7 +153,7 @@ def main(cases: Sequence[Case], device: str, log: Log, *, smoke: bool, large: bo
         print(
             f"\n{_LAUNCH_BOUND}: the device may have waited for the host, because the launch took longer than the work"
         )
-    print(f"\n{'' if smoke else _verdict(results)}\nwritten to {log.path}")
+    print(f"\n{'' if smoke else _verdict(results)}")
     return 1 if any(f.provider.split()[0] in _MUST_BE_RIGHT for f in failures) else 0
 
 

@@ -63,7 +63,6 @@ def _run(arguments: argparse.Namespace) -> int:
             log.write(Failure(bench="plan", case=workloads[name].case, provider=name, reason=str(reason)))
         if not failed:
             _report(workloads, results, on, log)
-        print(f"record: {log.path}")
     return int(bool(failed))
 
 
@@ -89,8 +88,7 @@ def _report(workloads: dict[str, Workload], results: dict[str, Result], on: str,
         cells = [f"{1e3 * value:.1f}" for value in found.values()]
         rows.append([name, f"{1e3 * seconds:.1f}", *cells, "-" if log.fingerprint.smoke else f"{worst:+.1%}"])
         log.write(_row(workload, name, "step time", results[name].timing))
-        for source, error in errors.items():
-            log.write(_row(workload, name, f"prediction error from {source}", error))
+        log.write(*(_row(workload, name, f"prediction error from {source}", error) for source, error in errors.items()))
     print(table(rows, "<" + ">" * (len(rows[0]) - 1)))
 
 

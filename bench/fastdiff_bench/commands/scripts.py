@@ -74,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 results = _measured(case, quantity, own, effort)
                 rows.append(_written(log, case, quantity, results))
                 code |= any(result.failure is not None for result in results.values())
-        print(f"{table(rows, '<<>>>')}\n\nrecord: {log.path}")
+        print(table(rows, "<<>>>"))
     return code
 
 

@@ -67,15 +67,13 @@ def _run(arguments: argparse.Namespace) -> int:
         for case in chosen:
             starts, failures = _measure(case, Path(folder), rounds, environment(arguments.threads))
             rows = list(_measurements(case, starts, arguments.threads))
-            for row in rows:
-                log.write(row)
+            log.write(*rows)
             for name, reason in failures.items():
                 log.write(Failure(bench=BENCH, case=case, provider=name, reason=reason.splitlines()[0]))
                 print(f"{name}: {reason}", file=sys.stderr)
             failed |= bool(failures)
             shown = [row for row in rows if not (arguments.smoke and record_warnings.is_ratio(row))]
             print(table([[case, "", "median", "p20 to p80"], *map(_words, shown)], "<<><"))
-        print(f"record: {log.path}")
     return int(failed)
 
 

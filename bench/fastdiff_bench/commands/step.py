@@ -89,9 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
         measuring = _Measuring(Path(folder), effort, where, log, trace=arguments.trace)
         if arguments.peer:
             return measuring.peers(workloads, arguments.peer)
-        code = measuring.steps(workloads, limit, timing.QUICK if arguments.smoke else timing.FULL)
-        print(f"\nrecord: {log.path}")
-        return code
+        return measuring.steps(workloads, limit, timing.QUICK if arguments.smoke else timing.FULL)
 
 
 def _effort(arguments: argparse.Namespace) -> Effort:
@@ -114,11 +112,11 @@ class _Measuring:
         progress("limits of the machine")
         # In another process, so that no GPU memory stays allocated in this one.
         found, bounds = [], in_another_process(roofline.measure, self._device, care)
-        self._write(bounds.measurements(BENCH))
+        self._log.write(*bounds.measurements(BENCH))
         for number, workload in enumerate(workloads, 1):
             progress(f"{number} of {len(workloads)}: {workload.case}; {workload.provider}")
             stepped = self._step(workload, memory, bounds)
-            self._write([stepped.failure] if stepped.failure else [])
+            self._log.write(*([stepped.failure] if stepped.failure else []))
             progress("")
             print("\n".join(_verdict(stepped)), flush=True)
             if self._trace and stepped.failure is None:
@@ -134,7 +132,7 @@ class _Measuring:
 
         workload, folder = stepped.workload, self._log.path.parent / "traces"
         rows = command.run(workload, self._data(workload), self._effort, self._device, folder)
-        self._write(rows)
+        self._log.write(*rows)
         stepped.failure = next((row for row in rows if isinstance(row, Failure)), None)
 
     def peers(self, workloads: Sequence[Workload], names: Sequence[str]) -> int:
@@ -150,14 +148,14 @@ class _Measuring:
             if memory is not None:
                 workload, row = self._fitted(workload, memory)
                 largest = [row]
-                self._write(largest)
+                self._log.write(*largest)
         except BenchError as error:
             case = workload.case_of_any_batch
             failure = Failure(bench=BENCH, case=case, provider=workload.provider, reason=str(error))
             return Stepped(
                 workload, failure=failure, out_of_memory=isinstance(error.__cause__, largest_batch.DoesNotFit)
             )
-        stepped = stepping.step(workload, data, self._effort, self._device, bounds, self._write)
+        stepped = stepping.step(workload, data, self._effort, self._device, bounds, self._log)
         stepped.measurements += largest
         return stepped
 
@@ -184,10 +182,6 @@ class _Measuring:
             progress(f"synthetic data for {workload.preset}")
             synthetic.write(folder, workload.config(Path(), Path()).model, _SAMPLES)
         return folder
-
-    def _write(self, rows: Sequence[Measurement | Failure]) -> None:
-        for row in rows:
-            self._log.write(row)
 
 
 def _verdict(stepped: Stepped) -> list[str]:

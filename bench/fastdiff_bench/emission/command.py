@@ -64,7 +64,6 @@ def _run_command(arguments: argparse.Namespace) -> int:
         measured = {row.case for row in found}
         text, worse = Baseline.read(arguments.baseline, report.BENCH, lambda row: row.case in measured).compare(found)
         print(text)
-    print(f"written to {log.path}")
     return 1 if worse else 0
 
 
@@ -81,8 +80,7 @@ def _emit(subject: Subject, arguments: argparse.Namespace, log: record.Log) -> l
     facts: dict[str, record.Fact] = {"batch": arguments.batch, "arch": arguments.arch, "depth": arguments.depth}
     rows = list(report.rows(name, blocks, facts))
     predicted = list(budget.rows(name, emission, batch)) if arguments.budget else []
-    for row in [*rows, *predicted]:
-        log.write(row)
+    log.write(*rows, *predicted)
     for block in blocks if arguments.code else ():
         arguments.code.mkdir(parents=True, exist_ok=True)
         for way, one in block.passes:

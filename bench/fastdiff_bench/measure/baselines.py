@@ -150,10 +150,9 @@ def _write(log: record.Log, entry: _Entry, result: interleaved.Result, batch: in
         log.write(record.Failure(bench=_BENCH, case=entry.case, provider=provider, reason=result.failure or "no end"))
         return
     row = partial(Measurement.of, _BENCH, entry.case, provider, facts={**entry.facts, **result.facts})
-    for measurement in stepping.figures(row, result, batch):
-        log.write(measurement)
-    for phase in result.sessions[0].phases:
-        log.write(row(f"phase {phase}", "ms", result.phase(phase), "lower", scale=1e3))
+    phases = result.sessions[0].phases
+    log.write(*stepping.figures(row, result, batch))
+    log.write(*(row(f"phase {phase}", "ms", result.phase(phase), "lower", scale=1e3) for phase in phases))
 
 
 def _speed_ups(

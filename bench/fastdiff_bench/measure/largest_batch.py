@@ -3,7 +3,7 @@
 Memory grows almost linearly with the batch: two small batches predict the limit, and real runs confirm it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -76,7 +76,7 @@ def next_batch(trials: Trials, limit: int) -> int | None:
     best = max(fitting)
     batch = min(_predicted(trials, best, limit), best * _LEAP)
     if too_large and batch >= too_large[0]:
-        batch = max(too_large[0] - _step_down(too_large), (best + too_large[0]) // 2)
+        batch = (best + too_large[0]) // 2
     batch = batch // 8 * 8 if batch >= 8 else batch
     return batch if batch > best * (1 + _PRECISION) else None
 
@@ -93,13 +93,6 @@ def _predicted(trials: Trials, best: int, limit: int) -> int:
     other = min((b for b in known if b > best), default=max((b for b in known if b < best), default=best))
     per_sample = (known[other] - known[best]) / (other - best)
     return int(best + (limit - known[best]) / per_sample) if per_sample > 0 else best * _LEAP
-
-
-def _step_down(too_large: Sequence[int]) -> int:
-    """Return the next decrement: at least twice the last one."""
-    smallest = too_large[0]
-    last = too_large[1] - smallest if len(too_large) > 1 else 0
-    return max(8 if smallest > 8 else 1, int(smallest * _PRECISION), 2 * last)
 
 
 def memory_limit(device: str, gib: float | None) -> int:

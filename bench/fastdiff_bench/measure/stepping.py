@@ -4,7 +4,7 @@ Times, memory and throughput come from a process without marks. A second process
 step, gives the share of each phase.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from fastdiff_bench.measure.roofline import Limits
 from fastdiff_bench.measure.session import StepTimer
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.measure.workload import Workload
-from fastdiff_bench.records.record import Failure, Measurement
+from fastdiff_bench.records.record import Failure, Log, Measurement
 
 BENCH = "step"
 PHASES = ("data", "objective", "forward", "backward", "optimizer", "ema", "other")
@@ -48,7 +48,7 @@ def step(
     effort: Effort,
     device: str,
     limits: Limits,
-    write: Callable[[Sequence[Measurement]], None],
+    log: Log,
 ) -> Stepped:
     """Measure one workload.
 
@@ -58,7 +58,7 @@ def step(
         effort: of the measurement without marks; the marked one has two rounds.
         device: ``cuda`` or ``cpu``.
         limits: of this machine, measured now.
-        write: gets the measurements as soon as they exist: first the unmarked steps, later the marked ones.
+        log: gets the measurements as soon as they exist: first the unmarked steps, later the marked ones.
     """
     found = Stepped(workload)
     result = _run(workload, data, effort, device, phases=False)
@@ -66,14 +66,14 @@ def step(
         found.workload = workload = workload.decided(result.facts)
         found.measurements = [*_clean(workload, result, limits)]
         found.problems = problems(result, effort.warm_up)
-        write(found.measurements)
+        log.write(*found.measurements)
         result = _run(workload, data, replace(effort, rounds=2), device, phases=True)
     if result.failure is not None:
         found.out_of_memory = result.out_of_memory
         found.failure = Failure(bench=BENCH, case=workload.case, provider=workload.provider, reason=result.failure)
         return found
     marked = [*_marked(workload, result)]
-    write(marked)
+    log.write(*marked)
     found.measurements += marked
     return found
 

@@ -1,13 +1,10 @@
 """Results of the readers, as measurements and as a table."""
 
 import statistics
-import timeit
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
-
-from isal.isal_zlib import crc32
 
 from fastdiff_bench.measure import interleaved
 from fastdiff_bench.measure.session import Steps
@@ -54,8 +51,7 @@ class Case:
                 rows.append([name, "", "", "", "", "", "", result.failure])
                 continue
             found = list(self._measurements(name, settled, cached))
-            for measurement in found:
-                log.write(measurement)
+            log.write(*found)
             first, last = found[0].interval
             shown = [one.value for one in found[1:] if not (log.fingerprint.smoke and record_warnings.is_ratio(one))]
             cells = [number(value) for value in (found[0].value, first, last, *shown)]
@@ -103,10 +99,4 @@ class Case:
             "mixed": samples.mixed, "workers": self.workers, "heat": self.heat, "device": self.device,
             "crc32 checked": checked,
         }  # fmt: skip
-        return facts | ({"crc32 us per sample": _crc32_seconds(samples.sample_bytes) * 1e6} if checked else {})
-
-
-def _crc32_seconds(size: int) -> float:
-    """Measure the time that the crc32 check takes per sample."""
-    content = bytes(size)
-    return min(timeit.repeat(lambda: crc32(content), number=10, repeat=10)) / 10
+        return facts

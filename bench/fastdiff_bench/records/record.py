@@ -160,15 +160,16 @@ class Log:
         self._file = path.open("w", encoding="utf-8")
         self._write("fingerprint", self.fingerprint)
 
-    def write(self, row: Measurement | Failure) -> None:
-        """Append one line.
+    def write(self, *rows: Measurement | Failure) -> None:
+        """Append a line for each.
 
         Raises:
             ValueError: a number is not finite, or a field has the wrong type, so the line could not be read again.
         """
-        if isinstance(row, Measurement):
-            self.measurements.append(row)
-        self._write("measurement" if isinstance(row, Measurement) else "failure", row)
+        for row in rows:
+            if isinstance(row, Measurement):
+                self.measurements.append(row)
+            self._write("measurement" if isinstance(row, Measurement) else "failure", row)
 
     def _write(self, kind: str, row: Fingerprint | Measurement | Failure) -> None:
         line = json.dumps({kind: asdict(row)})

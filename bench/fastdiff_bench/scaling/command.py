@@ -118,7 +118,6 @@ def _run(arguments: argparse.Namespace) -> int:
         for name in failed:
             log.write(Failure(bench="scale", case=plan.workload.case, provider=name, reason=str(results[name].failure)))
         _report_measured(plan, results, log)
-        print(f"record: {log.path}")
     return int(bool(failed))
 
 
@@ -137,9 +136,7 @@ def _measure_host(arguments: argparse.Namespace) -> int:
         }
         synthetic.write(folder / "data", base.config(folder, folder).model, _SAMPLES)
         rows = [*host.measure(stages, folder / "data", effort, device(arguments))]
-        for row in rows:
-            log.write(row)
-        print(f"record: {log.path}")
+        log.write(*rows)
     return int(any(isinstance(row, Failure) for row in rows))
 
 

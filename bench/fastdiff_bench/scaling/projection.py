@@ -71,12 +71,10 @@ def run(arguments: argparse.Namespace, provider: Callable[[str], str]) -> int:
                 "inside, GB/s": kind.link / 1e9, "between, GB/s per GPU": kind.network / 1e9, "sent GiB": volume,
                 "limit": found.limit, "host, ms": 1e3 * found.host.middle,
             }  # fmt: skip
-            for row in _measurements(measured, found, f"{provider(stage)}, {sets[number].count} GPUs", facts):
-                log.write(row)
+            log.write(*_measurements(measured, found, f"{provider(stage)}, {sets[number].count} GPUs", facts))
         print(f"{measured.source}: {1e3 * measured.seconds:.1f} ms per step of {measured.ranks} on {measured.device}")
         print(table(rows, "<" + ">" * (len(rows[0]) - 1)))
         print("Every GPU has as many samples as there. Stages whose ranges overlap: either may be faster.")
-        print(f"record: {log.path}")
     return 0
 
 

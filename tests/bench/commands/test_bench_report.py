@@ -358,7 +358,8 @@ def test_the_terminal_ends_with_what_its_numbers_are_not_good_for(
         log.write(wide)
         log.write(replace(wide, provider="ours over theirs", quantity="speed-up"))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("smoke: not a measurement")
+    assert lines[0] == f"record: {log.path}"
+    assert lines[1].startswith("smoke: not a measurement")
     assert [line for line in lines if "times p20" in line] == ["doubtful: wide, time (c): p80 is 2.24 times p20"]
     assert record.read(log.path).fingerprint.smoke
 
