@@ -39,11 +39,3 @@ def chosen(arguments: argparse.Namespace, known: tuple[str, ...]) -> list[Case]:
         of, dtypes = ", ".join(arguments.ops) or "any op", " or ".join(arguments.dtype)
         raise BenchError(f"no case of {of} has dtype {dtypes}")
     return found
-
-
-def first_of_each(cases: list[Case]) -> list[Case]:
-    """Return the first case of every op."""
-    found: dict[str, Case] = {}
-    for case in cases:
-        found.setdefault(case.op, case)
-    return list(found.values())

@@ -18,7 +18,7 @@ from torch import Tensor
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_measuring, open_log
 from fastdiff_bench.arguments import device as device_of
-from fastdiff_bench.cases import OPS, add_choice, chosen, first_of_each
+from fastdiff_bench.cases import OPS, add_choice, chosen
 from fastdiff_bench.cases.case import Case, Inputs, as_sequence
 from fastdiff_bench.correctness import check
 from fastdiff_bench.measure import roofline
@@ -113,7 +113,8 @@ def _run_command(arguments: argparse.Namespace) -> int:
     if device == "cuda" and launch.INTERPRETED:
         raise BenchError("TRITON_INTERPRET is set: the kernels would run on the CPU; unset it")
     with open_log(arguments, "op") as log:
-        cases = first_of_each(cases) if arguments.smoke else cases
+        if arguments.smoke:  # the first of every op
+            cases = list({case.op: case for case in reversed(cases)}.values())[::-1]
         return main(cases, device, log, smoke=arguments.smoke, large=arguments.large)
 
 

@@ -6,8 +6,9 @@ The replacements are global and stay: only a process of its own may call ``insta
 
 import contextlib
 import types
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -151,13 +152,6 @@ def _install_constants() -> None:
     folder._deduce_value = on_cpu
 
 
-@contextlib.contextmanager
-def present() -> Iterator[None]:
+def present() -> AbstractContextManager[object]:
     """Report that there is a GPU, inside the block only: tracing and passes over graphs would allocate on it."""
-    cuda: Any = torch.cuda
-    before = cuda.is_available
-    cuda.is_available = _constant(True)
-    try:
-        yield
-    finally:
-        cuda.is_available = before
+    return patch.object(torch.cuda, "is_available", _constant(True))

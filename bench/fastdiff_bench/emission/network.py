@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -49,7 +50,8 @@ def emit(
     _name_running_block(model, emitter)
     with ExitStack() as stack:
         stack.enter_context(launch.recording())
-        stack.enter_context(_kernels_run())
+        # Dynamo cannot tell of tensors on ``meta`` whether they are on CUDA.
+        stack.enter_context(patch.object(launch, "runs_on", lambda tensor: True))
         stack.enter_context(dispatch.forced(**dict.fromkeys(OPS, _TRITON)))
         stack.enter_context(_attention_on(Machine("cuda", divmod(arch, 10), CUDNN)))
         stack.enter_context(_counted_tangents(emitter))
@@ -112,29 +114,14 @@ def _name_running_block(model: Model, emitter: Emitter) -> None:
 
 
 @contextmanager
-def _kernels_run() -> Iterator[None]:
-    """Let Triton kernels be chosen for tensors on ``meta``, of which Dynamo cannot tell whether they are on CUDA."""
-    module: Any = launch
-    before = module.runs_on
-    module.runs_on = lambda tensor: True
-    try:
-        yield
-    finally:
-        module.runs_on = before
-
-
-@contextmanager
 def _attention_on(here: Machine) -> Iterator[None]:
     """Let attention choose its kernel as on ``here``, whatever this one has."""
-    module: Any = attention
-    packed: Any = packed_attention  # it has imported the name
-    before = module.machine, module.F
 
     def machine(device: torch.device, asked: str = "auto") -> Machine:
         return here
 
     def chosen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        case = (query.dtype, query.shape[-1], query.shape[-2], key.shape[-2], module.machine(query.device))
+        case = (query.dtype, query.shape[-1], query.shape[-2], key.shape[-2], machine(query.device))
         first = attention._order("auto", case)[0]
         if first == torch.nn.attention.SDPBackend.CUDNN_ATTENTION:
             out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)[0]
@@ -144,13 +131,10 @@ def _attention_on(here: Machine) -> Iterator[None]:
 
     # Dynamo guards the result of a constant function by the function's name.
     machine._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    module.machine, module.F = machine, SimpleNamespace(scaled_dot_product_attention=chosen)
-    packed.machine = machine
-    try:
+    functions = SimpleNamespace(scaled_dot_product_attention=chosen)
+    # The other module has imported the name.
+    with patch.multiple(attention, machine=machine, F=functions), patch.object(packed_attention, "machine", machine):
         yield
-    finally:
-        module.machine, module.F = before
-        packed.machine = module.machine
 
 
 @contextmanager
@@ -158,19 +142,15 @@ def _counted_tangents(emitter: Emitter) -> Iterator[None]:
     """Count the gradients that AOTAutograd copies into the strides that a backward graph was traced with."""
     from torch._functorch._aot_autograd import runtime_wrappers
 
-    module: Any = runtime_wrappers
-    before = module.coerce_to_expected_memory_format
+    before = runtime_wrappers.coerce_to_expected_memory_format
 
     def counted(gradient: Tensor, expected: Any) -> Tensor:
         result: Tensor = before(gradient, expected)
         emitter.arrived(gradient, copied=result is not gradient)
         return result
 
-    module.coerce_to_expected_memory_format = counted
-    try:
+    with patch.object(runtime_wrappers, "coerce_to_expected_memory_format", counted):
         yield
-    finally:
-        module.coerce_to_expected_memory_format = before
 
 
 @contextmanager

@@ -15,15 +15,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -204,7 +205,8 @@ class _Worker:
             # Not a daemon, which could have no child processes. It ends with this process all the same, by _Worker.kill
             # or by the end of the connection.
             process = context.Process(target=_work, args=arguments)
-            with _environment(environment):
+            # Before it starts: torch reads some of them on its first import.
+            with patch.dict(os.environ, environment):
                 process.start()
             theirs.close()
             self._processes.append(process)
@@ -287,22 +289,9 @@ def in_another_process(
         environment: additional variables of the process.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        with _environment(environment or {}):
+        with patch.dict(os.environ, environment or {}):
             running = pool.submit(function, *arguments)
         return running.result()
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for processes started inside; torch reads some of them on its first import."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            os.environ.pop(name)
-        os.environ.update(before)
 
 
 def _work(

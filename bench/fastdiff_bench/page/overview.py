@@ -29,15 +29,6 @@ class Device:
     """Date of its newest record."""
 
 
-@dataclass(frozen=True, slots=True)
-class BenchComparisons:
-    """The comparisons of one bench."""
-
-    words: str
-    span: str
-    chart: RowChart
-
-
 def device(fingerprint: Fingerprint) -> str:
     """Return the GPU, or the processor where there is none."""
     if fingerprint.device == "cpu":
@@ -83,11 +74,11 @@ def _own_steps(records: Sequence[Record]) -> Iterator[tuple[str, dict[str, Measu
                 )
 
 
-def by_bench(found: Sequence[Comparison], titles: Mapping[str, str]) -> Iterator[BenchComparisons]:
-    """Yield the comparisons by bench, in the order of the titles."""
+def by_bench(found: Sequence[Comparison], titles: Mapping[str, str]) -> Iterator[tuple[RowChart, str]]:
+    """Yield the comparisons of each bench, in the order of the titles, as a chart and in words."""
     for bench, chart in bench_charts.of_comparisons(found, titles):
         own = [one for one in found if one.bench == bench]
-        yield BenchComparisons(comparisons.counts(own), comparisons.span(own), chart)
+        yield chart, f"{comparisons.counts(own)}; {comparisons.span(own)}"
 
 
 def _by_device(records: Sequence[Record]) -> dict[str, list[Record]]:

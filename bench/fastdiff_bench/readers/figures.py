@@ -94,9 +94,8 @@ class Case:
 
     def _facts(self, *, checked: bool) -> dict[str, Fact]:
         samples = self.samples
-        facts: dict[str, Fact] = {
+        return {
             "samples": samples.count, "batch": samples.batch, "sample_bytes": samples.sample_bytes,
             "mixed": samples.mixed, "workers": self.workers, "heat": self.heat, "device": self.device,
             "crc32 checked": checked,
         }  # fmt: skip
-        return facts

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -119,8 +120,6 @@ class _CountingTimer:
 @contextmanager
 def recording(calls: list[Call]) -> Iterator[None]:
     """Append every collective of this process to ``calls``."""
-    # Read from the class dictionary: methods found by getattr() would not bind to instances when restored.
-    originals = {name: method for name, method in vars(ProcessGroup).items() if name in _KINDS}
     barrier = ProcessGroup.barrier
 
     def recorded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,13 +135,11 @@ def recording(calls: list[Call]) -> Iterator[None]:
 
         return call
 
-    for name in originals:
-        setattr(ProcessGroup, name, recorded(name, getattr(ProcessGroup, name)))
-    try:
+    replaced: dict[str, Any] = {
+        name: recorded(name, getattr(ProcessGroup, name)) for name in vars(ProcessGroup) if name in _KINDS
+    }
+    with patch.multiple(ProcessGroup, **replaced):
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(ProcessGroup, name, original)
 
 
 def _vector(name: str, ranks: int, arguments: tuple[Any, ...]) -> int:

@@ -4,7 +4,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from fastdiff.batch import Batch
 from fastdiff.config.launch_options import Launch
 from fastdiff.console import quieten
 from fastdiff.parallel.world import start_world
-from fastdiff.training.build import build
+from fastdiff.training.build import Run, build
 from fastdiff.training.callbacks.base import Callback, Callbacks
 from fastdiff.training.forward_backward.micro_batch import ForwardBackward
 from fastdiff.training.loop import take_steps
@@ -46,22 +46,14 @@ def run(
         phases: also measure the phases of a step.
         traced: trace this number of additional steps at the end, into this folder.
     """
-    quieten()
-    world = start_world()
-    with ExitStack() as stack:
-        folder = world.on_rank0(lambda: Path(tempfile.mkdtemp(prefix="run-", dir=timer.folder)))
-        if world.is_first:
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        config = workload.config(data, folder)
-        launch = Launch(deepspeed=workload.deepspeed_json(), resume="never")
-        built = build(config, launch, world, stack)
-        state, batches, callbacks = built.state, built.batches, built.callbacks
+    with building(timer, workload, data) as (built, _):
+        state = built.state
         timer.ready(
-            parameters=sum(math.prod(shape) for shape in state.engine.shapes.values()),
+            parameters=parameters_of(state),
             device=torch.cuda.get_device_name() if timer.device.type == "cuda" else "cpu",
-            micro=state.config.batch.per_rank(world.size),
+            micro=state.config.batch.per_rank(state.world.size),
         )
-        stream: Iterator[Batch] = _timed_batches(timer, batches) if phases else batches
+        stream: Iterator[Batch] = _timed_batches(timer, built.batches) if phases else built.batches
         if phases:
             of_engine = {"backward": "backward", "check_grads": "optimizer", "optimizer_step": "optimizer"}
             state.engine = cast(Any, _Timed(timer, state.engine, **of_engine))
@@ -70,11 +62,29 @@ def run(
         if phases or traced is not None:  # a graph shows no parts
             state.forward_backward = ForwardBackward(state.engine, state.objective, state.meters, state.guard)
         try:
-            take_steps(state, stream, Observed(callbacks, AfterStep(timer)))
+            take_steps(state, stream, Observed(built.callbacks, AfterStep(timer)))
         except Enough:
             if traced is not None:
                 timer.facts["trace"] = str(program.trace(state, lambda: _one_step(state, stream), *traced))
             raise
+
+
+@contextmanager
+def building(timer: StepTimer, workload: Workload, data: Path, place: Path | None = None) -> Iterator[tuple[Run, Path]]:
+    """Build a run and its folder, which is deleted afterwards; it lies in ``place``, None: in that of the timer."""
+    quieten()
+    world = start_world()
+    with ExitStack() as stack:
+        folder = world.on_rank0(lambda: Path(tempfile.mkdtemp(prefix="run-", dir=place or timer.folder)))
+        if world.is_first:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        launch = Launch(deepspeed=workload.deepspeed_json(), resume="never")
+        yield build(workload.config(data, folder), launch, world, stack), folder
+
+
+def parameters_of(state: TrainState) -> int:
+    """Return the number of trained parameters."""
+    return sum(math.prod(shape) for shape in state.engine.shapes.values())
 
 
 class AfterStep(Callback):

@@ -1,12 +1,8 @@
 """fastdiff's own loop with checkpoints: steps without a save, steps during one, and a step that waits for one."""
 
 import json
-import math
-import shutil
 import statistics
-import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,16 +11,13 @@ import torch
 
 from fastdiff.checkpoint.async_saves import AsyncSaves
 from fastdiff.checkpoint.manifest import committed
-from fastdiff.config.launch_options import Launch
-from fastdiff.console import quieten
-from fastdiff.parallel.world import start_world
-from fastdiff.training.build import build
 from fastdiff.training.callbacks.base import Callback, Callbacks
 from fastdiff.training.checkpoints import Checkpoints
 from fastdiff.training.loop import take_steps
 from fastdiff.training.state import TrainState
 from fastdiff_bench.measure.session import StepTimer
 from fastdiff_bench.measure.workload import Workload
+from fastdiff_bench.trainers import ours
 
 _KIND = "checkpoint"
 
@@ -78,19 +71,12 @@ def run(timer: StepTimer, workload: Workload, data: Path, place: Path | None, qu
         place: folder of the checkpoints; None: the system's folder for temporary files.
         quiet: steps without a save in each cycle.
     """
-    quieten()
-    world = start_world()
-    with ExitStack() as stack:
-        folder = world.on_rank0(lambda: Path(tempfile.mkdtemp(prefix="run-", dir=place or timer.folder)))
-        if world.is_first:
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        launch = Launch(deepspeed=workload.deepspeed_json(), resume="never")
-        built = build(workload.config(data, folder), launch, world, stack)
-        state, batches = built.state, built.batches
-        background = stack.enter_context(AsyncSaves(world, allowed=0))
-        timer.ready(parameters=sum(math.prod(shape) for shape in state.engine.shapes.values()))
-        checkpoints = Checkpoints(folder / "checkpoints", 2, background.world)
-        take_steps(state, batches, Callbacks([_Cycles(timer, checkpoints, background, folder, quiet)]))
+    with ours.building(timer, workload, data, place) as (built, folder):
+        state = built.state
+        with AsyncSaves(state.world, allowed=0) as background:
+            timer.ready(parameters=ours.parameters_of(state))
+            checkpoints = Checkpoints(folder / "checkpoints", 2, background.world)
+            take_steps(state, built.batches, Callbacks([_Cycles(timer, checkpoints, background, folder, quiet)]))
 
 
 class _Cycles(Callback):
