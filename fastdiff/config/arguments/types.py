@@ -132,7 +132,7 @@ class Command(Parser):
         if unknown:
             typed = sys.argv[1:] if args is None else args
             words = as_typed(unknown, typed)
-            raise ConfigError(explained(words, self.flags, self.prog.removeprefix("fastdiff ")))
+            raise ConfigError(explained(words, self.flags, self.prog.removeprefix("fastdiff "), typed))
         return found, unknown
 
 

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 from fastdiff import sanitize
 from fastdiff.config.arguments.of_others import answer
@@ -12,13 +13,14 @@ _MOST = 8
 _UNKNOWN = "unknown flag"
 
 
-def explained(words: Sequence[str], known: Collection[str], command: str) -> str:
+def explained(words: Sequence[str], known: Collection[str], command: str, typed: Sequence[str] = ()) -> str:
     """Return one line about flags, with the values behind them as typed, that a parser of ``command`` has left over.
 
-    ``known`` are the command's own flags, with their hyphens. Values are shown only where they are translated.
+    ``known`` are the command's own flags, with their hyphens, and ``typed`` all of its words. Values are shown only
+    where they are translated.
     """
     flags = _with_values(words)
-    said = [_explained(flag, values, known, command) for flag, values in flags[:_MOST]]
+    said = [_explained(flag, values, known, command, typed) for flag, values in flags[:_MOST]]
     said += [f"{len(flags) - _MOST} more unknown flags"] if len(flags) > _MOST else []
     said += [f"`fastdiff {command} --help` lists the flags"] if any(line.endswith(_UNKNOWN) for line in said) else []
     return "; ".join(said)
@@ -54,14 +56,24 @@ def _with_values(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     return flags
 
 
-def _explained(flag: str, values: Sequence[str], known: Collection[str], command: str) -> str:
+def _explained(flag: str, values: Sequence[str], known: Collection[str], command: str, typed: Sequence[str]) -> str:
     shown = [sanitize.argument(value) for value in values]
     if not flag:
-        return f"{shown[0]}: unexpected, it belongs to no flag"
+        before = next((one for one, word in pairwise(typed) if word == values[0] and _is_flag(one)), None)
+        switch = "it belongs to no flag" if before is None else f"{before} takes no value; {_switched(before, known)}"
+        return f"{shown[0]}: unexpected, {switch}"
     if (said := answer(flag, shown, command)) is not None:
         return said
     near = nearest(flag, known)
     return f"{flag}: {_UNKNOWN}" + (f", did you mean {' or '.join(near)}?" if near else "")
+
+
+def _switched(flag: str, known: Collection[str]) -> str:
+    """Say how to set a switch: ``--model.learn-sigma`` and ``--model.no-learn-sigma``, ``--flip`` and ``--no-flip``."""
+    section, dot, name = flag.lstrip("-").rpartition(".")
+    plain = re.sub("^no[-_]", "", name)
+    on, off = f"--{section}{dot}{plain}", f"--{section}{dot}no-{plain}"
+    return f"write {on} or {off}" if dot or off in known else f"write {on}, or leave it out"
 
 
 def nearest(flag: str, known: Collection[str]) -> list[str]:

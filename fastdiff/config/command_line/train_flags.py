@@ -44,6 +44,7 @@ _WIDE = 1 << 20
 _OF_TYRO = (
     (r"could not convert string to float: (.*)", r"expected a number, given \1"),
     (r"invalid literal for int\(\) with base 10: (.*)", r"expected a whole number, given \1"),
+    (r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)", r"\2: expected one of \3, given \1"),
     (r"Missing value for argument '(\S+)'.*", r"\1: its value is missing"),
 )
 """Reasons of Python and tyro, and ours."""
@@ -137,7 +138,7 @@ def _parse_fields(default: RunConfig, flags: Sequence[str], description: str, be
             raise
         raise ConfigError(_reason(said.getvalue())) from None
     if unknown:
-        raise ConfigError(explained(unknown, [*known_flags(default), *beside], "train"))
+        raise ConfigError(explained(unknown, [*known_flags(default), *beside], "train", flags))
     return config
 
 

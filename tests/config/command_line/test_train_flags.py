@@ -97,6 +97,11 @@ def test_a_missing_preset_lists_them() -> None:
         ("--zzzzz", "--zzzzz: unknown flag; `fastdiff train --help` lists the flags"),
         ("stray", "stray: unexpected, it belongs to no flag"),
         (
+            "--model.learn-sigma true",
+            "true: unexpected, --model.learn-sigma takes no value; write --model.learn-sigma or --model.no-learn-sigma",
+        ),
+        ("--performance.compile true", "--performance.compile: expected one of "),
+        (
             "--learning_rate 1e-4 --hiddn 3",
             "diffusers' --learning_rate is --optim.lr 1e-4; --hiddn: unknown flag, did ",
         ),
