@@ -12,7 +12,7 @@ from torch import Tensor
 from fastdiff.checkpoint.safetensors_writer import write_tensors
 from fastdiff.export.weights import ExportedWeights
 
-_WEIGHTS = "diffusion_pytorch_model.safetensors"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 class Source(NamedTuple):
@@ -67,4 +67,4 @@ def write_model(
         name: tuple(change(torch.empty(weights.shapes[ours], device="meta")).shape)
         for name, (ours, change) in sources.items()
     }
-    write_tensors(folder / _WEIGHTS, shapes, dtype, lambda name: sources[name].change(read(sources[name].name)))
+    write_tensors(folder / WEIGHTS, shapes, dtype, lambda name: sources[name].change(read(sources[name].name)))

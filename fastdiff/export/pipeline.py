@@ -3,6 +3,7 @@
 import importlib.metadata
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import PREDICTION_TYPES, DdpmConfig, ObjectiveConfig
 from fastdiff.errors import ConfigError
-from fastdiff.export.card_text import Place, drawing, from_pretrained, python
-from fastdiff.export.diffusers_model import Source, write_model
+from fastdiff.export.card_text import Place, drawing, from_pretrained, load_safetensors, python
+from fastdiff.export.diffusers_model import WEIGHTS, Source, write_model
 from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.schedulers import noise_of, write_json
 from fastdiff.export.weights import ExportedWeights
@@ -23,6 +24,8 @@ from fastdiff.models.pretrained.pipeline import Pretrained
 
 _OPTIONAL = ("safety_checker", "feature_extractor", "image_encoder")
 """Optional parts of a pipeline."""
+_LIBRARIES = ("diffusers", "transformers", "stable_diffusion")
+"""Libraries of parts that diffusers loads; the last one is a module of its own, with the safety checker."""
 
 
 def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dtype: torch.dtype) -> None:
@@ -123,10 +126,31 @@ def _write(folder: Path, exported: Exported) -> None:
 
 
 def _use(config: RunConfig, place: Place, step: int) -> str:
-    if config.pretrained.path:
-        return python(from_pretrained(str(place)) + drawing(config.validation))
     kind, part = config.model.diffusers_class, family_of(config.model).pipeline_part
+    if config.pretrained.path:
+        index: Mapping[str, Any] = {}
+        with suppress(ConfigError):  # of a card alone, without the pipeline
+            index = pretrained(config.pretrained).json(INDEX)
+        code = python(from_pretrained(str(place)) + drawing(config.validation))
+        if not (others := _of_others(index)):
+            return code
+        import diffusers
+
+        whole, parts = index.get("_class_name", ""), ", ".join(others)
+        if whole in dir(diffusers):  # which does not import it
+            return f"{code}\nFirst install the packages of its parts: {parts}.\n"
+        weights = load_safetensors(config.model, config.objective, place, f"{part}/{WEIGHTS}")
+        return (
+            f"diffusers has no `{whole}`, the class of this pipeline: `DiffusionPipeline.from_pretrained` cannot load "
+            f"it. Load it by the packages of its parts: {parts}. The weights of the network:\n\n{weights}"
+        )
     return python(f'from diffusers import {kind}\n\n{part} = {kind}.from_pretrained("{place}", subfolder="{part}")')
+
+
+def _of_others(index: Mapping[str, Any]) -> list[str]:
+    """Return the parts of a pipeline that are neither of diffusers nor of transformers, with their classes."""
+    parts = {part: entry for part, entry in index.items() if isinstance(entry, list) and all(entry)}
+    return [f"`{part}` is `{library}.{name}`" for part, (library, name) in parts.items() if library not in _LIBRARIES]
 
 
 DIFFUSERS = ExportFormat(write=_write, use=_use, library="diffusers")

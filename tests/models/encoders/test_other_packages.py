@@ -148,7 +148,11 @@ def test_a_run_is_sampled_and_exported(run: Path, pipeline: Path, tmp_path: Path
     assert index == before
     for record in (json.loads((run / "run.json").read_text()), newest(run).manifest):
         assert record["versions"].items() >= PACKAGES.items()
-    assert "| Text encoder of a package | `text of toy-pipeline 1.0` |" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "| Text encoder of a package | `text of toy-pipeline 1.0` |" in card
+    assert "diffusers has no `ToyPipeline`, the class of this pipeline" in card
+    assert "`text_encoder` is `toy_pipeline.ToyTextModel`" in card
+    assert "import DiffusionPipeline" not in card
     weights, trained = load_file(out / "transformer" / "diffusion_pytorch_model.safetensors"), newest(run).weights()
     assert weights.keys() == trained.keys()
     assert all(torch.equal(weights[name], trained[name]) for name in weights)
