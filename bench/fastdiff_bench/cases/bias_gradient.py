@@ -24,12 +24,8 @@ product 1, sum 1.
 """
 
 
-def _gelu(inputs: Inputs, backend: Backend) -> Outputs:
-    return gelu(inputs["u"], inputs["bias"], backend=backend)
-
-
-def _unpacked(inputs: Inputs, backend: Backend) -> Outputs:
-    return unpacked(inputs["u"], inputs["bias"], backend=backend)
+def _call(inputs: Inputs, backend: Backend, form: str) -> Outputs:
+    return (gelu if form == "gelu" else unpacked)(inputs["u"], inputs["bias"], backend=backend)
 
 
 def _inputs(device: str, form: str, letter: str, dtype: torch.dtype, samples: int) -> Inputs:
@@ -54,7 +50,7 @@ def _case(form: str, letter: str, dtype: torch.dtype) -> Case:
         dtype=dtype,
         build=partial(build, samples=SAMPLES),
         build_large=partial(build, samples=SAMPLES_LARGE),
-        call=_gelu if form == "gelu" else _unpacked,
+        call=partial(_call, form=form),
         sums=("dbias",),
         # Unpacking writes nothing, and nothing reads the bias.
         forward_bytes=lambda i: 2 * int(i["u"].nbytes) if form == "gelu" else 0,

@@ -19,9 +19,8 @@ from fastdiff_bench.measure import synthetic
 from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_interleaved
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.measure.workload import Workload
-from fastdiff_bench.records import record_warnings
 from fastdiff_bench.records.record import Failure, Measurement
-from fastdiff_bench.records.tables import table
+from fastdiff_bench.records.tables import figures
 from fastdiff_bench.trainers import saving
 from fastdiff_bench.trainers.saving import Cycle
 
@@ -69,12 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
         else:
             found = list(measurements(workload, result, arguments.ranks))
             log.write(*found)
-            rows = [
-                [m.quantity, f"{m.value:.4g}", m.unit, f"{m.interval[0]:.4g} to {m.interval[1]:.4g}"]
-                for m in found
-                if not (arguments.smoke and record_warnings.is_ratio(m))
-            ]
-            print(table([["quantity", "median", "unit", "p20 to p80"], *rows], "<><<"))
+            print(figures(found, smoke=arguments.smoke))
     return int(result.failure is not None)
 
 

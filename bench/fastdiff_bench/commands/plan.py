@@ -21,14 +21,12 @@ from fastdiff_bench.arguments import Commands, add_measuring, device, open_log
 from fastdiff_bench.measure import synthetic
 from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_interleaved
 from fastdiff_bench.measure.stepping import run_fastdiff
-from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.measure.workload import Workload
 from fastdiff_bench.records.record import Failure, Log, Measurement
 from fastdiff_bench.records.tables import table
 
 _FULL, _SMOKE = Effort(rounds=6, steps=5, warm_up=3), Effort(rounds=2, steps=2, warm_up=2)
 _SAMPLES = 256
-_PASSES = ("forward", "backward")
 
 
 def add(commands: Commands) -> None:
@@ -56,7 +54,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as folder, open_log(arguments, "plan") as log:
         data = Path(folder) / "data"
         synthetic.write(data, next(iter(workloads.values())).config(data, data).model, _SAMPLES)
-        programs = [Program(name, run_fastdiff, (one, data, False), 1, threads) for name, one in workloads.items()]
+        programs = [Program(name, run_fastdiff, (one, data), 1, threads) for name, one in workloads.items()]
         results = run_interleaved(programs, _SMOKE if arguments.smoke else _FULL, device=on)
         failed = {name: result.failure for name, result in results.items() if result.failure is not None}
         for name, reason in failed.items():
@@ -87,25 +85,16 @@ def _report(workloads: dict[str, Workload], results: dict[str, Result], on: str,
         worst = max(errors.values(), key=abs)
         cells = [f"{1e3 * value:.1f}" for value in found.values()]
         rows.append([name, f"{1e3 * seconds:.1f}", *cells, "-" if log.fingerprint.smoke else f"{worst:+.1%}"])
-        log.write(_row(workload, name, "step time", results[name].timing))
-        log.write(*(_row(workload, name, f"prediction error from {source}", error) for source, error in errors.items()))
+        row = partial(Measurement.of, "plan", workload.case, name, facts=workload.facts)
+        log.write(row("step time", "ms", results[name].timing, "lower", scale=1e3))
+        log.write(*(row(f"prediction error from {source}", "1", one, "neither") for source, one in errors.items()))
     print(table(rows, "<" + ">" * (len(rows[0]) - 1)))
 
 
 def _basis(workload: Workload, result: Result, network: Network, machine: Gpus) -> Basis:
-    """Return the basis of one measured size, with its phases where they were marked."""
-    config, seconds = workload.config(Path("data"), Path("run")), result.timing.median
-    marked = {name for session in result.sessions for name in session.phases}
-    passes = sum(result.phase(name).median for name in _PASSES) if marked.issuperset(_PASSES) else None
+    """Return the basis of one measured size."""
     step = Measured(
-        source=workload.case, config=config, deepspeed=workload.deepspeed_json(), ranks=1, device=machine.kind.name,
-        seconds=seconds, passes=passes,
+        source=workload.case, config=workload.config(Path("data"), Path("run")), deepspeed=workload.deepspeed_json(),
+        ranks=1, device=machine.kind.name, seconds=result.timing.median, passes=None,
     )  # fmt: skip
-    return calibrated(step, work_of(config, step.deepspeed, network, 1), machine)
-
-
-def _row(workload: Workload, provider: str, quantity: str, value: Timing | float) -> Measurement:
-    row = partial(Measurement.of, "plan", workload.case, provider, quantity, facts=workload.facts)
-    if isinstance(value, Timing):
-        return row("ms", value, "lower", scale=1e3)
-    return row("1", value, "neither")
+    return calibrated(step, work_of(step.config, step.deepspeed, network, 1), machine)

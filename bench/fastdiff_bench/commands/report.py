@@ -122,9 +122,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _place(benches: Sequence[Bench]) -> tuple[int, str]:
-    order = list(_TITLES)
-    places = [order.index(bench.name) if bench.name in order else len(order) for bench in benches]
-    return min(places, default=len(order)), benches[0].title if benches else ""
+    order = [*_TITLES, *(bench.name for bench in benches)]
+    return min((order.index(bench.name) for bench in benches), default=len(order)), benches[0].title if benches else ""
 
 
 def _section(folder: Path, records: Sequence[Record]) -> Section:
@@ -151,11 +150,10 @@ def _section(folder: Path, records: Sequence[Record]) -> Section:
 
 def _title(folder: str, records: Sequence[Record]) -> str:
     """Return a title in words: the benches, and the one network that they measure or else the name of the folder."""
-    found = [m.bench for one in records for m in one.measurements]
-    names = dict.fromkeys([*found, *(f.bench for one in records for f in one.failures)])
+    names = {row.bench for one in records for row in (*one.measurements, *one.failures)}
     cases = {m.case.split(",")[0] for one in records for m in one.measurements if m.case != "limits"}
     what = cases.pop() if len(cases) == 1 else folder.partition("_")[2].replace("-", " ")
-    title = "; ".join(_TITLES.get(name, name) for name in sorted(names, key=[*_TITLES, *names].index))
+    title = "; ".join(_TITLES.get(name, name) for name in [*_TITLES, *sorted(names - _TITLES.keys())] if name in names)
     return title if what in names or not what else f"{title}: {what}"
 
 
@@ -173,7 +171,7 @@ def _warnings(records: Sequence[Record]) -> Iterator[str]:
 def _benches(one: Record) -> Iterator[Bench]:
     """Yield the benches of a file; separate runs stay separate, since the machine may have changed in between."""
     smoke = record_warnings.is_smoke(one)
-    for name in dict.fromkeys([*(m.bench for m in one.measurements), *(f.bench for f in one.failures)]):
+    for name in dict.fromkeys(row.bench for row in (*one.measurements, *one.failures)):
         measurements = [m for m in one.measurements if m.bench == name and not (smoke and record_warnings.is_ratio(m))]
         yield Bench(
             name=name,

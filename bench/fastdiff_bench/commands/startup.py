@@ -22,9 +22,8 @@ from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_cases, add_output, cases, open_log
 from fastdiff_bench.measure.first_step import Start, environment, start
 from fastdiff_bench.measure.timing import Timing
-from fastdiff_bench.records import record_warnings
 from fastdiff_bench.records.record import Fact, Failure, Measurement
-from fastdiff_bench.records.tables import progress, table
+from fastdiff_bench.records.tables import figures, progress
 from fastdiff_bench.trainers import images
 from fastdiff_bench.trainers.scripts import diffusers
 
@@ -72,14 +71,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 log.write(Failure(bench=BENCH, case=case, provider=name, reason=reason.splitlines()[0]))
                 print(f"{name}: {reason}", file=sys.stderr)
             failed |= bool(failures)
-            shown = [row for row in rows if not (arguments.smoke and record_warnings.is_ratio(row))]
-            print(table([[case, "", "median", "p20 to p80"], *map(_words, shown)], "<<><"))
+            print(f"{case}\n{figures(rows, smoke=arguments.smoke)}")
     return int(failed)
-
-
-def _words(row: Measurement) -> list[str]:
-    unit = "" if row.unit == "1" else f" {row.unit}"
-    return [row.provider, row.quantity, f"{row.value:.2f}{unit}", f"{row.interval[0]:.2f} to {row.interval[1]:.2f}"]
 
 
 def _measure(

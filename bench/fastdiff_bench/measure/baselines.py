@@ -126,7 +126,7 @@ def _entries(workload: Workload, peers: Sequence[str], folder: Path) -> list[_En
     workloads = [workload] + ([replace(workload, deepspeed="zero3")] if "plain" in peers else [])
     entries = {
         each.provider: _Entry(
-            interleaved.Program(each.provider, stepping.run_fastdiff, (each, shards, False)), cached, True, each.facts
+            interleaved.Program(each.provider, stepping.run_fastdiff, (each, shards)), cached, True, each.facts
         )
         for each in workloads
     }

@@ -109,11 +109,13 @@ def peak(workload: Workload, data: Path, device: str, limit_seconds: float, batc
     return result.memory.resident if result.memory.reserved is None else result.memory.reserved
 
 
-def run_fastdiff(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
+def run_fastdiff(
+    timer: StepTimer, workload: Workload, data: Path, phases: bool = False, traced: tuple[Path, int] | None = None
+) -> None:
     """Run ``trainers.ours.run``, imported in its own process, so that this process does not load DeepSpeed."""
     from fastdiff_bench.trainers import ours
 
-    ours.run(timer, workload, data, phases)
+    ours.run(timer, workload, data, phases, traced)
 
 
 def _run(workload: Workload, data: Path, effort: Effort, device: str, *, phases: bool) -> Result:

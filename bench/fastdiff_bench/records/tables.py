@@ -5,6 +5,9 @@ from collections.abc import Sequence
 
 from fastdiff import tables
 from fastdiff.terminal import columns
+from fastdiff_bench.records import record_warnings
+from fastdiff_bench.records.number_format import interval, number
+from fastdiff_bench.records.record import Measurement
 
 
 def table(rows: Sequence[Sequence[str]], alignment: str) -> str:
@@ -16,6 +19,15 @@ def table(rows: Sequence[Sequence[str]], alignment: str) -> str:
     """
     left = [column for column, side in enumerate(alignment) if side == "<"]
     return tables.table(rows, left, columns(sys.stdout))
+
+
+def figures(rows: Sequence[Measurement], *, smoke: bool) -> str:
+    """Format measurements with their ranges, one a line; those of a smoke run without ratios."""
+    lines = [["", "quantity", "median", "unit", "p20 to p80"]]
+    for m in rows:
+        if not (smoke and record_warnings.is_ratio(m)):
+            lines.append([m.provider, m.quantity, number(m.value), "" if m.unit == "1" else m.unit, interval(m)])
+    return table(lines, "<<><<")
 
 
 def progress(text: str) -> None:

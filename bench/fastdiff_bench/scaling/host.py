@@ -56,7 +56,7 @@ def measure(stages: Mapping[str, Workload], data: Path, effort: Effort, device: 
     for name, workload in stages.items():
         narrow = [_narrow(workload, depth) for depth in DEPTHS]
         programs = [
-            Program(f"{name}, depth {one.depth}", run_fastdiff, (one, data, False), 1, {"OMP_NUM_THREADS": "1"})
+            Program(f"{name}, depth {one.depth}", run_fastdiff, (one, data), 1, {"OMP_NUM_THREADS": "1"})
             for one in narrow
         ]
         results = run_interleaved(programs, effort, device=device)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from fastdiff_bench.measure import stepping
 from fastdiff_bench.measure.interleaved import Effort, Program, run_interleaved
-from fastdiff_bench.measure.session import StepTimer
 from fastdiff_bench.measure.workload import Workload
 from fastdiff_bench.records.record import Failure, Measurement
 from fastdiff_bench.records.tables import table
@@ -28,7 +28,7 @@ def run(workload: Workload, data: Path, effort: Effort, device: str, folder: Pat
     """
     name = f"{workload.case}; {workload.provider}, traced"
     place = folder / "".join(c if c.isalnum() or c in "-." else "_" for c in f"{workload.case} {workload.provider}")
-    program = Program(name, run_fastdiff, (workload, data, place, effort.steps))
+    program = Program(name, stepping.run_fastdiff, (workload, data, False, (place, effort.steps)))
     short = Effort(rounds=2, steps=1, warm_up=effort.warm_up, limit_seconds=effort.limit_seconds)
     result = run_interleaved([program], short, device=device)[name]
     if result.failure is not None:
@@ -37,13 +37,6 @@ def run(workload: Workload, data: Path, effort: Effort, device: str, folder: Pat
     found = break_down(read(path))
     print(f"\n{name}: {found.steps} steps\n{text(found)}\ntrace: {path}, open it at https://ui.perfetto.dev")
     return list(_measurements(workload.decided(result.facts), found))
-
-
-def run_fastdiff(timer: StepTimer, workload: Workload, data: Path, folder: Path, steps: int) -> None:
-    """Run ``trainers.ours.run``, imported in its own process, so that this process does not load DeepSpeed."""
-    from fastdiff_bench.trainers import ours
-
-    ours.run(timer, workload, data, traced=(folder, steps))
 
 
 def text(found: Breakdown) -> str:

@@ -114,7 +114,9 @@ def allocating(timer: StepTimer) -> None:
             raise
 
 
-def ours(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
+def ours(
+    timer: StepTimer, workload: Workload, data: Path, phases: bool = False, traced: tuple[Path, int] | None = None
+) -> None:
     """fastdiff's own loop; it has too little memory for one batch size.
 
     Its times are those of the processor, which other processes on the machine do not stretch.
@@ -124,7 +126,7 @@ def ours(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None
         raise torch.OutOfMemoryError("CUDA out of memory")
     from fastdiff_bench.trainers import ours
 
-    ours.run(timer, workload, data, phases)
+    ours.run(timer, workload, data, phases, traced)
 
 
 def growing(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
