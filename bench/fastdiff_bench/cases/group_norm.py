@@ -39,20 +39,6 @@ def _liger(inputs: Inputs) -> Callable[[], Tensor]:
     return lambda: F.silu(LigerGroupNormFunction.apply(x, weight, bias, x.shape[1], _GROUPS, 1e-5))
 
 
-def _apex(inputs: Inputs) -> Callable[[], Tensor]:
-    from apex.contrib.group_norm import GroupNorm
-
-    x = inputs["x"]
-    norm = GroupNorm(_GROUPS, x.shape[1], device=x.device, act="silu")
-    for name in ("weight", "bias"):  # replaced by the inputs, which must get the gradients
-        delattr(norm, name)
-        setattr(norm, name, inputs[name])
-    return lambda: norm(x)
-
-
-_OTHER_LIBRARIES = {torch.channels_last: {"apex": _apex}, torch.contiguous_format: {"liger": _liger}}
-
-
 def _case(
     shape: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16, extra: str = "", silu: bool = True,
     memory: torch.memory_format = torch.channels_last,
@@ -96,7 +82,7 @@ def _case(
         backward_bytes=(lambda inputs: 4 * inputs["x"].nbytes) if extra == "residual" else None,
         forward_operations=elements("x", _forward_operations(silu, extra)),
         backward_operations=elements("x", _backward_operations(silu, extra)),
-        other_libraries=(_OTHER_LIBRARIES[memory] if silu and not extra else {}),
+        other_libraries={"liger": _liger} if silu and not extra and order == "nchw" else {},
     )
 
 

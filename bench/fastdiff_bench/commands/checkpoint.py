@@ -15,7 +15,7 @@ import torch
 
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_measuring, device, open_log
-from fastdiff_bench.measure import synthetic
+from fastdiff_bench.measure import sweep, synthetic
 from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_interleaved
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.measure.workload import Workload
@@ -37,9 +37,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--preset", default="digits", help="preset to train (default: digits)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples per step")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"])
-    parser.add_argument(
-        "--deepspeed", default="zero1", metavar="NAME|FILE", help="as --deepspeed_config of a run; default: zero1"
-    )
+    sweep.add_deepspeed(parser)
     parser.add_argument("--ranks", type=int, default=1, metavar="W", help="ranks on this machine; default: 1")
     parser.add_argument(
         "--folder", type=Path, help="folder on the storage to measure; default: the system's folder for temporary files"

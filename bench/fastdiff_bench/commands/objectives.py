@@ -7,7 +7,6 @@ the order of the record.
 """
 
 import argparse
-import json
 import shlex
 import subprocess
 import sys
@@ -27,7 +26,6 @@ from fastdiff.version import PACKAGE
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_output, open_log
 from fastdiff_bench.records.fingerprint import ROOT
-from fastdiff_bench.records.number_format import number
 from fastdiff_bench.records.record import Better, Fact, Failure, Log, Measurement
 from fastdiff_bench.records.tables import table
 
@@ -53,8 +51,6 @@ class Outcome:
     """Result of a finished run."""
 
     steps: int
-    seconds: float
-    """Duration of the training steps, without checkpoints and images."""
     accuracy: float
     distance: float
     images: Tensor
@@ -107,19 +103,7 @@ def outcome(flags: Sequence[str], data: Path, folder: Path) -> Outcome:
     # The first of the measured images: an image depends on its seed, its number and its class.
     sampler = SamplerConfig(scheduler="dpmsolver++", steps=20, cfg=run.family.usual_guidance)
     images = run.draw(evaluation_labels(1), sampler, progress=False)
-    return Outcome(
-        run.step, training_seconds(folder / "metrics.jsonl"), measured["accuracy"], measured["frechet_distance"], images
-    )
-
-
-def training_seconds(metrics: Path) -> float:
-    """Return the total time of the steps that a run logged."""
-    seconds, before = 0.0, 0
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        seconds += (row["step"] - before) * row["step_ms"] / 1e3
-        before = row["step"]
-    return seconds
+    return Outcome(run.step, measured["accuracy"], measured["frechet_distance"], images)
 
 
 def report(found: dict[str, Outcome | str], log: Log) -> int:
@@ -131,9 +115,9 @@ def report(found: dict[str, Outcome | str], log: Log) -> int:
     for name, one in done.items():
         log.write(*_measurements(name, one))
     print()
-    head = ("objective", "accuracy", "frechet distance", "training time, s")
-    rows = [(name, f"{o.accuracy:.3f}", f"{o.distance:.2f}", number(o.seconds)) for name, o in done.items()]
-    print(table([head, *rows], "<>>>"))
+    head = ("objective", "accuracy", "frechet distance")
+    rows = [(name, f"{o.accuracy:.3f}", f"{o.distance:.2f}") for name, o in done.items()]
+    print(table([head, *rows], "<>>"))
     if done:
         picture = log.path.with_suffix(".png")
         save_picture(picture, image_grid(torch.cat([one.images for one in done.values()]), rows=len(done)))
@@ -145,7 +129,6 @@ def _measurements(name: str, one: Outcome) -> Iterator[Measurement]:
     values: tuple[tuple[str, str, float, Better], ...] = (
         ("accuracy", "1", one.accuracy, "higher"),
         ("frechet distance", "1", one.distance, "lower"),
-        ("training time", "s", one.seconds, "lower"),
     )
     facts: dict[str, Fact] = {"flags": OBJECTIVES[name], "steps": one.steps}
     for quantity, unit, value, better in values:

@@ -18,7 +18,7 @@ from fastdiff.planning.network import Network, read_network
 from fastdiff.planning.options import work_of
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_measuring, device, open_log
-from fastdiff_bench.measure import synthetic
+from fastdiff_bench.measure import sweep, synthetic
 from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_interleaved
 from fastdiff_bench.measure.stepping import run_fastdiff
 from fastdiff_bench.measure.workload import Workload
@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--preset", default="digits", help="default: %(default)s")
     parser.add_argument("--micro", nargs="+", type=int, metavar="N", help="micro-batches; default: 16 32 64 128")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"), help="default: %(default)s")
-    parser.add_argument("--deepspeed", default="ddp", metavar="NAME", help="default: %(default)s")
+    sweep.add_deepspeed(parser, "ddp")
     add_measuring(parser)
     parser.set_defaults(run=_run)
 

@@ -150,7 +150,7 @@ def _section(folder: Path, records: Sequence[Record]) -> Section:
 
 def _title(folder: str, records: Sequence[Record]) -> str:
     """Return a title in words: the benches, and the one network that they measure or else the name of the folder."""
-    names = {row.bench for one in records for row in (*one.measurements, *one.failures)}
+    names = {bench for one in records for bench in one.benches}
     cases = {m.case.split(",")[0] for one in records for m in one.measurements if m.case != "limits"}
     what = cases.pop() if len(cases) == 1 else folder.partition("_")[2].replace("-", " ")
     title = "; ".join(_TITLES.get(name, name) for name in [*_TITLES, *sorted(names - _TITLES.keys())] if name in names)
@@ -171,7 +171,7 @@ def _warnings(records: Sequence[Record]) -> Iterator[str]:
 def _benches(one: Record) -> Iterator[Bench]:
     """Yield the benches of a file; separate runs stay separate, since the machine may have changed in between."""
     smoke = record_warnings.is_smoke(one)
-    for name in dict.fromkeys(row.bench for row in (*one.measurements, *one.failures)):
+    for name in one.benches:
         measurements = [m for m in one.measurements if m.bench == name and not (smoke and record_warnings.is_ratio(m))]
         yield Bench(
             name=name,

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +146,6 @@ def _text_to_image(folder: Path, script: str = "t2i") -> _Case:
     return _Case(script, flags, diffusers.run, (pipeline, captioned, _SIDE, _BATCH, rank))
 
 
-def _lora(folder: Path) -> _Case:
-    return _text_to_image(folder, "t2i-lora")
-
-
 def _iddpm(folder: Path) -> _Case:
     data = images.write(folder / "images", _IMAGES, _SIDE, captioned=False)
     flags = (
@@ -160,4 +157,8 @@ def _iddpm(folder: Path) -> _Case:
     return _Case("iddpm", flags, iddpm.run, (config.model, config.objective, data, _BATCH))
 
 
-_CASES: dict[str, Callable[[Path], _Case]] = {"t2i": _text_to_image, "t2i-lora": _lora, "iddpm": _iddpm}
+_CASES: dict[str, Callable[[Path], _Case]] = {
+    "t2i": _text_to_image,
+    "t2i-lora": partial(_text_to_image, script="t2i-lora"),
+    "iddpm": _iddpm,
+}

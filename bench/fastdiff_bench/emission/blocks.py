@@ -163,4 +163,3 @@ class Emission:
     """Operations of a training step on one sample, blocks and all else."""
     outside_bytes: float
     """Bytes per sample of the operands of all kernels outside the blocks, forward and backward, without the loss."""
-    outside_kernels: int

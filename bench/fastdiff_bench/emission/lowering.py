@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fastdiff_bench.emission import fake_gpu
 from fastdiff_bench.emission.blocks import Block, Layout, Node, Opaque, Pass, Product
-from fastdiff_bench.emission.opaque import launched, of_fastdiff
+from fastdiff_bench.emission.opaque import blank, launched, of_fastdiff
 
 META, GPU = torch.device("meta"), torch.device("cuda", 0)
 
@@ -51,7 +51,7 @@ class Emitter:
         number, backward = options["graph_id"], options.get("is_backward", False)
         block = self.blocks.setdefault(number, Block(self.running[0]))
         _propagate(graph, inputs)
-        outputs = [_blank(node) for node in _outputs(graph)]
+        outputs = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in _outputs(graph)]
         found = lower(graph, inputs, backward=backward, parameters=set(options.get("static_input_idxs", ())))
         if backward:
             block.backward = found
@@ -62,7 +62,7 @@ class Emitter:
             arguments.clear()  # the boxed convention: the callee releases them
             if self.counting:
                 self._called(block, backward)
-            return [output() for output in outputs]
+            return [blank(output) for output in outputs]
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
@@ -89,15 +89,6 @@ def _propagate(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 def _outputs(graph: fx.GraphModule) -> list[Any]:
     return list(graph.graph.find_nodes(op="output")[0].args[0])
-
-
-def _blank(node: Any) -> Callable[[], Any]:
-    """Return a function that makes an empty tensor on ``meta`` in the layout of a node; other values stay."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else node
-    if not isinstance(value, Tensor):
-        return lambda: value
-    size, strides, dtype = tuple(value.shape), value.stride(), value.dtype
-    return lambda: torch.empty_strided(size, strides, dtype=dtype, device=META)
 
 
 def lower(graph: fx.GraphModule, inputs: Sequence[Any], *, backward: bool, parameters: set[int]) -> Pass:

@@ -73,7 +73,6 @@ def emit(
         tensors=len(parameters),
         flops=training_flops(config),
         outside_bytes=moved / batch,
-        outside_kernels=outside.kernels,
     )
 
 

@@ -22,7 +22,7 @@ def of_fastdiff(node: fx.Node) -> bool:
 
 def launched(node: fx.Node) -> Opaque:
     """Run the launcher of a custom op on blanks in the layouts of its arguments, and count."""
-    arguments, options = pytree.tree_map(_blank, (node.args, node.kwargs))
+    arguments, options = pytree.tree_map(blank, (node.args, node.kwargs))
     operator: Any = node.target
     launcher = _launcher(operator)
     with torch.no_grad(), launch.recording() as launches, Seen() as seen:
@@ -40,7 +40,8 @@ def _launcher(operator: Any) -> Any:
     return OPDEFS[f"{operator.namespace}::{operator._opname}"]._init_fn
 
 
-def _blank(value: Any) -> Any:
+def blank(value: Any) -> Any:
+    """Return an empty tensor on ``meta`` in the layout of a node or a tensor; other values stay."""
     found = value.meta.get("val") if isinstance(value, fx.Node) else value
     if not isinstance(found, Tensor):
         return found

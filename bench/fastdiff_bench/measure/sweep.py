@@ -20,36 +20,40 @@ _TYPES = get_type_hints(Workload)
 _BATCH_ON_CPU = 8
 
 
+_HELP = {
+    "preset": "preset to train; default: dit-s-2-256, with --smoke digits",
+    "batch": "samples per step; default: the preset's, on a CPU 8",
+    "micro": "samples per forward pass; default: the whole batch, or the preset's",
+    "precision": "fp32, bf16 or fp16",
+    "compile": "torch.compile of each block",
+    "kernels": "backend of fastdiff's own ops, as --performance.kernels",
+    "attention": "backend of attention, as --performance.attention",
+    "optimizer": "as --optim.name",
+    "recompute": "recompute each block in the backward pass",
+    "deterministic": "add in a fixed order everywhere; its price: --sweep deterministic=false,true",
+    "cuda_graph": "as --performance.cuda_graph; the phases and traces of a step are those without it",
+    "loader": "as --data.loader",
+}
+
+
 def add_workload(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every field of a workload, and ``--sweep``."""
-    parser.add_argument("--preset", help="preset to train; default: dit-s-2-256, with --smoke digits")
-    parser.add_argument("--batch", type=int, help="samples per step; default: the preset's, on a CPU 8")
-    parser.add_argument("--micro", type=int, help="samples per forward pass; default: the whole batch, or the preset's")
-    parser.add_argument(
-        "--deepspeed-config", dest="deepspeed", default="zero1", metavar="NAME|FILE",
-        help="as --deepspeed_config of a run; default: zero1",
-    )  # fmt: skip
-    parser.add_argument("--precision", help="fp32, bf16 or fp16")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile of each block")
-    parser.add_argument("--kernels", help="backend of fastdiff's own ops, as --performance.kernels")
-    parser.add_argument("--attention", help="backend of attention, as --performance.attention")
-    parser.add_argument("--optimizer", help="as --optim.name")
-    parser.add_argument(
-        "--recompute", action=argparse.BooleanOptionalAction, help="recompute each block in the backward pass"
-    )
-    parser.add_argument(
-        "--deterministic", action=argparse.BooleanOptionalAction, help="add in a fixed order everywhere; its price: "
-        "--sweep deterministic=false,true",
-    )  # fmt: skip
-    parser.add_argument(
-        "--cuda-graph", action=argparse.BooleanOptionalAction, help="as --performance.cuda_graph; the phases "
-        "and traces of a step are those without it",
-    )  # fmt: skip
-    parser.add_argument("--loader", help="as --data.loader")
+    kinds: dict[Any, dict[str, Any]] = {
+        bool | None: {"action": argparse.BooleanOptionalAction}, int | None: {"type": int},
+    }  # fmt: skip
+    for name, text in _HELP.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", help=text, **kinds.get(_TYPES[name], {}))
+    add_deepspeed(parser)
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="NAME=V1,V2,...",
         help=f"sweep these values, in every combination with other --sweep flags; NAME: {', '.join(FIELDS)}",
     )  # fmt: skip
+
+
+def add_deepspeed(parser: argparse.ArgumentParser, default: str = "zero1") -> None:
+    """Add ``--deepspeed-config``."""
+    what = f"as --deepspeed_config of a run; default: {default}"
+    parser.add_argument("--deepspeed-config", dest="deepspeed", default=default, metavar="NAME|FILE", help=what)
 
 
 def workloads(arguments: argparse.Namespace, device: str) -> list[Workload]:

@@ -112,6 +112,11 @@ class Record:
     measurements: tuple[Measurement, ...]
     failures: tuple[Failure, ...]
 
+    @property
+    def benches(self) -> list[str]:
+        """The commands of its lines, each once."""
+        return list(dict.fromkeys([*(m.bench for m in self.measurements), *(f.bench for f in self.failures)]))
+
 
 @dataclass(frozen=True, slots=True)
 class _FingerprintLine:

@@ -7,7 +7,7 @@ thread of the loop executes; on a GPU to a kernel that runs, computation before 
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fastdiff_bench.tracing.classes import CLASSES, IDLE, Class, is_operator, of_kernel, of_operator
@@ -58,14 +58,14 @@ def break_down(trace: Trace) -> Breakdown:
     trace = _from_first_step(trace)
     begin, steps = trace.steps[0].begin, trace.steps
     end = max([steps[-1].end, *(event.end for event in trace.device)])
-    phases = _Phases([event for event in trace.host if event.name in PHASES])
+    phase_at = _phase_at(trace)
     operations: Counter[str] = Counter()
     launches: Counter[str] = Counter(dict.fromkeys([*PHASES.values(), "other"], 0))
     if trace.device:
         kinds = _kernel_classes(trace)
         timed = _by_rank(trace.device, kinds)
         operations.update(kinds)
-        launches.update(phases.at(event.begin) for event in trace.launches)
+        launches.update(phase_at(event.begin) for event in trace.launches)
     else:
         thread = steps[0].thread
         host = [event for event in trace.host if event.thread == thread and begin <= event.begin < end]
@@ -73,7 +73,7 @@ def break_down(trace: Trace) -> Breakdown:
         for opened in _opened(host):
             if opened.outermost and opened.kind is not None:
                 operations[opened.kind] += 1
-                launches[phases.at(opened.event.begin)] += 1
+                launches[phase_at(opened.event.begin)] += 1
     seconds = dict.fromkeys([*CLASSES, IDLE], 0.0)
     for kind, since, until in timed:
         seconds[kind or IDLE] += max(0.0, min(until, end) - max(since, begin)) * 1e-6 / len(steps)
@@ -182,17 +182,14 @@ class _Timeline:
         return self._found[number][2]
 
 
-class _Phases:
-    """The phase of the loop at a time, whichever thread acts then."""
+def _phase_at(trace: Trace) -> Callable[[float], str]:
+    """Return a function from a time to the innermost phase of the loop, whichever thread acts then, or ``other``."""
+    ranges = [event for event in trace.host if event.name in PHASES]
+    begins = [event.begin for event in ranges]
 
-    def __init__(self, ranges: Sequence[Event]) -> None:
-        self._ranges = ranges
-        self._begins = [event.begin for event in ranges]
+    def phase(time: float) -> str:
+        number = bisect.bisect_right(begins, time)
+        around = ranges[max(0, number - 3) : number]  # they lie at most two deep
+        return next((PHASES[event.name] for event in reversed(around) if time < event.end), "other")
 
-    def at(self, time: float) -> str:
-        """Return the innermost named phase; ``other`` outside of all."""
-        number = bisect.bisect_right(self._begins, time)
-        for event in reversed(self._ranges[max(0, number - 3) : number]):  # they lie at most two deep
-            if time < event.end:
-                return PHASES[event.name]
-        return "other"
+    return phase

@@ -70,7 +70,6 @@ def test_the_record_says_what_the_run_left(folder: Path) -> None:
     assert values(read) == {
         (NAME, "accuracy"): evaluation["accuracy"],
         (NAME, "frechet distance"): evaluation["frechet_distance"],
-        (NAME, "training time"): objectives.training_seconds(run / "metrics.jsonl"),
     }
     assert {row.case for row in read.measurements} == {"digits, 4 steps"}
     assert all(row.facts == {"flags": OBJECTIVES[NAME], "steps": 4} for row in read.measurements)
@@ -90,14 +89,8 @@ def test_the_table_has_the_numbers_of_the_record(folder: Path) -> None:
     assert f"| {NAME} | `{OBJECTIVES[NAME]}` | 4 | {' | '.join(figures)} |" in text
 
 
-def test_time_between_the_lines_of_a_log_adds_up(tmp_path: Path) -> None:
-    rows = [{"step": 20, "step_ms": 100.0}, {"step": 40, "step_ms": 50.0}, {"step": 45, "step_ms": 200.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert objectives.training_seconds(tmp_path / "metrics.jsonl") == pytest.approx(4.0)
-
-
 def test_failures_are_in_the_record_and_the_exit_code(tmp_path: Path) -> None:
-    done = Outcome(1000, 99.5, 0.958, 0.31, torch.zeros(10, 1, 8, 8))
+    done = Outcome(1000, 0.958, 0.31, torch.zeros(10, 1, 8, 8))
     with Log(tmp_path / "objectives.jsonl") as log:
         assert objectives.report({"v": done, "x0": "the trainer ended with exit code 70"}, log) == 1
     read = record.read(tmp_path / "objectives.jsonl")

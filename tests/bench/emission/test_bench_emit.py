@@ -203,18 +203,18 @@ def test_attention_in_blocks_leaves_the_operations_outside() -> None:
     found.forward.products, found.backward.products = [forward], [backward]
     inside = 2 * 3 * budget.operations(forward) / 2  # of two blocks, per sample
     exact, more = (
-        {row.name: row.operations for row in budget.kernels(Emission([found], 2, 0, 0, flops, 0.0, 0))}
+        {row.name: row.operations for row in budget.kernels(Emission([found], 2, 0, 0, flops, 0.0))}
         for flops in (inside, inside + 5e12)
     )
     assert exact["products outside the blocks"] == 0
     assert more["products outside the blocks"] == pytest.approx(5e12)
     assert more["short attention"] == pytest.approx(2 * 3.5 * budget.operations(forward) / 2)
     with pytest.raises(BenchError, match=r"the blocks have .* operations per sample, expected at most"):
-        budget.kernels(Emission([found], 2, 0, 0, 0.9 * inside, 0.0, 0))
+        budget.kernels(Emission([found], 2, 0, 0, 0.9 * inside, 0.0))
 
 
 def test_less_copying_and_a_leaner_engine_are_faster() -> None:
-    toy = Emission([block(restrided=2)], 2, 10**9, 300, 1e12, 1e6, 1)
+    toy = Emission([block(restrided=2)], 2, 10**9, 300, 1e12, 1e6)
     straight = replace(toy, blocks=[block()])
     slow, fast = (budget.rates(one, 256, "flat") for one in (toy, straight))
     assert all(slow[level] < fast[level] for level in slow)
@@ -230,6 +230,6 @@ def test_products_in_fp8_have_their_own_rate() -> None:
     found = block()
     assert found.forward is not None
     found.forward.products = [row]
-    rows = {one.name: one for one in budget.kernels(Emission([found], 2, 0, 0, 1e15, 0.0, 0))}
+    rows = {one.name: one for one in budget.kernels(Emission([found], 2, 0, 0, 1e15, 0.0))}
     assert rows["products in FP8"].operations == budget.operations(row)
     assert rows["products in FP8"].dtype == "fp8"
