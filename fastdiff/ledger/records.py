@@ -8,6 +8,7 @@ Every record has its ``event``, the wall-clock time ``at`` in seconds since 1970
 - ``resume``: the run continues from ``step``; all later ones so far are lost.
 - ``time``: where the ``seconds`` from ``from`` to ``at`` went, by ``Account``; they add up to ``at - from``.
   ``slowest``: the rank that was last to end its forward passes, if there are several. ``watts``: mean over the GPUs.
+  ``processor_s`` behind the rehearsal, whose seconds are those of ``compile``: its processor time.
 - ``rewind``: the steps after ``to`` are lost; the run continues behind ``step``.
 - ``end``, by the trainer: it has closed the run; ``outcome``. By the supervisor: all ranks are gone; exit ``code``, and
   ``beat`` and ``phase`` of the last heartbeat of rank 0, whose ``step`` it is; ``micro``: the smaller micro-batch with

@@ -126,11 +126,15 @@ class Ledger:
     def _now(self) -> float:
         return self._offset + time.perf_counter()
 
-    def _write_time(self) -> None:
+    def rehearsed(self, processor_s: float) -> None:
+        """Write the time so far, which ends with the rehearsal, and the processor time of that."""
+        self._write_time(processor_s=round(processor_s, 6))
+
+    def _write_time(self, **more: float) -> None:
         self._written_s = self.totals()  # reads the clock, once: the seconds and their end belong together
         seconds = {name: round(spent, 6) for name, spent in self._seconds.items()}
         before, self._written = self._written, self._since
-        self._write("time", **{"from": before, "seconds": seconds, **self._ranks()})
+        self._write("time", **{"from": before, "seconds": seconds, **self._ranks(), **more})
         self._seconds.clear()
         self._own_s, self._watts = [0.0] * len(self._own_s), []
 

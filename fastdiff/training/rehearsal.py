@@ -35,10 +35,12 @@ def rehearse(state: TrainState, callbacks: Callbacks) -> None:
         OutOfMemoryRestart: the memory of this rank does not suffice; a smaller micro-batch may fit.
         NoMemoryError: it does not suffice for one sample.
     """
+    began = time.process_time()
     with state.ledger.account("compile"):
         _rehearse_sizes(state)
         with explaining_memory(state, "a first validation or drawing"):
             callbacks.rehearse(state)
+    state.ledger.rehearsed(time.process_time() - began)
 
 
 def _rehearse_sizes(state: TrainState) -> None:

@@ -2,20 +2,23 @@
 
 Every program is started anew in every round, in turns: fastdiff by ``fastdiff launch local``, by Python and by
 DeepSpeed's launcher, one rank each, and the script by Python and by ``accelerate launch``. Processor time is the sum
-over all processes. A tiny pipeline and small images leave the start alone. fastdiff's flags are those that ``fastdiff
-compat`` translates from the script's. The first round, which fills the caches of the file system, does not count.
+over all processes. The rehearsal, which the scripts do not have, is shown by itself, too. A tiny pipeline and small
+images leave the start alone. fastdiff's flags are those that ``fastdiff compat`` translates from the script's. The
+first round, which fills the caches of the file system, does not count.
 """
 
 import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from fastdiff.cli.compat.run import train_flags
 from fastdiff.cli.compat.translation import LAUNCH
+from fastdiff.json_lines import record_of
+from fastdiff.ledger.records import FILE
 from fastdiff.models.pretrained import tiny_pipeline
 from fastdiff.version import PACKAGE
 from fastdiff_bench import BenchError
@@ -32,6 +35,7 @@ CASES = ("t2i", "t2i-lora")
 OURS = ("fastdiff, launch local", "fastdiff, python", "fastdiff, deepspeed")
 SCRIPT_MODULE = "fastdiff_bench.trainers.scripts.first_step"
 SCRIPT, SCRIPT_LAUNCHED = "script, python", "script, accelerate launch"
+REHEARSAL = ("time of the rehearsal", "processor time of the rehearsal")
 _BATCH, _IMAGES = 2, 16
 _LIMIT_S = 300.0
 _FULL, _SMOKE = 10, 2
@@ -94,9 +98,19 @@ def _measure(
                 starts.pop(program.name, None)
                 continue
             if number:
-                starts.setdefault(program.name, []).append(found)
+                starts.setdefault(program.name, []).append(replace(found, rehearsal=_rehearsal(program.mark.parent)))
     progress("")
     return starts, failures
+
+
+def _rehearsal(run: Path) -> tuple[float, float] | None:
+    """Return the seconds and processor seconds of the rehearsal, as the ledger of a run of fastdiff has them."""
+    ledger = run / FILE
+    lines = ledger.read_bytes().splitlines() if ledger.exists() else []
+    for record in filter(None, map(record_of, lines)):
+        if "processor_s" in record:
+            return float(record["seconds"]["compile"]), float(record["processor_s"])
+    return None
 
 
 def _appears(mark: Path) -> Callable[[], bool]:
@@ -140,6 +154,9 @@ def _measurements(case: str, starts: dict[str, list[Start]], threads: int) -> It
         cpu, wall = Timing.of([one.cpu_seconds for one in found]), Timing.of([one.seconds for one in found])
         yield row(name, "processor time to the first step", "s", cpu, facts=facts)
         yield row(name, "time to the first step", "s", wall, facts=facts)
+        rehearsals = [one.rehearsal for one in found if one.rehearsal is not None]
+        for number, quantity in enumerate(REHEARSAL if rehearsals else ()):
+            yield row(name, quantity, "s", Timing.of([seconds[number] for seconds in rehearsals]), facts=facts)
     for name in OURS:
         for theirs in (SCRIPT, SCRIPT_LAUNCHED):
             if name in starts and theirs in starts:

@@ -25,6 +25,8 @@ class Start:
     """User and system time of all processes, also of those that have ended."""
     processes: int
     """Processes at the first step."""
+    rehearsal: tuple[float, float] | None = None
+    """Seconds and processor seconds of the rehearsal in it; None: the program has none."""
 
 
 def start(

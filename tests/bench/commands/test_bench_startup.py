@@ -28,6 +28,10 @@ def test_everything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     starts = {(row.provider, row.quantity): row for row in found.measurements if "/" not in row.quantity}
     assert {name for name, _ in starts} == {*startup.OURS, startup.SCRIPT, startup.SCRIPT_LAUNCHED}
     assert all(row.n == 2 for row in found.measurements)
+    for name in {name for name, _ in starts}:
+        parts = [starts[name, quantity].value for quantity in startup.REHEARSAL if (name, quantity) in starts]
+        assert len(parts) == (2 if name in startup.OURS else 0)
+        assert all(0 < part < starts[name, "time to the first step"].value for part in parts)
     processes = {name: row.facts["processes"] for (name, _), row in starts.items()}
     assert processes[startup.SCRIPT] == processes["fastdiff, python"] == 1
     assert processes["fastdiff, launch local"] == 2, "the supervisor is the process of the command"
@@ -57,6 +61,14 @@ def test_ratios_are_of_one_round() -> None:
     given = {"fastdiff, python": starts(1.0, 9.0), startup.SCRIPT: starts(2.0, 18.0)}
     [ratio] = [row for row in startup._measurements("t2i", given, 1) if "/" in row.quantity]
     assert (ratio.provider, ratio.value, ratio.p20, ratio.p80) == ("fastdiff, python", 0.5, 0.5, 0.5)
+
+
+def test_the_rehearsal_has_rows_of_its_own() -> None:
+    """Of the programs that have one."""
+    ours = [Start(9.0, 8.0, 1, rehearsal=(wall, cpu)) for wall, cpu in ((1.0, 0.5), (3.0, 2.5))]
+    given = {"fastdiff, python": ours, startup.SCRIPT: [Start(1.0, 2.0, 1)] * 2}
+    found = [row for row in startup._measurements("t2i", given, 1) if row.quantity in startup.REHEARSAL]
+    assert [(row.provider, row.value) for row in found] == [("fastdiff, python", 2.0), ("fastdiff, python", 1.5)]
 
 
 def test_an_unknown_case_is_refused(tmp_path: Path) -> None:
