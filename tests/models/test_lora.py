@@ -252,17 +252,3 @@ def test_an_adapter_that_is_not_there_is_not_recommended() -> None:
     config = RunConfig(model=LayersConfig(), output=OutputConfig(sample_every=0))
     with pytest.raises(ConfigError, match=r"the run trained all weights and has no adapter; use safetensors"):
         _checked(Choice(format="lora"), config.model, config.lora)
-
-
-@pytest.mark.parametrize(("kind", "quantize"), by_day([("dit", "8bit")], ("dit", "4bit"), ("sd15", "none")))
-def test_blocks_compile_whole(kind: str, quantize: Any) -> None:
-    """With fullgraph, and with recomputation around them."""
-    config = DIT if kind == "dit" else ONE_LEVEL
-    model = adapted(config, LoraConfig(rank=2, quantize=quantize), recompute=True)
-    model.load_state_dict(trained(model), strict=False)
-    given = inputs(config)
-    expected = gradients(model, given)
-    torch._dynamo.reset()
-    model.compile_blocks(backend="aot_eager")
-    for found, value in zip(gradients(model, given), expected, strict=True):
-        assert torch.allclose(found, value, atol=1e-4 * float(value.abs().max()))
