@@ -103,7 +103,6 @@ def test_a_run_is_refused_with_the_cause_and_the_remedy(name: str, digits: Path,
     [
         ("no such device", ["sample", "no-run"]),
         ("old driver", ["encode", "images", "out", "--autoencoder", "identity", "--resolution", "8"]),
-        ("no device nodes", ["sample", "no-run", "--num", "4", "--npz", "out"]),
     ],
 )
 def test_the_other_commands_refuse_too(name: str, command: list[str], digits: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from fastdiff.models.pretrained.training_state import read_published_training
 from fastdiff.sampling.npz import read_npz
 from fastdiff.sampling.solvers import sample
 from fastdiff.sampling.text import as_bytes
+from tests.support.nights import by_day
 
 SIT_ARGUMENTS = Namespace(model="SiT-S/2", path_type="Linear", prediction="velocity")
 DIT = "--preset dit-s-2-256 --model.depth 2 --model.hidden 32 --model.heads 2 --model.size 8 --model.classes 10"
@@ -45,6 +46,7 @@ FILES: dict[str, tuple[str, str]] = {
     "dit.safetensors": ("safetensors", DIT + PIXELS),
 }  # fmt: skip
 """Content and configuration of each."""
+OFTEN = ["0400000.pt", "64x64_diffusion.pt", "dit.safetensors"]
 
 
 def write(path: Path, content: str, flags: str) -> Path:
@@ -82,7 +84,7 @@ def run(*arguments: object) -> int:
         return int(stopped.code or 0)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", by_day(OFTEN, *sorted(FILES.keys() - set(OFTEN))))
 def test_a_file_draws_what_its_network_draws(tmp_path: Path, name: str) -> None:
     content, flags = FILES[name]
     file, out = write(tmp_path / name, content, flags), tmp_path / "out.npz"
@@ -142,7 +144,7 @@ def test_the_likelihood_of_a_file_is_that_of_its_network(tmp_path: Path, digits:
     assert run("evaluate", file, *flags.split(), "--nll", "--samples", 4) == 2, "the preset's data are not the file's"
 
 
-@pytest.mark.parametrize("name", ["0400000.pt", "64x64_diffusion.pt", "dit.safetensors"])
+@pytest.mark.parametrize("name", OFTEN)
 def test_a_file_is_exported_with_its_network(tmp_path: Path, name: str) -> None:
     content, flags = FILES[name]
     file = write(tmp_path / name, content, flags)
@@ -208,8 +210,14 @@ def test_wrong_commands_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("form", ["plain.pt", "0400000.pt", "sit.safetensors"])
-@pytest.mark.parametrize("name", ["projectors.0.0.weight", "decoder_blocks.0.attn.qkv.weight"])
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ("plain.pt", "projectors.0.0.weight"),
+        ("0400000.pt", "decoder_blocks.0.attn.qkv.weight"),
+        ("sit.safetensors", "projectors.0.0.weight"),
+    ],
+)
 def test_weights_of_repa_are_refused_by_their_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, name: str
 ) -> None:

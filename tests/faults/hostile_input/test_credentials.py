@@ -328,8 +328,15 @@ def test_a_relative_folder_with_an_odd_name_is_taken(tmp_path: Path, monkeypatch
         assert SECRET not in str(refused.value)
 
 
-@pytest.mark.parametrize("flag", ["--data.path", "--validation.data"])
-@pytest.mark.parametrize("form", ["http:\\\\u:{}@h\\x", "//u:{}@h/x", "http:/u:{}@h/x", "gs://u:{}@b/x"])
+@pytest.mark.parametrize(
+    ("flag", "form"),
+    [
+        ("--data.path", "http:\\\\u:{}@h\\x"),
+        ("--validation.data", "//u:{}@h/x"),
+        ("--data.path", "http:/u:{}@h/x"),
+        ("--validation.data", "gs://u:{}@b/x"),
+    ],
+)
 def test_an_address_that_nothing_can_open_starts_no_run(
     flag: str, form: str, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

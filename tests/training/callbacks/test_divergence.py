@@ -113,18 +113,26 @@ def two_spikes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(world: World, two_spikes: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def policies(nightly: bool) -> tuple[str, ...]:
+    """Those of which the runs are compared."""
+    return POLICIES if nightly else POLICIES[1:]
+
+
+@pytest.fixture(scope="module")
+def alone(
+    world: World, two_spikes: Path, policies: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """A run of one rank, by the flat engine, for every policy that is not disturbed."""
-    folders = {policy: tmp_path_factory.mktemp("alone") / policy for policy in POLICIES}
+    folders = {policy: tmp_path_factory.mktemp("alone") / policy for policy in policies}
     for policy, folder in folders.items():
         train(spiky(two_spikes, folder, divergence__policy=policy), launch(0), world)
     return folders
 
 
 @pytest.fixture(scope="module")
-def together(two_spikes: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def together(two_spikes: Path, policies: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A run of two ranks under ZeRO-3 for every policy that is not disturbed."""
-    folders = {policy: tmp_path_factory.mktemp("together") / policy for policy in POLICIES}
+    folders = {policy: tmp_path_factory.mktemp("together") / policy for policy in policies}
     values(forked_ranks(_train, [spiky(two_spikes, at, divergence__policy=policy) for policy, at in folders.items()]))
     return folders
 
@@ -223,7 +231,7 @@ def test_only_the_limit_may_differ_at_a_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(21)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", by_day(POLICIES[1:], POLICIES[0]))
 def test_two_ranks_decide_as_one_does(
     two_spikes: Path, alone: dict[str, Path], together: dict[str, Path], policy: str
 ) -> None:
