@@ -2,48 +2,45 @@
 
 import base64
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 from fastdiff.parallel.world import World
 from fastdiff.training.loop import train
 from tests.support.processes import fastdiff
 from tests.support.runs import launch, tiny
+from tests.support.servers import loopback
+from tests.support.servers.loopback import Quiet
 
 
-class _Hub(BaseHTTPRequestHandler):
+class _Hub(Quiet):
     """Takes every file as a regular one and keeps it."""
 
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        server: Any = self.server
+        server = self.server
         body = self._body()
         server.tokens.add(self.headers.get("authorization"))
         if self.path == "/api/repos/create":
             server.created.append(json.loads(body))
-            self._answer({"url": f"{server.address}/me/model", "id": "me/model"})
+            self.answer({"url": f"{server.address}/me/model", "id": "me/model"})
         elif "/preupload/" in self.path:
             asked = json.loads(body)["files"]
             files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in asked]
-            self._answer({"files": files})
+            self.answer({"files": files})
         elif "/commit/" in self.path:
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            self._answer({"commitUrl": f"{server.address}/me/model/commit/1", "commitOid": "1" * 40, "success": True})
+            self.answer({"commitUrl": f"{server.address}/me/model/commit/1", "commitOid": "1" * 40, "success": True})
         elif self.path == "/api/validate-yaml":
-            self._answer({"errors": [], "warnings": []})
+            self.answer({"errors": [], "warnings": []})
         else:
-            self._answer({"error": self.path}, 404)
+            self.answer({"error": self.path}, 404)
 
     def do_GET(self) -> None:
         sha = {"id": "me/model", "sha": "0" * 40, "siblings": []}
-        self._answer(sha if self.path.startswith("/api/models/me/model") else {"error": self.path})
+        self.answer(sha if self.path.startswith("/api/models/me/model") else {"error": self.path})
 
     def _body(self) -> bytes:
         if self.headers.get("transfer-encoding") != "chunked":
@@ -55,35 +52,11 @@ class _Hub(BaseHTTPRequestHandler):
         self.rfile.readline()
         return parts
 
-    def _answer(self, content: Any, code: int = 200) -> None:
-        data = json.dumps(content).encode()
-        self.send_response(code)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-@contextmanager
-def hub() -> Iterator[Any]:
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    server.address = f"http://127.0.0.1:{server.server_port}"
-    server.files, server.created, server.tokens = {}, [], set()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-
 
 def test_an_export_is_uploaded_or_kept(world: World, digits: Path, tmp_path: Path) -> None:
     train(tiny(digits, tmp_path / "run", steps=1), launch(1), world)
     upload = ["--format", "safetensors", "--push-to-hub", "me/model", "--private"]
-    with hub() as server:
+    with loopback.serve(_Hub, files={}, created=[], tokens=set()) as server:
         at_hub = {"HF_ENDPOINT": server.address, "HF_TOKEN": "hf_of_the_test", "HF_HUB_DISABLE_XET": "1"}
         done = fastdiff("export", tmp_path / "run", tmp_path / "out", *upload, **at_hub)
     assert done.code == 0, done.output

@@ -2,11 +2,9 @@
 
 import re
 import subprocess
-import threading
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,8 @@ import pytest
 from fastdiff import optional_packages
 from tests.support.installed import wheels
 from tests.support.processes import ROOT
+from tests.support.servers import loopback
+from tests.support.servers.loopback import Quiet
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 INSTALLING = re.compile(
@@ -92,21 +92,13 @@ def refusing_index() -> Iterator[tuple[str, list[str]]]:
     """Yield the address of a package index on loopback that has no package, and the paths that it was asked for."""
     asked: list[str] = []
 
-    class Refusing(BaseHTTPRequestHandler):
+    class Refusing(Quiet):
         def do_GET(self) -> None:
             asked.append(self.path)
             self.send_error(404)
 
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/", asked
-    finally:
-        server.shutdown()
-        server.server_close()
+    with loopback.serve(Refusing) as server:
+        yield f"{server.address}/", asked
 
 
 @pytest.mark.nightly

@@ -1,13 +1,13 @@
 """A local server of the hub with one repository, for downloads."""
 
 import hashlib
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tests.support.servers import loopback
+from tests.support.servers.loopback import Quiet
 
 
 @contextmanager
@@ -17,31 +17,24 @@ def serve(folder: Path, repository: str, commit: str = "1" * 40) -> Iterator[Any
     Yields:
         The server: ``environment`` leads the library to it, ``commit`` may be changed, ``sent`` lists the files sent.
     """
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.folder, server.repository, server.commit, server.sent = folder, repository, commit, []
-    address = f"http://127.0.0.1:{server.server_port}"
-    server.environment = {"HF_ENDPOINT": address, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    server.environment |= {"HF_HUB_ETAG_TIMEOUT": "240", "HF_HUB_DOWNLOAD_TIMEOUT": "240"}
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    try:
+    with loopback.serve(_Handler, folder=folder, repository=repository, commit=commit, sent=[]) as server:
+        server.environment = {"HF_ENDPOINT": server.address, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        server.environment |= {"HF_HUB_ETAG_TIMEOUT": "240", "HF_HUB_DOWNLOAD_TIMEOUT": "240"}
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Quiet):
     protocol_version = "HTTP/1.1"
 
     def do_HEAD(self) -> None:
         self._file(body=False)
 
     def do_GET(self) -> None:
-        server: Any = self.server
+        server = self.server
         model = f"/api/models/{server.repository}"
         if self.path.startswith(f"{model}/tree/{server.commit}"):
             files = sorted(path for path in server.folder.rglob("*") if path.is_file())
-            self._json(
+            self.answer(
                 [
                     {
                         "type": "file",
@@ -53,12 +46,12 @@ class _Handler(BaseHTTPRequestHandler):
                 ]
             )
         elif self.path.partition("?")[0] in (model, f"{model}/revision/main"):
-            self._json({"id": server.repository, "sha": server.commit, "siblings": []})
+            self.answer({"id": server.repository, "sha": server.commit, "siblings": []})
         else:
             self._file(body=True)
 
     def _file(self, *, body: bool) -> None:
-        server: Any = self.server
+        server = self.server
         start = f"/{server.repository}/resolve/{server.commit}/"
         path = server.folder / self.path.removeprefix(start)
         if not self.path.startswith(start) or not path.is_file():
@@ -79,17 +72,6 @@ class _Handler(BaseHTTPRequestHandler):
         if body:
             server.sent.append(self.path.removeprefix(start))
             self.wfile.write(content)
-
-    def _json(self, answer: Any) -> None:
-        content = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 def _etag(path: Path) -> str:

@@ -5,9 +5,11 @@ import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from unittest import mock
+
+from tests.support.servers import loopback
+from tests.support.servers.loopback import Quiet
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -45,24 +47,14 @@ class WebServer:
 def http_server(folder: Path) -> Iterator[WebServer]:
     """Serve the files of a folder."""
     state = WebServer(folder)
-    handler = type("Handler", (_Handler,), {"state": state})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.daemon_threads = True
-        state.port = server.server_address[1]
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        try:
-            yield state
-        finally:
-            server.shutdown()
-            thread.join()
+    with loopback.serve(_Handler, state=state) as server:
+        state.port = server.server_port
+        yield state
 
 
-class _Handler(BaseHTTPRequestHandler):
-    state: WebServer
-
+class _Handler(Quiet):
     def do_GET(self) -> None:
-        state, asked = self.state, self.headers.get("Range")
+        state, asked = self.server.state, self.headers.get("Range")
         with state.lock:
             state.requests.append((self.path, asked))
             status = state.refuse.pop(0) if state.refuse else None
@@ -83,18 +75,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(206 if asked else 200)
         if asked:
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        if self.state.states_length:
+        if self.server.state.states_length:
             self.send_header("Content-Length", str(len(content) - start))
-        if self.state.encoding:
-            self.send_header("Content-Encoding", self.state.encoding)
-        self.send_header("ETag", self.state.etag)
+        if self.server.state.encoding:
+            self.send_header("Content-Encoding", self.server.state.encoding)
+        self.send_header("ETag", self.server.state.etag)
         self.end_headers()
         with contextlib.suppress(ConnectionError):
             self.wfile.write(content[start:] if cut is None else content[start : start + cut])
         self.close_connection = True
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +34,8 @@ from fastdiff.training.trackers.tags import shown
 from tests.support.injected.tiny_disk import fill, tiny_disk
 from tests.support.runs import launch, losses, records, tiny
 from tests.support.scripts import TRAIN, run_script
+from tests.support.servers import loopback
+from tests.support.servers.loopback import Quiet
 
 
 def test_tensorboard_shows_numbers_pictures_and_the_configuration(world: World, digits: Path, tmp_path: Path) -> None:
@@ -336,43 +337,29 @@ def wandb_server() -> Iterator[tuple[str, threading.Event, threading.Event]]:
     stalls, asked, end = threading.Event(), threading.Event(), threading.Event()
     bucket = {"id": "b", "name": "x", "displayName": "x", "config": "{}", "sweepName": None, "historyLineCount": 0}
     project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "me"}}
-    answer = json.dumps(
-        {
-            "data": {
-                "viewer": {"id": "v", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}},
-                "serverInfo": {"features": []},
-                "model": {"bucket": None, "id": "x"},
-                "upsertBucket": {"bucket": bucket | {"project": project}, "inserted": True},
-            }
-        }
-    ).encode()
+    found = {
+        "viewer": {"id": "v", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}},
+        "serverInfo": {"features": []},
+        "model": {"bucket": None, "id": "x"},
+        "upsertBucket": {"bucket": bucket | {"project": project}, "inserted": True},
+    }
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             if stalls.is_set():
                 asked.set()
                 end.wait(120)
                 return
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+            self.answer({"data": found})
 
         do_GET = do_POST
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    with loopback.serve(Handler) as server:
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}", stalls, asked
+            yield server.address, stalls, asked
         finally:
             end.set()
-            server.shutdown()
 
 
 def to_server(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
