@@ -16,7 +16,6 @@ from fastdiff.config.run import RunConfig
 from fastdiff.data.loading.training_set import open_data
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import build_model
-from fastdiff.models.load import build_network
 from tests.cli.test_compat import config_of, flags_of, run_of
 from tests.support.inputs.images import encode, natural
 
@@ -261,17 +260,6 @@ def test_a_resumed_run_without_an_end_has_as_many_steps_as_the_published_one_beh
     ended, notes = iddpm(f"--resume_checkpoint logs/model{step:06d}.pt --lr_anneal_steps 2000002")
     assert ended.steps == 2_000_002
     assert "never ends" not in notes
-
-
-def test_a_resumed_run_begins_with_the_weights_of_the_file(tmp_path: Path) -> None:
-    shape = "--image_size 32 --num_channels 32 --num_res_blocks 1 --num_heads 1"
-    weights = build_model(adm(iddpm(shape)[0]), seed=7).state_dict()
-    torch.save(weights, tmp_path / "model000010.pt")
-    config, _ = iddpm(f"{shape} --resume_checkpoint {tmp_path}/model000010.pt")
-    assert config.pretrained.training
-    found = build_network(config).state_dict()
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 def test_the_other_commands_are_ones_that_fastdiff_has() -> None:
