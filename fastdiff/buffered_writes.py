@@ -120,8 +120,13 @@ class WholeFiles:
     def write(self, path: Path, content: bytes, *, durable: bool = True) -> None:
         """Write a file, and its folder if missing.
 
-        OSError, with the path, if that fails and the files are not ``buffered``. ``durable`` False: do not wait until
-        it is on the disk.
+        Args:
+            path: of the file.
+            content: of the file.
+            durable: False: do not wait until it is on the disk.
+
+        Raises:
+            OSError: with the path; it cannot be written, and the files are not ``buffered``.
         """
         self._waiting[path] = content
         if not durable:

@@ -131,7 +131,12 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_utf8(name: str, text: str) -> None:
-    """Raise ConfigError for a text of the flag ``name`` ("": none) that is no UTF-8, as records are."""
+    """Raise ConfigError if a text cannot be written as UTF-8, as records of runs and data sets are.
+
+    Args:
+        name: of the flag, with its hyphens; empty: the text stands for itself.
+        text: as given; an argument in another encoding has unpaired surrogates.
+    """
     given = f"{name} {escape(text)}".lstrip()
     encoding = sys.getfilesystemencoding()
     if encoding != "utf-8":

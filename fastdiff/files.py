@@ -29,9 +29,17 @@ _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview]) -> dict[str, Any]:
-    """Write a new file of ``parts`` and wait for the disk; return ``bytes``, its size, and ``sha256``, hexadecimal.
+    """Write a new file in one pass over its parts, and wait until it is on the disk.
 
-    StorageError: it could not be written; the partial file stays.
+    Args:
+        path: must not exist.
+        parts: its bytes, in order.
+
+    Returns:
+        ``bytes``, the size, and ``sha256``, the hexadecimal digest.
+
+    Raises:
+        StorageError: it could not be written; the partial file stays.
     """
     views = [memoryview(part).cast("B") for part in parts]
     size, digest = sum(len(view) for view in views), hashlib.sha256()
@@ -132,10 +140,19 @@ def temporary(path: Path) -> Path:
 
 
 def publish(path: Path, content: bytes, mode: int = 0o666, *, masked: bool = True, durable: bool = True) -> None:
-    """Write a small file under a temporary name, fsync, rename, fsync the folder; OSError, with its name, leaves none.
+    """Write a small file under a temporary name, fsync, rename, fsync the folder.
 
-    A link of the temporary name is not followed, and one of the final name is replaced. ``masked``: ``mode`` less the
-    permissions of the umask. ``durable`` False: do not wait until it is on the disk.
+    A link of the temporary name is not followed, and one of the final name is replaced.
+
+    Args:
+        path: of the file.
+        content: of the file.
+        mode: its permissions.
+        masked: less those of the umask.
+        durable: False: do not wait until it is on the disk.
+
+    Raises:
+        OSError: with the name of the file; nothing is left of it.
     """
     source = temporary(path)
     try:
@@ -210,7 +227,12 @@ def open_lock(path: Path) -> int:
 
 
 def lock(descriptor: int, folder: Path) -> None:
-    """Lock an open file of ``folder`` until it is closed; BlockingIOError: another has it, StorageError: no locks."""
+    """Lock an open file of ``folder`` until it is closed.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        StorageError: the file system has no locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -241,9 +263,15 @@ def is_free(out: Path) -> bool:
 def unfinished_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a new folder in ``out.unfinished``, which becomes ``out`` at the end, when it is on the disk.
 
-    A leftover of a killed process is removed first; a folder of that name that is no leftover stays. There may be an
-    empty folder ``out``; ``replace``: any, which is then removed. ConfigError: ``out`` is taken, another process writes
-    it, or a folder of someone else has the temporary name. OSError: a file cannot be written.
+    A leftover of a killed process is removed first; a folder of that name that is no leftover stays.
+
+    Args:
+        out: name of the folder at the end; there may be an empty one.
+        replace: take the place of a folder ``out``, which is then removed.
+
+    Raises:
+        ConfigError: ``out`` is taken, another process writes it, or a folder of someone else has the temporary name.
+        OSError: a file cannot be written.
     """
     if not replace and not is_free(out):
         raise ConfigError(f"{out} exists; choose another name, or delete it")
@@ -351,9 +379,15 @@ def raise_open_files() -> None:
 
 
 def read_bounded(path: Path | int, most: int) -> bytes:
-    """Read a regular file of at most ``most`` bytes; ValueError: larger, growing, or no such file; OSError: unreadable.
+    """Read a regular file with a size limit; refuse pipes and devices.
 
-    ``path``: links are followed; or a descriptor, opened with ``O_NONBLOCK``, which is closed.
+    Args:
+        path: of the file, links are followed; or a descriptor, opened with ``O_NONBLOCK``, which is closed.
+        most: largest accepted size in bytes.
+
+    Raises:
+        ValueError: it is larger, grows during the read, or is no regular file.
+        OSError: it cannot be read.
     """
     # Without O_NONBLOCK, opening a pipe that has no writer would block.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:

@@ -22,10 +22,17 @@ _SHOWN = 3
 def require_own_folder(
     flag: str, folder: Path, is_own: Callable[[str], bool], is_beside: Callable[[str], bool] = of_other_program
 ) -> None:
-    """Raise ConfigError for a folder of someone else, which has only entries of others; OSError: it cannot be read.
+    """Refuse a folder of someone else: one that has only entries of others.
 
-    ``flag`` is for the message. ``is_own`` tells the names that the command writes, ``is_beside`` those that do not
-    count, as hidden ones and those of systems.
+    Args:
+        flag: of the folder, for the message.
+        folder: need not exist.
+        is_own: whether the command writes an entry of this name.
+        is_beside: whether an entry of this name does not count, as hidden ones and those of systems.
+
+    Raises:
+        ConfigError: the folder is of someone else.
+        OSError: it cannot be read.
     """
     try:
         names = sorted(os.listdir(folder))
@@ -41,11 +48,18 @@ def require_own_folder(
 
 
 def write_output(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Write a file that the user named, and its folder if missing; OSError: with the path.
+    """Write a file that the user named, and its folder if missing.
 
-    An earlier file stays until the new one is complete. A link is followed; a pipe or a device is written to. ``mode``:
-    permissions of a new file, less those of the umask. An earlier file keeps its own as far as ``mode`` has them:
-    content that is private stays so.
+    An earlier file stays until the new one is complete. A link is followed; a pipe or a device is written to.
+
+    Args:
+        path: of the file.
+        content: of the file.
+        mode: permissions of a new file, less those of the umask. An earlier file keeps its own as far as ``mode`` has
+            them: content that is private stays so.
+
+    Raises:
+        OSError: with the path.
     """
     earlier = _mode_of_output(path)
     if earlier is None:

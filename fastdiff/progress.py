@@ -26,9 +26,12 @@ class Progress:
         return self.steps - self.skipped
 
     def after(self, samples: int, *, applied: bool, discarded: bool = False) -> Progress:
-        """Return the progress after a step of ``samples`` over all ranks; ``applied``: it has changed the weights.
+        """Return the progress after one more step of ``samples`` samples.
 
-        ``discarded``: it was not applied because it was a spike; spikes have their own limit.
+        Args:
+            samples: of the step, over all ranks.
+            applied: False for a step without effect on the weights.
+            discarded: whether it was not applied because it was a spike; spikes have their own limit.
         """
         in_a_row = self.skipped_in_a_row + (not discarded)
         return Progress(

@@ -58,14 +58,37 @@ def seed_initial_values(seed: int) -> None:
 
 
 def uniform(seed: int, stream: Stream, position: Tensor, count: int) -> Tensor:
-    """Return uniform numbers in [0, 1), ``[B, count]`` fp32 on the device of ``position``; errors: ``philox.uniform``.
+    """Uniform numbers in [0, 1).
 
-    ``seed`` of the run in [0, 2**64); ``stream``: purpose of the numbers; ``position``: ``[B]`` int64 in the run.
+    Args:
+        seed: seed of the run, in [0, 2**64).
+        stream: purpose of the numbers.
+        position: ``[B]`` int64 positions in the run.
+        count: numbers per position.
+
+    Returns:
+        ``[B, count]`` fp32 on the device of ``position``.
+
+    Raises:
+        ValueError: see ``fastdiff_kernels.philox.uniform``.
     """
     return philox.uniform(seed, int(stream), position, count)
 
 
 def normal(seed: int, stream: Stream, position: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return standard normal numbers ``[B, *shape]`` fp32, row-major, on the device of ``position``; as ``uniform``."""
+    """Standard normal numbers.
+
+    Args:
+        seed: seed of the run, in [0, 2**64).
+        stream: purpose of the numbers.
+        position: ``[B]`` int64 positions in the run.
+        shape: shape of the numbers of one position, in row-major order.
+
+    Returns:
+        ``[B, *shape]`` fp32 on the device of ``position``.
+
+    Raises:
+        ValueError: see ``fastdiff_kernels.philox.normal``.
+    """
     flat = philox.normal(seed, int(stream), position, math.prod(shape))
     return flat.view(position.shape[0], *shape)

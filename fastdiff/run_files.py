@@ -19,9 +19,14 @@ LINK = "it is a link, which is not followed in a run folder"
 
 
 def open_inside(run: Path, name: str | PurePath) -> int:
-    """Return a descriptor to read a regular file of a run folder by its name in it, without ``..``.
+    """Return a descriptor to read a regular file of a run folder.
 
-    OSError, with the path: it cannot be opened, is no regular file, or is a link or behind one (ELOOP).
+    Args:
+        run: the folder.
+        name: of the file in it, without ``..``.
+
+    Raises:
+        OSError: it cannot be opened, is no regular file, or is a link or behind one (ELOOP); with the path.
     """
     *folders, last = _parts(run, name)
     with _opened_folder(run, folders) as parent:
@@ -33,7 +38,12 @@ def open_inside(run: Path, name: str | PurePath) -> int:
 
 
 def read_inside(run: Path, name: str | PurePath, most: int) -> bytes:
-    """Return a file of a run folder; ValueError: it is, or grows, above ``most`` bytes; OSError as ``open_inside``."""
+    """Return the content of a file of a run folder, of at most ``most`` bytes.
+
+    Raises:
+        ValueError: it is larger, or grows during the read.
+        OSError: see ``open_inside``.
+    """
     return read_bounded(open_inside(run, name), most)
 
 

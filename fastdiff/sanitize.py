@@ -216,8 +216,11 @@ def _is_named_here(path: str) -> bool:
 def tree(value: Any, text: Callable[[str], str] = address) -> Any:
     """Sanitize JSON values: texts by ``text``, and values under names such as ``api_key`` are hidden.
 
-    A number under a plural name, such as ``tokens``, is a count and stays. ``address`` keeps what may be a path or a
-    prompt, for records; ``argument`` is for output.
+    A number under a plural name, such as ``tokens``, is a count and stays.
+
+    Args:
+        value: JSON values.
+        text: ``address`` keeps what may be a path or a prompt, for records; ``argument`` is for output.
     """
     if isinstance(value, dict):
         return {name: _entry(str(name), inner, text) for name, inner in value.items()}

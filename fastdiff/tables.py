@@ -12,10 +12,13 @@ _PIECE = re.compile(r"[^\s/-]*[/-]*\s*")
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), room: int | None = None) -> str:
-    """Return rows of equally many cells, the first of them the head, as a text; the columns ``left`` align on the left.
+    """Return rows of cells, the first of them the head, as a text.
 
-    ``room``: columns of the terminal; where it does not suffice, cells take several lines, or each row becomes a
-    sentence. None: one line per row.
+    Args:
+        rows: all of the same length.
+        left: columns that align on the left; the others align on the right.
+        room: columns of the terminal; where it does not suffice, cells take several lines, or each row becomes a
+            sentence. None: one line per row.
     """
     widths = [max(map(width, column)) for column in zip(*rows, strict=True)]
     gap = _GAP

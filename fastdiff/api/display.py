@@ -93,7 +93,12 @@ class Terminal:
 
 
 class Notebook:
-    """A view of the run in a folder, of ``steps`` in all, drawn again and again above the lines of the output."""
+    """A view of the run that is drawn again and again, with the lines of the output below it.
+
+    Args:
+        run: its folder.
+        steps: of the whole run.
+    """
 
     def __init__(self, run: Path, steps: int) -> None:
         from IPython.display import HTML, display

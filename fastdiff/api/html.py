@@ -58,7 +58,13 @@ def card(title: str, metadata: Mapping[str, object], run: Path) -> str:
 
 
 def live(run: Path, losses: Losses, steps: int) -> str:
-    """Return the view of a run of ``steps`` that is training; ``losses`` are kept from one view to the next."""
+    """Return the view of a run that is training.
+
+    Args:
+        run: its folder.
+        losses: of the run, kept from one view to the next.
+        steps: of the whole run.
+    """
     points = losses.read()
     newest = losses.newest
     percent = int(100 * min(newest.get("step", 0) / max(steps, 1), 1))

@@ -41,8 +41,12 @@ class AsyncSaves:
     """A thread that writes saves in the order of their start; a context manager that every rank enters.
 
     One save of each kind is written at a time. All ranks see a failure at the same call of ``wait`` or
-    ``wait_for_all``, because a save fails on all ranks or on none. The run survives ``allowed`` consecutive failures of
-    a kind. ``beat`` is called while this rank waits for a save: slow storage is not a hang.
+    ``wait_for_all``, because a save fails on all ranks or on none.
+
+    Args:
+        world: the ranks.
+        allowed: consecutive failed saves of a kind that the run survives.
+        beat: heartbeat of this rank while it waits for a save: slow storage is not a hang.
     """
 
     def __init__(self, world: World, allowed: int, beat: Callable[[], None] = lambda: None) -> None:
@@ -92,8 +96,12 @@ class AsyncSaves:
     def wait(self, what: str, allowed: int | None = None) -> None:
         """Wait until no save of a kind is running; called by all ranks.
 
-        After more than ``allowed`` consecutive failures (None: as many as the run survives) FastdiffError on every
-        rank, before that a warning.
+        Args:
+            what: the kind.
+            allowed: consecutive failures that only cause a warning; None: as many as the run survives.
+
+        Raises:
+            FastdiffError: on every rank: it failed more often than allowed.
         """
         save = self._running.get(what)
         if save is None:

@@ -97,7 +97,12 @@ _SCHEMA = TypeAdapter(Manifest)
 
 
 def committed(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints with a manifest, newest first; ConfigError: a link, OSError: an unreadable folder."""
+    """Return the committed checkpoints of a run, newest first; only committed ones have a manifest.
+
+    Raises:
+        ConfigError: the folder is a link.
+        OSError: it cannot be read.
+    """
     try:
         names = names_inside(*_place(checkpoints))
     except OSError as error:
@@ -119,9 +124,14 @@ def _place(path: Path, depth: int = 1) -> tuple[Path, PurePath]:
 
 
 def open_part(folder: Path, name: str) -> int:
-    """Return a descriptor to read a file of ``folder``, a ``step-N`` two levels below its run, maybe a stranger's.
+    """Return a descriptor to read a file of a checkpoint, which may be a stranger's (``run_files``).
 
-    OSError: it cannot be opened, is no regular file, or is a link or behind one (``run_files``).
+    Args:
+        folder: ``step-N``, two levels below the folder of the run.
+        name: of the file.
+
+    Raises:
+        OSError: it cannot be opened, is no regular file, or is a link or behind one.
     """
     return open_inside(*_place(folder / name, 3))
 

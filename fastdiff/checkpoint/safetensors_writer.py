@@ -35,10 +35,17 @@ def write_tensors(
     read: Callable[[str], Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a new file of tensors in the order of their names, without an fsync; the arguments alone give its bytes.
+    """Write a new file, without an fsync; its bytes depend on the arguments alone.
 
-    ``dtype`` of every tensor, or of each by name: float32, float16 or bfloat16, to which that of ``read`` is converted.
-    OSError: the file cannot be written, for example because the disk is full.
+    Args:
+        path: must not exist.
+        shapes: of the tensors, which are written in the order of their names.
+        dtype: of every tensor, or of each by name: float32, float16 or bfloat16.
+        read: returns the tensor of a name; it is converted to its ``dtype``.
+        metadata: of the file, in addition to its format.
+
+    Raises:
+        OSError: the file cannot be written, for example because the disk is full.
     """
     with path.open("xb") as file:
         # The loaders of transformers require the format.
@@ -50,7 +57,12 @@ def write_tensors(
 
 
 def header(layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """Return length and header of a file, with dtype and shape of every tensor in the order of their values."""
+    """Return the length and the header of a file: the bytes before the values.
+
+    Args:
+        layout: dtype and shape of every tensor, in the order of their values.
+        metadata: of the file.
+    """
     content: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     end = 0
     for name, (dtype, shape) in layout.items():

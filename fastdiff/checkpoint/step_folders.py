@@ -65,10 +65,18 @@ class StepFolders:
         manifest: dict[str, Any],
         dtype: torch.dtype | None = None,
     ) -> Draft:
-        """Copy the state for ``commit``, over the previous draft; called by all ranks. StorageError on all: no memory.
+        """Copy the state for ``commit``; called by all ranks. This overwrites the previous draft.
 
-        ``starts`` of each slice in its flattened parameter. ``dtype``: target of the rounding; None: no rounding. No
-        other thread may use the process group of ``world`` meanwhile.
+        Args:
+            world: the ranks; no other thread may use their process group meanwhile.
+            step: N.
+            tensors: of this rank, on any device.
+            starts: start of each slice in its flattened parameter.
+            manifest: identical on all ranks.
+            dtype: target of the rounding; None: no rounding.
+
+        Raises:
+            StorageError: on every rank, if the host of any rank has no memory for the copy.
         """
         share = world.on_all_ranks(lambda: self._copy.take(tensors, starts, dtype))
         return Draft(step, share, manifest)

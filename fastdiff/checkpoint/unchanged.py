@@ -77,8 +77,15 @@ def check_unchanged(
 ) -> None:
     """Refuse a run folder whose run has another configuration, data set, code of users or base of a LoRA.
 
-    The names in ``allowed`` may differ (``--allow-change``). ``fits``: the network takes the data set. ConfigError:
-    with what differs; for other data with the state of the run that is there.
+    Args:
+        checkpoint: folder of the checkpoint to go on from, ``RUN/checkpoints/step-N``.
+        manifest: of the checkpoint.
+        metadata: of the run that is asked for.
+        allowed: names that may differ (``--allow-change``).
+        fits: whether the network takes the data set.
+
+    Raises:
+        ConfigError: with what differs; for other data with the state of the run that is there.
     """
     require_fields(checkpoint, manifest, "config", "dataset")
     _check_known(allowed, metadata["config"])

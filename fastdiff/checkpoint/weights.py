@@ -28,10 +28,16 @@ class Weights:
 
 
 def select(saved: Checkpoint, *, rate: float | None = None, std: float | None = None, raw: bool = False) -> Weights:
-    """Select weights: by default the first EMA, or the ``raw`` ones without any; ConfigError: there is no such average.
+    """Select weights: by default the first EMA, or the raw weights if there is none.
 
-    ``rate``: decay rate of a constant average. ``std``: relative std of a power-function average, a saved one, or one
-    reconstructed from the snapshots.
+    Args:
+        saved: the checkpoint.
+        rate: decay rate of a constant average.
+        std: relative std of a power-function average: a saved one, or one reconstructed from the snapshots.
+        raw: select the raw weights.
+
+    Raises:
+        ConfigError: there is no such average.
     """
     if raw:
         return _saved(saved, "master", AS_TRAINED)

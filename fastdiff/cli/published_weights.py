@@ -66,9 +66,17 @@ def split_fields(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def parse_published(path: Path, name: str | None, flags: Sequence[str]) -> RunConfig | None:
     """Return the configuration of a published file of weights: a preset with flags, as a run that starts from it.
 
-    In it the file is also the folder that messages name. None without ``name``: ``path`` is a run. ConfigError: a run
-    with a preset or flags, a file without a preset, or a network that no file can hold. SystemExit: as
-    ``train_flags.parse``.
+    Args:
+        path: subject of a command, the file or a run folder.
+        name: the preset; None: ``path`` is a run, which has its own configuration.
+        flags: ``--group.field VALUE``, as in training.
+
+    Returns:
+        The configuration, where the file is also the folder that messages name; None for a run.
+
+    Raises:
+        ConfigError: a run with a preset or flags, a file without a preset, or a network that no file can hold.
+        SystemExit: as ``train_flags.parse``.
     """
     from fastdiff.config.command_line.train_flags import parse
     from fastdiff.config.networks.pretrained import WEIGHT_FILES

@@ -110,7 +110,9 @@ def claim(folder: Path) -> Callable[[], None]:
 def require_run_folder(folder: Path) -> None:
     """Refuse a folder for a new run that is of someone else, by its entries; configurations and logs may lie there.
 
-    ConfigError: it holds others and no run. OSError: it cannot be listed.
+    Raises:
+        ConfigError: it holds others and no run.
+        OSError: it cannot be listed.
     """
     require_own_folder("--output.folder", folder, _OF_RUN.__contains__, _is_beside)
 
@@ -145,7 +147,12 @@ def require_run(folder: Path) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return the content of ``run.json``; ConfigError without a run, StorageError if it is unreadable or damaged."""
+    """Return the content of ``run.json``.
+
+    Raises:
+        ConfigError: the folder has no run.
+        StorageError: the file cannot be read, or is damaged.
+    """
     require_run(folder)
     path = folder / "run.json"
     try:

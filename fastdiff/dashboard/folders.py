@@ -18,7 +18,11 @@ _MARKS = ("run.json", ".lock", "metrics.jsonl")
 class Folders:
     """Run folders that are named, and folders of runs.
 
-    None: all runs in ``runs``, which need not exist yet. ConfigError: a path is no folder.
+    Args:
+        paths: as the user gave them; none: all runs in ``runs``, which need not exist yet.
+
+    Raises:
+        ConfigError: a path is no folder.
     """
 
     paths: Sequence[Path]

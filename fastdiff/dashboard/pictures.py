@@ -76,7 +76,12 @@ def pictures_of(run: Path) -> tuple[list[Picture], list[str]]:
 
 @lru_cache(maxsize=65536)
 def _size(run: Path, name: str, changed: int) -> tuple[int, int]:
-    """Return width and height from the header of a PNG; OSError: unreadable, ValueError: no PNG, or too large."""
+    """Return width and height from the header of a PNG.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is none, or too large.
+    """
     with open(open_inside(run, name), "rb") as file:
         head = file.read(24)
     if len(head) < 24 or not head.startswith(_SIGNATURE):
@@ -88,7 +93,12 @@ def _size(run: Path, name: str, changed: int) -> tuple[int, int]:
 
 
 def content(picture: Picture, width: int | None = None) -> tuple[bytes, str]:
-    """Return a picture, at most ``width`` pixels wide, and its type; OSError, or ValueError: too large or damaged."""
+    """Return a picture and its type; a wider one than ``width`` pixels is made as small.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is too large, or cannot be decoded.
+    """
     if width is not None and picture.width > width:
         return _smaller(picture, width), "image/webp"
     return read_inside(picture.run, picture.name, _MOST_BYTES), "image/png"

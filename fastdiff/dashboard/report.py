@@ -22,7 +22,12 @@ _PARTS = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 
 
 def write_report(runs: Sequence[Path], out: Path) -> int:
-    """Write the page of ``runs`` as they are now; return its bytes. ConfigError: no run, OSError: it is not written."""
+    """Write the page of ``runs`` as they are now; return its size in bytes.
+
+    Raises:
+        ConfigError: a folder has no run.
+        OSError: the file cannot be written.
+    """
     for run in runs:
         require_run(run)
     require_output(out)

@@ -88,12 +88,16 @@ def unreadable(error: Exception) -> dict[str, Any]:
 
 
 class RunMetadata:
-    """What is known of one run folder; it may be called by several threads. Once that is deleted, what was read stays.
+    """What is known of one run folder; it may be called by several threads.
 
-    Its sections are ``about`` (``run.json``), ``metrics``, ``validation``, ``events`` (spikes, skipped steps and
-    damaged samples), ``time`` (the ledger), ``pictures``, and ``left_out`` (what could not be read, by file, and why).
-    Each has a tag that changes with its content; tags of another process, or of a file that has begun anew, are never
-    equal. After ``slice_s`` seconds ``sections`` returns before it has read all of a long log.
+    Its sections are ``about`` (``run.json``), ``metrics``, ``validation``, ``events`` (spikes, skipped steps
+    and damaged samples), ``time`` (the ledger), ``pictures``, and ``left_out`` (what could not be read, by file, and
+    why). Each has a tag that changes with its content; tags of
+    another process, or of a file that has begun anew, are never equal.
+
+    Args:
+        folder: of the run. Once it is deleted, what was read of it stays.
+        slice_s: seconds after which ``sections`` returns before it has read all of a long log.
     """
 
     def __init__(self, folder: Path, slice_s: float = math.inf) -> None:

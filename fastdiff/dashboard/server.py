@@ -47,9 +47,13 @@ _HEADERS = {
 
 
 def bind(port: int | None) -> socket.socket:
-    """Return a listening socket of this machine alone; ConfigError: the port is taken.
+    """Return a listening socket of this machine alone.
 
-    ``port`` None: the first free one from ``FIRST_PORT`` on, so that the address rarely changes.
+    Args:
+        port: to listen on; None: the first free one from ``FIRST_PORT`` on, so that the address rarely changes.
+
+    Raises:
+        ConfigError: the port is taken.
     """
     for tried in [port] if port is not None else range(FIRST_PORT, FIRST_PORT + _PORTS):
         found = socket.socket()
@@ -67,7 +71,16 @@ def bind(port: int | None) -> socket.socket:
 
 
 def serve(folders: Folders, listening: socket.socket, token: str | None) -> None:
-    """Serve the page until Ctrl-C (KeyboardInterrupt, once the server has ended); ``token`` None: nobody needs one."""
+    """Serve the page until Ctrl-C.
+
+    Args:
+        folders: runs to show.
+        listening: socket of ``bind``.
+        token: which other users of this machine need; None: they need none.
+
+    Raises:
+        KeyboardInterrupt: at Ctrl-C, after the server has ended.
+    """
     server: uvicorn.Server
     app = application(folders, lambda: server.should_exit, token)
     config = uvicorn.Config(

@@ -43,7 +43,12 @@ def dali_installed() -> bool:
 
 
 def version_problem(installed: Sequence[int], cuda: int) -> str | None:
-    """Return why the packages' CUDA versions do not fit that of torch, such as 13; None: one fits, or none is known."""
+    """Return why the installed packages do not fit the CUDA version of torch; None: one fits, or none is known.
+
+    Args:
+        installed: CUDA version of each installed package.
+        cuda: CUDA version of torch, for example 13.
+    """
     if list(installed) in ([], [cuda]):
         return None
     names = [_PACKAGES[found] for found in installed]

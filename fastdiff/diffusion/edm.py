@@ -18,7 +18,10 @@ _LOG_MEAN, _LOG_STD = -1.2, 1.2
 class Edm:
     """EDM preconditioning; ``native`` levels are sigma, fp32 above 0, on any device.
 
-    ``mean`` and ``std`` of ln sigma in training; None: the paper's.
+    Args:
+        config: ``sigma_data`` and weighting.
+        mean: mean of ln sigma in training; None: the paper's.
+        std: standard deviation of ln sigma in training; None: the paper's.
     """
 
     def __init__(self, config: EdmConfig, mean: float | None = None, std: float | None = None) -> None:

@@ -122,9 +122,16 @@ def loss_weights(kind: SnrWeighting, snr: Tensor, noise_per_error: Tensor, gamma
 
 
 def snr_weights(kind: str, table: Tensor, snr: Tensor, gamma: float | None) -> Tensor:
-    """Return finite weights ``[R]`` of the squared error, of the dtype of ``table`` ``[R, 4]``, from ``snr`` ``[R]``.
+    """Return the weight of the squared error of the prediction for a weighting that is a function of the SNR.
 
-    ``kind`` is as in ``loss_weights``, ``gamma`` its parameter; None: its default.
+    Args:
+        kind: as in ``loss_weights``.
+        table: ``[R, 4]`` rows.
+        snr: ``[R]`` signal-to-noise ratios.
+        gamma: parameter of the weighting; None: its default.
+
+    Returns:
+        ``[R]`` of the dtype of ``table``, finite.
     """
     return loss_weights(kind, snr, noise_per_error(table), gamma)  # type: ignore[arg-type]
 

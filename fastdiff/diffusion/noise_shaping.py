@@ -41,7 +41,13 @@ def pyramid(seed: int, position: Tensor, shape: Sequence[int], iterations: int, 
 
 @functools.cache
 def unit_scale(shape: tuple[int, ...], iterations: int, discount: float) -> float:
-    """Return the inverse standard deviation of the noise of all levels together, averaged over the pixels."""
+    """Return the inverse standard deviation of the noise of all levels together, averaged over the pixels.
+
+    Args:
+        shape: (C, H, W).
+        iterations: as for ``pyramid``.
+        discount: as for ``pyramid``.
+    """
     _, height, width = shape
     variance = 1.0
     for level, (rows, columns) in enumerate(_grids(height, width, iterations), start=1):

@@ -176,7 +176,17 @@ class Objective:
         return losses if corruption.importance is None else losses * corruption.importance
 
     def squared_error(self, prediction: Tensor, batch: Batch, corruption: Corruption, weights: Tensor) -> Tensor:
-        """Return ``[B]`` fp32: the mean squared error of each sample times ``weights`` ``[R]`` fp32 of its level."""
+        """Return the squared error of the prediction: mean over the elements of each sample times its level's weight.
+
+        Args:
+            prediction: as in ``loss``.
+            batch: the clean latents.
+            corruption: what ``add_noise`` returned for ``batch``.
+            weights: ``[R]`` fp32, one per row of the levels' table.
+
+        Returns:
+            ``[B]`` fp32.
+        """
         levels, unit = corruption.levels, self._unit(corruption.noisy.shape[1:])
         if corruption.correction is not None:  # subtracting it from the prediction adds it to the target
             prediction = prediction[:, : corruption.noisy.shape[1]].float() - corruption.correction

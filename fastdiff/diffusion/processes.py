@@ -15,9 +15,15 @@ __all__ = ["Ddpm", "Edm", "Flow", "Levels", "Process", "build_process"]
 def build_process(
     config: ObjectiveConfig, device: torch.device | str, timesteps: TimestepConfig | None = None
 ) -> Process:
-    """Return the process of ``config``, its tables on ``device``; ConfigError: unknown schedule (``schedules.betas``).
+    """Return the process of ``config``, with its tables on ``device``.
 
-    ``timesteps``: mean and standard deviation of edm's ln sigma; None: those of its paper.
+    Args:
+        config: process, prediction and weighting.
+        device: where the tables are placed, once.
+        timesteps: mean and standard deviation of edm's ln sigma; None: those of its paper.
+
+    Raises:
+        ConfigError: unknown schedule (``fastdiff.diffusion.schedules.betas``).
     """
     match config:
         case DdpmConfig():

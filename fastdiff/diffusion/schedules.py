@@ -52,9 +52,15 @@ def betas(config: DdpmConfig) -> Tensor:
 
 
 def zero_terminal_snr(table: Tensor) -> Tensor:
-    """Rescale ``[T]`` float64 betas, T >= 2, so that the last step is pure noise (beta 1) and the first keeps its abar.
+    """Rescale betas so that the last step is pure noise and the first keeps its abar.
 
     Lin et al. 2023 (arXiv:2305.08891), algorithm 1: sqrt(abar) is shifted and scaled linearly.
+
+    Args:
+        table: ``[T]`` float64 betas, T >= 2.
+
+    Returns:
+        ``[T]`` float64 betas; the last is exactly 1.
     """
     root = torch.cumprod(1.0 - table, 0).sqrt()
     first, last = root[0], root[-1]

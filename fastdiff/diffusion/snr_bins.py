@@ -45,7 +45,12 @@ def mean_of(values: Floats) -> Mean:
 
 
 def by_log_snr(log_snr: npt.NDArray[np.floating], values: Floats) -> tuple[Mean, list[Mean]]:
-    """Return the mean of ``values`` ``[n]`` over all samples, and over each bin of ``log_snr`` ``[n]``."""
+    """Return the mean over all samples, and the mean of each bin.
+
+    Args:
+        log_snr: ``[n]`` log SNR of each sample.
+        values: ``[n]`` in the same order.
+    """
     ascending = np.argsort(-log_snr, kind="stable")
     ordered, bins = values[ascending], np.digitize(log_snr[ascending], SNR_EDGES)
     return mean_of(ordered), [mean_of(ordered[bins == number]) for number in range(BINS)]

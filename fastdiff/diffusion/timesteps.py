@@ -28,9 +28,14 @@ _WHOLE = 2.0**48
 class Shares:
     """A number in [0, 1) for each position of the run: the noise-add kernel's own, or a stratified one.
 
-    With stratification, each of the G positions of an optimizer step (``strata``; None: no stratification) gets one
-    G-th of [0, 1): its index is the rank of the position's multiple of the golden ratio, modulo 1. Consecutive
-    multiples are spread evenly, so each rank's micro-batch is, too.
+    With stratification, each of the G positions of an optimizer step gets one G-th of [0, 1): its index is the rank of
+    the position's multiple of the golden ratio, modulo 1. Consecutive multiples are spread evenly, so each rank's
+    micro-batch is, too.
+
+    Args:
+        seed: seed of the run.
+        strata: G, samples of an optimizer step; None: no stratification.
+        device: device of the positions.
     """
 
     def __init__(self, seed: int, strata: int | None, device: torch.device | str) -> None:
@@ -112,6 +117,11 @@ class Importance(Timesteps):
 
     The losses of an optimizer step take effect from the next step on, in the order of their positions, independent of
     rank and micro-batch. So the levels depend only on the seed and on the losses.
+
+    Args:
+        shares: the share of each position.
+        timesteps: number of timesteps T.
+        device: device of the losses.
     """
 
     def __init__(self, shares: Shares, timesteps: int, device: torch.device | str) -> None:
@@ -209,7 +219,12 @@ class LossHistory:
         self._taken = torch.zeros(timesteps + 1, dtype=torch.int64, device=device)
 
     def take(self, timestep: Tensor, losses: Tensor) -> None:
-        """Add losses ``[N]`` fp32 of timesteps ``[N]`` int64, the oldest first, without those that are not finite."""
+        """Add losses, the oldest first; losses that are not finite are ignored.
+
+        Args:
+            timestep: ``[N]`` int64.
+            losses: ``[N]`` fp32.
+        """
         nowhere = len(self._taken) - 1
         timestep, order = torch.where(losses.isfinite(), timestep, nowhere).sort(stable=True)
         # Losses of one timestep are adjacent now, in their order: count those before and after each.

@@ -82,10 +82,16 @@ class Variational:
         return a * clean + b * noise - prediction[:, : clean.shape[1]].float()
 
     def bits(self, mean_error: Tensor, prediction: Tensor, clean: Tensor, time: Tensor) -> Tensor:
-        """Return ``[B]`` fp32: the term of each sample's timestep, in bits per dimension, averaged over the dimensions.
+        """Return the term of each sample's timestep, in bits per dimension, averaged over the dimensions.
 
-        ``mean_error`` ``[B, C, H, W]`` fp32: mean of the posterior minus mean of the reverse step. ``prediction`` as in
-        ``loss``; of a learned variance, its second half. ``clean`` ``[B, C, H, W]`` fp32, ``time`` ``[B]`` int64.
+        Args:
+            mean_error: ``[B, C, H, W]`` fp32, mean of the posterior minus mean of the reverse step.
+            prediction: as in ``loss``; for a learned variance, its second half is the variance.
+            clean: ``[B, C, H, W]`` fp32.
+            time: ``[B]`` int64.
+
+        Returns:
+            ``[B]`` fp32.
         """
         *_, smallest, range_, precision = self._at(time)
         first = (time == 0).view(-1, 1, 1, 1)

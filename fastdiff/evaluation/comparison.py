@@ -83,10 +83,16 @@ class Comparison:
 
 
 def read_both(a: Path, b: Path, step: int | None = None) -> tuple[MeasuredRun, MeasuredRun]:
-    """Read the validations of two runs at the same step; None: the newest common one.
+    """Read the validations of two runs at the same step.
 
-    ConfigError: a folder has no run or no validation of the step, or the runs have no step in common. StorageError: a
-    file cannot be read.
+    Args:
+        a: a run folder.
+        b: another one.
+        step: of the validations; None: the newest common one.
+
+    Raises:
+        ConfigError: a folder has no run or no validation of the step, or the runs have no step in common.
+        StorageError: a file cannot be read.
     """
     steps = [_steps(folder) for folder in (a, b)]
     common = set(steps[0]) & set(steps[1])
@@ -236,7 +242,12 @@ _SHIFT = 0.08
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Write the plot; errors as ``figures.figure_for``."""
+    """Write the plot (``figures.figure_for``).
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: with the path; it cannot be written.
+    """
     with figure_for(path, (9.0, 6.2)) as figure:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
         _losses(top, comparison)

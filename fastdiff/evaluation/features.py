@@ -45,7 +45,15 @@ class Extractor:
 
 
 def open_extractor(name: str) -> Extractor:
-    """Open ``pixels``, ``inception`` or ``PATH.py:FUNCTION``; ConfigError: unknown, missing or invalid."""
+    """Open an extractor.
+
+    Args:
+        name: ``pixels``, ``inception`` or ``PATH.py:FUNCTION``.
+
+    Raises:
+        ConfigError: The name is unknown, or a required package or file is missing or invalid.
+        OSError: A file cannot be read.
+    """
     if name == "pixels":
         return Extractor(name, None, _pixels)
     if name == "inception":
@@ -56,10 +64,18 @@ def open_extractor(name: str) -> Extractor:
 
 
 def features_of(images: ImageSet, extractor: Extractor, batch: int, what: str) -> npt.NDArray[np.float32]:
-    """Compute the features of all images, ``[N, D]`` float32, at most ``batch`` at a time; ``what`` labels the bar.
+    """Compute the features of all images, ``[N, D]`` float32, batch by batch.
 
-    ConfigError: the extractor does not return ``[B, D]`` numbers with a constant D of at most ``MOST_FEATURES``.
-    DataError: a feature is not finite in float32, or an image is damaged. OSError: an image cannot be read.
+    Args:
+        images: N images.
+        extractor: Called with ``batch`` images at a time, the last time with the rest.
+        batch: At least 1.
+        what: Label of the progress bar.
+
+    Raises:
+        ConfigError: The extractor does not return ``[B, D]`` numbers with a constant D of at most ``MOST_FEATURES``.
+        DataError: A feature is not finite in float32, or an image is damaged.
+        OSError: An image cannot be read.
     """
     found: npt.NDArray[np.float32] | None = None
     done = 0
@@ -136,7 +152,12 @@ def open_inception() -> Extract:
 
 
 def published_weights() -> dict[str, torch.Tensor]:
-    """Read the published weights from torch's hub folder; ConfigError: missing, or others; OSError: unreadable."""
+    """Read the published weights from the hub folder of torch.
+
+    Raises:
+        ConfigError: The file is missing, or another one.
+        OSError: The file cannot be read.
+    """
     path = _weights_path()
     if not path.is_file():
         raise ConfigError(

@@ -32,9 +32,15 @@ def require_matplotlib() -> None:
 
 @contextmanager
 def figure_for(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
-    """Yield an empty figure of ``size`` inches, written at the end in the format of the suffix of ``path``.
+    """Yield an empty figure, which is written at the end (``outputs.write_output``).
 
-    ConfigError: matplotlib is not installed. OSError: with the path; it cannot be written, and an earlier file stays.
+    Args:
+        path: picture to write; its suffix chooses the format.
+        size: width and height in inches.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: with the path; it cannot be written, and an earlier file stays.
     """
     require_matplotlib()
     import matplotlib

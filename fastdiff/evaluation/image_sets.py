@@ -49,7 +49,12 @@ class ImageSet(Protocol):
         """Number of images."""
 
     def batches(self, count: int) -> Iterator[Pixels]:
-        """Yield ``[count, H, W, C]`` uint8, the last batch may be smaller; DataError: damaged, or of another size."""
+        """Yield ``[B, H, W, C]`` uint8; B is ``count`` except for the last batch.
+
+        Raises:
+            DataError: An image is damaged or of another size.
+            OSError: The storage cannot be read.
+        """
 
     def name_of(self, index: int) -> str:
         """Return the name of an image for messages."""
@@ -64,7 +69,13 @@ class Reference:
 
 
 def open_images(path: Path) -> ImageSet:
-    """Open a set of images; ConfigError: neither npz nor folder, DataError: damaged or empty, OSError: unreadable."""
+    """Open a set of images.
+
+    Raises:
+        ConfigError: The path is neither an npz file of images nor a folder.
+        DataError: The file is damaged, or the folder holds no images.
+        OSError: The path cannot be read.
+    """
     if path.is_dir():
         return FolderImages(path)
     names = _names(path)
@@ -74,7 +85,13 @@ def open_images(path: Path) -> ImageSet:
 
 
 def open_reference(path: Path) -> Reference:
-    """Open a set of images, statistics (DataError: no mean and covariance), or both; errors as ``open_images``."""
+    """Open a set of images, saved statistics, or a file of both.
+
+    Raises:
+        ConfigError: The path is neither an npz file of these nor a folder.
+        DataError: As ``open_images``, or the statistics are not a mean and a covariance.
+        OSError: The path cannot be read.
+    """
     names = frozenset() if path.is_dir() else _names(path)
     if not names >= _STATISTICS:
         return Reference(open_images(path), None)

@@ -88,10 +88,13 @@ class Likelihood:
 
 
 class Steps:
-    """Measurements of predictions at given timesteps of the process ddpm.
+    """Measurements of predictions at given timesteps.
 
-    ``clip`` clamps estimates of x0. The mean of the reverse step then follows from the clamped x0, unless the model
-    predicts the mean itself.
+    Args:
+        config: of the process ddpm.
+        device: of the tensors.
+        clip: clamp estimates of x0. The mean of the reverse step then follows from the clamped x0, unless the model
+            predicts the mean itself.
     """
 
     def __init__(self, config: DdpmConfig, device: torch.device | str, *, clip: bool) -> None:
@@ -174,9 +177,15 @@ def measure(
 def evaluate_nll(run: Run, options: NllOptions, *, progress: bool = False) -> tuple[dict[str, Any], Likelihood]:
     """Measure a run and write ``nll.json`` and ``nll.npz``: ``vb``, ``xstart_mse``, ``mse`` ``[T]``, ``total`` ``[N]``.
 
-    Return the content of ``nll.json``, and the full measurement. The results of a published file lie beside it.
-    ConfigError: the run has no such bound, or the data do not fit it. DataError: they are damaged. StorageError: they
-    cannot be read.
+    The results of a published file lie beside it.
+
+    Returns:
+        The content of ``nll.json``, and the full measurement.
+
+    Raises:
+        ConfigError: the run has no such bound, or the data do not fit it.
+        DataError: the data are damaged.
+        StorageError: the data cannot be read.
     """
     objective = check(run)
     require(0 <= options.seed < 2**64, f"--seed {options.seed}: from 0 to 2**64 - 1")
@@ -214,10 +223,18 @@ def read_clean(
     seed: int,
     low_res_size: int = 0,
 ) -> Iterator[Batch]:
-    """Read samples in small batches, each of one image size: x0 in fp32; a posterior gives one sample.
+    """Read samples in small batches, each of one image size.
 
-    ``index`` ``[N]``: numbers of the samples in the data; their positions, 0 to N - 1, are the keys of posteriors.
-    ``inputs``: conditions to keep. ``low_res_size``: side of the small images that the model enlarges; 0: none.
+    Args:
+        reader: of the data.
+        index: ``[N]`` numbers of the samples in the data; their positions are 0 to N - 1.
+        inputs: names of the conditions to keep.
+        device: of the batches.
+        seed: of the samples of posteriors.
+        low_res_size: height and width of the small images that the model enlarges; 0: none.
+
+    Yields:
+        Batches with x0 in fp32 as latents; a posterior gives one sample, keyed by the position.
     """
     scales = per_channel(reader.info.normalisation, device)
     for rows in batches_of(reader.info, index):
@@ -298,7 +315,12 @@ _COLOURS = "#0072B2", "#D55E00", "#009E73"
 
 
 def draw(path: Path, found: Likelihood) -> None:
-    """Plot bound, errors of x0 and of the noise by timestep, on logarithmic axes; errors as ``figures.figure_for``."""
+    """Write the plot (``figures.figure_for``): bound, errors of x0 and of the noise by timestep, on logarithmic axes.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: with the path; it cannot be written.
+    """
     curves = {
         f"variational bound, bits per dimension: {found.vb.sum():.3f} in all": found.vb,
         "squared error of x0": found.xstart_mse,

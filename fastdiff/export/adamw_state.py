@@ -25,7 +25,13 @@ Read = Callable[[Moment, str], Tensor]
 
 
 def moments(saved: Checkpoint, optim: OptimConfig, lora: LoraConfig) -> Read | str:
-    """Return a reader of the moments of every parameter in a checkpoint, no snapshot; or why there are none."""
+    """Return a reader of the moments of every parameter, or the reason why there are none.
+
+    Args:
+        saved: a checkpoint, not a snapshot.
+        optim: the run's.
+        lora: the run's.
+    """
     if lora.rank:
         return "it is the state of an adapter, not of the merged weights"
     if not saved.optimizer_steps:
@@ -58,10 +64,15 @@ def of_bitsandbytes(saved: Checkpoint) -> Read | str:
 def adamw_state(
     saved: Checkpoint, optim: OptimConfig, run_steps: int, state: dict[int, dict[str, Tensor]], parameters: int
 ) -> dict[str, Any]:
-    """Return a state dict of ``torch.optim.AdamW``, with the moments ``state`` by number of the trained parameters.
+    """Return a state dict of ``torch.optim.AdamW``.
 
-    The learning rate is that of the next step or, after the last of ``run_steps``, the configured one, because programs
-    that go on with the file would keep the final rate, which may be zero.
+    Args:
+        saved: the checkpoint, which determines the learning rate: that of the next step or, after the last one, the
+            configured one, because programs that go on with the file would keep the final rate, which may be zero.
+        optim: the run's.
+        run_steps: of the whole run.
+        state: the two moments by parameter number; an untrained parameter has none.
+        parameters: number of parameters.
     """
     progress = Progress(**saved.manifest["progress"])
     lr = optim.lr if progress.steps >= run_steps else lr_after(optim, run_steps, progress.applied)

@@ -43,8 +43,12 @@ _DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"
 def kohya(weights: Mapping[str, Tensor], config: LoraConfig, model: UNetConfig) -> dict[str, Tensor]:
     """Return the matrices under kohya's names, with alpha beside them.
 
-    kohya trains SD 1.x and 2.x under diffusers' names of the blocks, and SDXL under the original ones. ``weights`` are
-    all trained ones, named as in ``model.named_parameters()``.
+    kohya trains SD 1.x and 2.x under diffusers' names of the blocks, and SDXL under the original ones.
+
+    Args:
+        weights: every trained parameter, names as in ``model.named_parameters()``.
+        config: configuration of the adapter.
+        model: of the network.
     """
     found: dict[str, Tensor] = {}
     for layer in _layers(weights):
@@ -74,6 +78,11 @@ def scaled(weights: Mapping[str, Tensor], config: LoraConfig, model: ModelConfig
 
     diffusers' training scripts write ``to_q.lora.down.weight`` for the attention of a UNet, and ``lora_A.weight`` for
     all other layers. From a file with both it loads only the latter, so the former is used only if it fits every name.
+
+    Args:
+        weights: every trained parameter, names as in ``model.named_parameters()``.
+        config: configuration of the adapter.
+        model: of the network.
     """
     from diffusers.utils import convert_state_dict_to_diffusers
 

@@ -35,7 +35,15 @@ SAME_TIMES = "for block in model.transformer_blocks:\n    block.norm1.emb.time_p
 
 
 def to_diffusers(model: DiTConfig, classes: int | None = None) -> dict[str, Any]:
-    """Return the arguments of ``DiTTransformer2DModel``, of the run's or more ``classes``; ConfigError: no such."""
+    """Return the arguments of ``DiTTransformer2DModel``.
+
+    Args:
+        model: of the run.
+        classes: of the class in diffusers, at least those of the run; None: as many.
+
+    Raises:
+        ConfigError: it has no network of this shape.
+    """
     require(
         int(model.hidden * model.mlp_ratio) == 4 * model.hidden,
         f"--format diffusers: DiTTransformer2DModel has an MLP ratio of 4, the run has --model.mlp_ratio "
@@ -61,7 +69,18 @@ def to_diffusers(model: DiTConfig, classes: int | None = None) -> dict[str, Any]
 def write_transformer(
     folder: Path, weights: ExportedWeights, model: DiTConfig, dtype: torch.dtype, classes: int | None = None
 ) -> None:
-    """Write ``transformer/`` with ``classes``, null beyond the run's; see ``write_model`` and ``to_diffusers``."""
+    """Write ``transformer/``; see ``diffusers_model.write_model``.
+
+    Args:
+        folder: exists.
+        weights: of the run.
+        model: of the run.
+        dtype: of the files.
+        classes: see ``to_diffusers``; the further classes are the null class.
+
+    Raises:
+        ConfigError: diffusers has no equivalent network.
+    """
     config = to_diffusers(model, classes)
     log.warning(
         "DiTTransformer2DModel has other timestep frequencies; the code in the model card, README.md, sets those of DiT"

@@ -34,9 +34,13 @@ def layer(theirs: str, ours: str, change: Callable[[Tensor], Tensor] = lambda te
 
 
 def projections(theirs: str, ours: str, heads: int, packing: tuple[str, str]) -> Sources:
-    """Split a packed projection ``ours`` into queries, keys and values of the attention ``theirs``.
+    """Split a packed projection into queries, keys and values.
 
-    ``packing`` of the outputs: ``("qkv", "heads")``, the queries of all heads first, or ``("heads", "qkv")``.
+    Args:
+        theirs: name of the attention.
+        ours: name of the projection; ``packing`` is the layout of its outputs.
+        heads: of the attention.
+        packing: ``("qkv", "heads")``, the queries of all heads first, or ``("heads", "qkv")``.
     """
     axis = packing.index("qkv")
 

@@ -17,10 +17,15 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def push(folder: Path, repo_id: str, *, private: bool) -> str:
-    """Upload a folder to the model repository ``user/name``, created if missing, and return its address.
+    """Upload a folder to a model repository, creating it if missing, and return its address.
 
-    ``private`` is for a new repository; otherwise its owner's default. StorageError: the hub is unreachable or refuses;
-    the folder is unchanged.
+    Args:
+        folder: of the export.
+        repo_id: ``user/name``.
+        private: create a private repository; otherwise its owner's default. An existing one stays as it is.
+
+    Raises:
+        StorageError: the hub is unreachable or refuses; the folder is unchanged.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2, by its version

@@ -39,9 +39,14 @@ def write_dit(folder: Path, exported: Exported) -> None:
 
 
 def write_dit_training(folder: Path, exported: Exported) -> None:
-    """Write ``NNNNNNN.pt`` with ``model``, ``ema`` (the exported), ``opt`` and ``args``, as DiT's train.py, in fp32.
+    """Write ``NNNNNNN.pt`` with ``model``, ``ema``, ``opt`` and ``args``, as DiT's train.py does, in fp32.
 
-    The folder is empty. StorageError: the file could not be written.
+    Args:
+        folder: exists and is empty.
+        exported: of a DiT run; its weights are stored under ``ema``.
+
+    Raises:
+        StorageError: it could not be written.
     """
     saved, config, fp32 = exported.checkpoint, exported.config, torch.float32
     step = saved.manifest["progress"]["steps"]
@@ -61,7 +66,14 @@ def write_dit_training(folder: Path, exported: Exported) -> None:
 def write_iddpm(folder: Path, exported: Exported) -> None:
     """Write ``modelNNNNNN.pt``, ``ema_RATE_NNNNNN.pt`` and ``optNNNNNN.pt``, as improved-diffusion does, in fp32.
 
-    Only averages of a constant rate have such a file. The folder is empty. StorageError: a file could not be written.
+    Only averages of a constant rate have such a file.
+
+    Args:
+        folder: exists and is empty.
+        exported: of a run of an ADM UNet.
+
+    Raises:
+        StorageError: a file could not be written.
     """
     saved, config = exported.checkpoint, exported.config
     step, raw = saved.manifest["progress"]["steps"], _as_trained(saved, config)

@@ -38,7 +38,12 @@ _OPEN_CLIP = (
 
 
 def original_layer(layer: str, model: UNetConfig) -> str:
-    """Return the original name, such as ``input_blocks.1.1.proj_in``, of a layer of a UNet in diffusers and here."""
+    """Return the original name of a layer, such as ``input_blocks.1.1.proj_in``.
+
+    Args:
+        layer: name in diffusers and here, such as ``down_blocks.0.attentions.0.proj_in``.
+        model: shape of the UNet.
+    """
     if layer in _OUTSIDE:
         return _OUTSIDE[layer]
     block, *parts = layer.split(".")
@@ -56,7 +61,12 @@ def original_weights(names: Iterable[str], model: UNetConfig) -> dict[str, str]:
 
 
 def autoencoder_weight(name: str, levels: int) -> str:
-    """Return the original name of a weight of ``AutoencoderKL``; its decoder counts the ``levels`` from the finest."""
+    """Return the original name of a weight of the autoencoder; the original decoder counts its levels from the finest.
+
+    Args:
+        name: in diffusers' ``AutoencoderKL``.
+        levels: of the autoencoder.
+    """
     name = re.sub(r"^decoder\.up_blocks\.(\d+)", lambda found: f"decoder.up.{levels - 1 - int(found[1])}", name)
     for theirs, original in _AUTOENCODER:
         name = re.sub(theirs, original, name)

@@ -32,8 +32,18 @@ def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dt
     """Write ``unet/`` or ``transformer/`` and, if the run has a pretrained pipeline, the rest of a complete pipeline.
 
     The other parts are copied from there unchanged, in their dtype. The scheduler gets the noise schedule and the
-    prediction type of the run. ConfigError: the pretrained pipeline or a required part of it is missing, or no pipeline
-    supports the objective of the run. OSError: a file cannot be written, for example because the disk is full.
+    prediction type of the run.
+
+    Args:
+        folder: exists and is empty.
+        weights: of the network.
+        config: the run's.
+        dtype: of the network's weights.
+
+    Raises:
+        ConfigError: the pretrained pipeline or a required part of it is missing, or no pipeline supports the
+            objective of the run.
+        OSError: a file cannot be written, for example because the disk is full.
     """
     model, part = config.model, family_of(config.model).pipeline_part
     pipeline = pretrained(config.pretrained) if config.pretrained.path else None

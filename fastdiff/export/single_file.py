@@ -47,8 +47,11 @@ def write_single_file(folder: Path, exported: Exported) -> None:
     """Write ``model.safetensors`` with the UNet and, if the run has a pretrained pipeline, the rest of it.
 
     A run of v prediction, or of zero terminal SNR, is marked by an empty tensor ``v_pred`` or ``ztsnr``, as by other
-    trainers. ConfigError: a part of the pipeline is missing, or programs with such files cannot draw with the run's
-    noise. OSError: the file cannot be written, for example because the disk is full.
+    trainers.
+
+    Raises:
+        ConfigError: a part of the pipeline is missing, or programs with such files cannot draw with the run's noise.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     config, dtype = exported.config, exported.dtype
     model, objective = cast(UNetConfig, config.model), _checked(config.objective)

@@ -42,10 +42,18 @@ class ExportedWeights:
 def exported_weights(
     saved: Checkpoint, config: RunConfig, *, ema: float | None, raw: bool, merge: bool, ema_std: float | None = None
 ) -> ExportedWeights:
-    """Select the weights of a checkpoint, as ``checkpoint.weights.select``.
+    """Select the weights of a checkpoint.
 
-    ``merge``: with LoRA, merge the adapter into the network; otherwise select the adapter alone. ConfigError: there is
-    no such average, or the base weights of the adapter are missing.
+    Args:
+        saved: the checkpoint.
+        config: the run's.
+        ema: decay rate of the average; without it and ``ema_std`` the first EMA, or the raw weights if there is none.
+        raw: select the raw weights.
+        merge: with LoRA, merge the adapter into the network; otherwise select the adapter alone.
+        ema_std: relative std of a power-function average, a saved one or one reconstructed from the snapshots.
+
+    Raises:
+        ConfigError: there is no such average, or the base weights of the adapter are missing.
     """
     chosen = select(saved, rate=ema, std=ema_std, raw=raw)
     trained: Shapes = {name: tuple(shape) for name, shape in saved.manifest["parameters"].items()}

@@ -138,7 +138,12 @@ class Sums:
 
 
 def read_ledger(run: Path) -> Sums:
-    """Read a ledger; the time of lines that are no records is ``unknown``. ConfigError: it has no start."""
+    """Read the ledger of a run; lines that are no records are left out, and their time is ``unknown``.
+
+    Raises:
+        ConfigError: there is no ledger, or no start in it.
+        OSError: it cannot be read.
+    """
     reading = _Reading()
     with suppress(FileNotFoundError), open_lines(run / FILE) as file:
         for number, line in enumerate(whole_lines(file), 1):

@@ -26,8 +26,13 @@ class Ledger:
     """Account of the time of this process; one of the accounts is open at any time, at first ``start``.
 
     It is a context manager, which ends it. The clock is that of the host and never waits for the device: what that
-    still does when the host goes on belongs to the account that waits for it next. ``lines``: the file, of rank 0;
-    None: nothing is written. ``logged``: step and time of the last line that the run has logged so far.
+    still does when the host goes on belongs to the account that waits for it next.
+
+    Args:
+        lines: the file, of rank 0; None: nothing is written.
+        nodes: host of each rank.
+        samples: of an optimizer step.
+        logged: step and time of the last line that the run has logged so far.
     """
 
     def __init__(
@@ -94,7 +99,12 @@ class Ledger:
             self._write_time()
 
     def note_ranks(self, own_s: Sequence[float], watts: float | None) -> None:
-        """Record each rank's seconds of own work since the last call, and a GPU's mean power (None: not measured)."""
+        """Record what the ranks told in an exchange that they make anyway.
+
+        Args:
+            own_s: seconds of each rank's own work in the steps since the last call (``parallel.compute_time``).
+            watts: mean power of a GPU; None: not measured.
+        """
         self._own_s = [total + new for total, new in zip(self._own_s, own_s, strict=True)]
         if watts is not None:
             self._watts.append(watts)

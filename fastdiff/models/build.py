@@ -59,10 +59,17 @@ def load_model(
     attention: AttentionBackend = "auto",
     seed: int = 0,
 ) -> Model:
-    """Build a network with given parameters, on their device, without initialising it; see ``build_model``.
+    """Build a network with given parameters, on their device, without initialising it.
 
-    ``weights``: every parameter by name, without the buffers, which ``config`` determines. RuntimeError: one is
-    missing, unknown or of another shape.
+    Args:
+        config: Shape of the network.
+        weights: Every parameter by name, without the buffers, which ``config`` determines.
+        recompute: As in ``build_model``.
+        attention: As in ``build_model``.
+        seed: Key of the dropout.
+
+    Raises:
+        RuntimeError: A parameter is missing, unknown or of another shape.
     """
     with torch.device("meta"):
         model = _new(config, recompute, attention, seed)

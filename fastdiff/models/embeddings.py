@@ -84,10 +84,17 @@ def timestep_sinusoids(time: Tensor, width: int, dtype: torch.dtype = torch.floa
 
 
 def position_table(hidden: int, side: int) -> Tensor:
-    """Return the sine-cosine embedding ``[1, side * side, hidden]`` fp32, computed in float64, as in MAE and DiT.
+    """Return the fixed 2-D sine-cosine position embedding of a square grid of tokens, as in MAE and DiT.
 
     The first half of the features encodes the column, the second half the row; each has all sines, then all cosines.
-    Published checkpoints rely on this order. ``hidden`` is divisible by 4.
+    Published checkpoints rely on this order.
+
+    Args:
+        hidden: Width of a token, divisible by 4.
+        side: Tokens per row and column.
+
+    Returns:
+        ``[1, side * side, hidden]`` fp32, computed in float64.
     """
     quarter = hidden // 4
     frequencies = _LONGEST_PERIOD ** -(torch.arange(quarter, dtype=torch.float64) / quarter)

@@ -83,9 +83,16 @@ def choices(
 ) -> list[Row]:
     """Return the implementation of each op in a run, forward and backward, with the reason.
 
-    The model is built on the meta device, without memory. ``optimizer_device`` None: ``device``. ``flat``: the run has
-    the flat engine, whose AdamW is an op. ConfigError: a forced implementation cannot run there; the message has the
-    reason.
+    The model is built on the meta device, without memory.
+
+    Args:
+        config: configuration of the run.
+        device: device of the model.
+        optimizer_device: device of the optimizer step; None: ``device``.
+        flat: the run has the flat engine, whose AdamW is an op.
+
+    Raises:
+        ConfigError: a forced implementation cannot run there; the message has the reason.
     """
     performance = config.performance
     flags = {"--performance.kernels": performance.kernels, "--performance.attention": performance.attention}

@@ -109,9 +109,14 @@ def check_base(config: PretrainedConfig, lora: LoraConfig, recorded: str | None)
 
 
 def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Model:
-    """Build the network of a resolved run in fp32 on the CPU; ConfigError: weights belong to another network.
+    """Build the network of a run in fp32 on the CPU.
 
-    ``weights``: all trained parameters, with LoRA the added ones; None: initial or pretrained weights.
+    Args:
+        config: resolved configuration of the run.
+        weights: all trained parameters, with LoRA the added ones; None: initial or pretrained weights.
+
+    Raises:
+        ConfigError: the weights, or the pretrained weights, belong to another network.
     """
     performance = config.performance
     options = {"recompute": performance.recompute, "attention": performance.attention, "seed": config.seed}
@@ -131,10 +136,18 @@ def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None
 def build_on_meta(
     config: RunConfig, shapes: Mapping[str, Sequence[int]] | None = None
 ) -> tuple[Model, Iterator[tuple[str, Tensor]]]:
-    """Build ``build_network``'s network on ``meta``; return it, its parameters and buffers by name, fp32 on the CPU.
+    """Build the network of a run without memory for it, and an iterator over its weights.
 
-    ``config`` is resolved and without LoRA. With ``shapes``, those of the parameters, which the caller will fill in,
-    there are only the buffers; None: initial or pretrained weights. ConfigError: these belong to another network.
+    Args:
+        config: resolved configuration of the run, without LoRA.
+        shapes: of all parameters, which the caller will fill in; None: initial or pretrained weights.
+
+    Returns:
+        The network of ``build_network`` on the device ``meta``, and its parameters and buffers by name, fp32 on the
+        CPU; with ``shapes`` only the buffers.
+
+    Raises:
+        ConfigError: the shapes, or the pretrained weights, belong to another network.
     """
     performance = config.performance
     deferred = build_deferred(

@@ -28,10 +28,16 @@ def require_for(rows: Iterable[Row], device: torch.device, *, compiled: bool) ->
 
 
 def require_compilers(device: torch.device, *, compiled: bool, kernels: bool, instead: str = "") -> None:
-    """Raise ConfigError for what would fail at its first kernel, minutes later: a compiler or a header is missing.
+    """Refuse to start what would fail at its first kernel, minutes later.
 
-    ``compiled``: torch.compile is used; ``kernels``: Triton kernels of fastdiff are. ``instead`` ends the message: what
-    needs no compiler.
+    Args:
+        device: of the network.
+        compiled: torch.compile is used.
+        kernels: Triton kernels of fastdiff are used.
+        instead: end of the message: what needs no compiler.
+
+    Raises:
+        ConfigError: a compiler or a header that they need is missing.
     """
     on_cuda = device.type == "cuda"
     problem = compiler_problem(triton=on_cuda and (compiled or kernels), cpu_code=compiled and not on_cuda)

@@ -24,9 +24,15 @@ def in_turn(rank: int, ranks: int, count: int) -> Iterator[int]:
 
 
 class Claims:
-    """The claims of this process: locks ``NAME-000012.lock`` of a folder, which whoever has finished all may remove.
+    """The claims of this process.
 
-    From every method OSError if the file cannot be opened, StorageError if the file system cannot lock files.
+    Args:
+        folder: Folder of the locks; a process that has finished all work may remove it.
+        name: The lock of piece 12 is ``NAME-000012.lock``.
+
+    Raises:
+        OSError: From every method: the file cannot be opened.
+        StorageError: From every method: the file system cannot lock files.
     """
 
     def __init__(self, folder: Path, name: str) -> None:

@@ -35,7 +35,12 @@ class StepFlags:
 
 
 class Consensus:
-    """The all-reduce of each step's flags and losses; ``stop`` has the requests to this rank, None: never one."""
+    """The all-reduce of each step's flags and losses.
+
+    Args:
+        world: the ranks.
+        stop: stop requests to this rank; None: it never receives one.
+    """
 
     def __init__(self, world: World, stop: StopRequest | None = None) -> None:
         self._world = world

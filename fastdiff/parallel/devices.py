@@ -91,7 +91,11 @@ def architecture_problem(capability: Capability, built: Sequence[str]) -> str | 
     """Return why a torch has no code for a GPU; None if it has.
 
     Code for sm_86 runs on every later GPU of its major version, sm_90a only on sm_90, compute_90 (PTX) on every later
-    GPU, sm_100f on every later one of its major version. ``built`` is ``torch.cuda.get_arch_list()``; empty: unknown.
+    GPU, sm_100f on every later one of its major version.
+
+    Args:
+        capability: of the GPU.
+        built: architectures of torch (``torch.cuda.get_arch_list``); empty: unknown.
     """
     if torch.version.hip is not None:  # names of AMD's architectures, such as gfx942, are no capabilities
         return None

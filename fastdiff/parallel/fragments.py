@@ -161,8 +161,14 @@ def assemble(
 ) -> dict[str, Tensor]:
     """Return the full parameters on every rank, from the fragments of all ranks; called by all ranks.
 
-    Each rank writes its fragments, fp32 ``[N]`` of each flat, into zeros and the ranks are summed: exact, since all
-    other terms are zero. ``room``: destination; values are rounded to its dtype; None: new fp32 tensors.
+    Each rank writes its fragments into zeros and the ranks are summed: exact, since all other terms are zero.
+
+    Args:
+        world: the ranks.
+        flats: flat tensors of this rank.
+        tensors: the values of each flat, fp32 ``[N]``.
+        shapes: shapes of the parameters.
+        room: destination; values are rounded to its dtype; None: new fp32 tensors.
     """
     room = room or Room.reserve(shapes, torch.float32, world.device)
     mine: dict[str, list[tuple[Fragment, Tensor]]] = {name: [] for name in shapes}

@@ -93,7 +93,13 @@ def stacks_path(run: Path, rank: int) -> Path:
 
 
 def note_failure(exit_code: int, message: str, *, micro: int | None = None) -> None:
-    """Record exit code and first cause of a failure for a supervisor; ``micro``: with which the ranks start again."""
+    """Record the cause of this rank's failure for the supervisor; a no-op without a supervisor.
+
+    Args:
+        exit_code: of this rank.
+        message: the cause.
+        micro: micro-batch with which the supervisor is to start the ranks again; None: the run ends.
+    """
     folder = os.environ.get(NODE_FOLDER)
     if folder:
         path = Path(folder) / f"rank-{int(os.environ.get('RANK', '0')):05d}.error"
@@ -102,7 +108,13 @@ def note_failure(exit_code: int, message: str, *, micro: int | None = None) -> N
 
 
 class Heartbeat:
-    """The heartbeat of a rank; after ``hang_timeout_s`` without a beat (0: it is not watched) it counts as hanging."""
+    """The heartbeat of this rank.
+
+    Args:
+        run: the run folder.
+        rank: rank of this process.
+        hang_timeout_s: seconds without a beat after which the rank counts as hanging; 0: it is not watched.
+    """
 
     def __init__(self, run: Path, rank: int, hang_timeout_s: float) -> None:
         node_folder = os.environ.get(NODE_FOLDER)

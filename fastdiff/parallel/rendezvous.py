@@ -145,10 +145,15 @@ def _noted(note: Path, timeout_s: float) -> int:
 
 
 def listen(host: str, port: int, *, alone: bool) -> socket.socket:
-    """Listen on the address of ``host``, or on all if other machines cannot reach that one; port 0: any free one.
+    """Listen on the address of ``host``, or on all addresses if other machines cannot reach that one.
 
-    ``alone``: only processes of this machine will connect. OSError: the port is taken, or the name is unknown
-    (``socket.gaierror``).
+    Args:
+        host: name or address of this machine.
+        port: port; 0: any free one.
+        alone: True if only processes of this machine will connect.
+
+    Raises:
+        OSError: the port is taken, or the name is unknown (``socket.gaierror``).
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if ip_address(address[0]).is_loopback and not alone:

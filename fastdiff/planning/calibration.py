@@ -68,7 +68,13 @@ ASSUMED = Basis()
 
 
 def calibrated(measured: Measured, work: Work, gpus: Gpus) -> Basis:
-    """Return the basis that predicts a measured step, with the work of a rank in it, exactly."""
+    """Return the basis that predicts a measured step exactly.
+
+    Args:
+        measured: the step.
+        work: of a rank in it.
+        gpus: on which it ran.
+    """
     plain = step_time(work, gpus)
     device = plain.device.middle
     if measured.passes is None or measured.passes >= measured.seconds:

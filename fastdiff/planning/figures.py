@@ -59,9 +59,15 @@ class Figures:
 def figures(
     config: RunConfig, ds_config: DsConfig, ranks: int, per_node: int, device: str, *, flat: bool
 ) -> Figures | None:
-    """Return the figures of a run, with its micro-batch, on GPUs; None with an optimizer on the host.
+    """Return the figures of a run on GPUs; None with an optimizer on the host.
 
-    ``device`` is the name that the driver reports; the table need not have it. ``flat``: the run has the flat engine.
+    Args:
+        config: of the run, with its micro-batch.
+        ds_config: the resolved DeepSpeed JSON.
+        ranks: of the job.
+        per_node: ranks of a node.
+        device: name of the GPU, as the driver reports it; the table need not have it.
+        flat: the run has the flat engine.
     """
     if offloads_optimizer(ds_config):
         return None
@@ -86,6 +92,13 @@ def held_on_cpu(config: RunConfig, ds_config: DsConfig, ranks: int, trained: int
     """Return the memory of a rank on a CPU in words, for a log: what follows from the parameters, at no cost.
 
     A pass is not traced there: on small networks that takes longer than it is worth.
+
+    Args:
+        config: of the run, with its micro-batch.
+        ds_config: the resolved DeepSpeed JSON.
+        ranks: of the job.
+        trained: parameters.
+        flat: the run has the flat engine.
     """
     setup = setup_of(config, ds_config, ranks, flat=flat, trained=trained, frozen_bytes=0, buffer_bytes=0)
     parts = {name: size for name, size in setup.static().items() if size}

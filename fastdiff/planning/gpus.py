@@ -111,7 +111,12 @@ def read(path: Path) -> tuple[Gpu, ...]:
 
 
 def of_device(name: str, among: Iterable[Gpu] | None = None) -> Gpu | None:
-    """Return the GPU that the driver calls so, as ``NVIDIA H100 80GB HBM3``, ``among`` these (None: the package's)."""
+    """Return the GPU of a name that the driver reports; None if there is none.
+
+    Args:
+        name: for example ``NVIDIA H100 80GB HBM3``.
+        among: the GPUs that are known; None: those of the package.
+    """
     parts = ((part, gpu) for gpu in (among or known()) for part in gpu.names)
     # As a whole word: an L40 is no L4.
     found = [

@@ -30,16 +30,24 @@ class Kernels:
     """In words, where a table shows the row."""
 
     def seconds(self, gpu: Gpu, dtype: str, shares: Shares) -> float:
-        """Return the time on a GPU; ``dtype`` of the run is a key of its rates, of which ``shares`` are reached."""
+        """Return the time of these kernels.
+
+        Args:
+            gpu: on which they run.
+            dtype: of the run, a key of the GPU's rates.
+            shares: of the GPU's rates that are reached.
+        """
         share: float = getattr(shares, self.kind)
         return self.operations / (share * gpu.rates[self.dtype or dtype]) + self.bytes / (share * gpu.bandwidth)
 
 
 def of_traced(traced: Traced, *, fused: bool, recompute: bool) -> tuple[Kernels, ...]:
-    """Return the rows of a traced pass, which was run eagerly.
+    """Return the rows of a traced pass.
 
-    ``fused``: its blocks are compiled when it trains, so that fewer bytes move. ``recompute``: it recomputes blocks, so
-    that it saves little.
+    Args:
+        traced: the pass, run eagerly.
+        fused: whether its blocks are compiled when it trains, so that fewer bytes move.
+        recompute: whether it recomputes blocks, so that it saves little.
     """
     moved = _FUSED * traced.saved if fused and not recompute else traced.bytes
     return (

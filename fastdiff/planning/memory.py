@@ -61,12 +61,18 @@ def memory(
     validates: bool = False,
     draws: bool = False,
 ) -> Memory:
-    """Predict the memory of a rank, from a traced pass of its network, with recomputation if the run has it.
+    """Predict the memory of a rank.
 
-    ``accumulates``: a step has several micro-batches. ``bucket``: elements of gradients that ZeRO reduces at once.
-    ``on_cpu``: update and saves have copies in the same memory. ``saves``: the run writes checkpoints, its last step
-    included. ``validates``: it copies the averaged network in its precision, for losses on held-out data or images of
-    prompts. ``draws``: it copies it in fp32, for a grid of classes.
+    Args:
+        setup: of the run, with its micro-batch.
+        traced: a pass of its network, with recomputation if the run has it.
+        accumulates: whether a step has several micro-batches.
+        bucket: elements of gradients that ZeRO reduces at once.
+        on_cpu: whether the rank trains on a CPU, whose update and saves have copies in the same memory.
+        saves: whether the run writes checkpoints, its last step included.
+        validates: whether the run copies the averaged network in its precision: for losses on held-out data, or for
+            images of prompts.
+        draws: whether it copies it in fp32, for a grid of classes.
     """
     n, share, static = setup.trained, 1 / setup.ranks, setup.static()
     own, sums = BYTES[setup.precision], BYTES[setup.sums if setup.several else setup.precision]
@@ -109,8 +115,14 @@ def _kept_buckets(setup: Setup, n: int, own: int, sums: int, bucket: int) -> flo
 def _pass(setup: Setup, traced: Traced, n: int, own: int, sums: int, bucket: int, *, held: bool) -> tuple[float, float]:
     """Return the bytes that a pass has at most, with gradients of the weights, and those of the engine beside them.
 
-    ``own`` and ``sums``: bytes per element of the network and of the sums of gradients. ``bucket``: elements, at most
-    the ``n`` trained ones. ``held``: the sums are part of what is held.
+    Args:
+        setup: of the run.
+        traced: a pass.
+        n: trained parameters.
+        own: bytes per element of the network.
+        sums: bytes per element of the sums of gradients.
+        bucket: elements of a bucket, at most ``n``.
+        held: whether the sums are part of what is held.
     """
     micro = setup.micro
     if setup.stage == 0 and setup.ranks > 1:

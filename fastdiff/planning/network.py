@@ -45,11 +45,16 @@ def read_network(
     recompute: tuple[bool, ...] = (False, True),
     inputs: tuple[Tensor, Condition] | None = None,
 ) -> Network:
-    """Count the network of a run on a device, which decides between kernels and references.
+    """Count the network of a run.
 
-    ``recompute``: the passes to trace. ``inputs``: latents ``[2, C, H, W]`` and conditions of two samples; None: as
-    ``config.model`` has them. ConfigError: the network asks for values, which nothing has here; or its LoRA cannot be
-    built.
+    Args:
+        config: of the run.
+        device: of the run, which decides between kernels and references.
+        recompute: the passes to trace.
+        inputs: latents ``[2, C, H, W]`` and conditions of two samples; None: as ``config.model`` has them.
+
+    Raises:
+        ConfigError: the network asks for values, which nothing has here; or its LoRA cannot be built.
     """
     from torch._subclasses import fake_tensor  # its import takes a second
 

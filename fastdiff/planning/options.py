@@ -184,7 +184,15 @@ def _planned(config: RunConfig, launch: Launch, network: Network, basis: Basis, 
 
 
 def memory_of(config: RunConfig, setup: Setup, network: Network, *, bucket: int, on_cpu: bool = False) -> Memory:
-    """Predict the memory of a rank; ``bucket``: elements of gradients that ZeRO reduces at once."""
+    """Predict the memory of a rank.
+
+    Args:
+        config: of the run, with its micro-batch.
+        setup: of the run.
+        network: of the run.
+        bucket: elements of gradients that ZeRO reduces at once.
+        on_cpu: whether the rank trains on a CPU.
+    """
     output, validation = config.output, config.validation
     return memory(
         setup,

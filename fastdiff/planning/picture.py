@@ -32,7 +32,12 @@ def parts(planned: Planned) -> dict[str, float]:
 
 
 def draw(path: Path, best: Sequence[Planned], samples: int) -> None:
-    """Write the picture, with the time of ``samples`` at each bar; ConfigError: no option, or no matplotlib."""
+    """Write the picture; each bar also says how long the run of ``samples`` takes.
+
+    Raises:
+        ConfigError: there is nothing to draw, or no matplotlib.
+        OSError: with the path; it cannot be written.
+    """
     if not best:
         raise ConfigError(f"--picture {path}: no option fits, so there is nothing to draw")
     try:

@@ -83,7 +83,13 @@ class StepTime:
 
 
 def step_time(work: Work, gpus: Gpus, factors: Factors | None = None) -> StepTime:
-    """Predict a step of the work of each rank, one per GPU, corrected by ``factors``."""
+    """Predict a step.
+
+    Args:
+        work: of each rank.
+        gpus: one per rank.
+        factors: by which the prediction is corrected.
+    """
     factors = factors or Factors()
     found = [_device(work, gpus, shares, factors) for shares in (FAST, MIDDLE, SLOW)]
     host = host_seconds(work) * (0.0 if gpus.kind is CPU else factors.host)

@@ -82,9 +82,16 @@ def text(
     launch: Launch,
     room: int | None = None,
 ) -> Iterator[str]:
-    """Yield the lines of a plan: ``heading``, options, the fastest first, why others fall out, and the command.
+    """Yield the lines of a plan.
 
-    ``price`` is per GPU and hour; ``room``: columns of the terminal, if it is one.
+    Args:
+        heading: the run in words.
+        best: options, the fastest first.
+        refused: why others fall out.
+        samples: of the run.
+        price: per GPU and hour, or None.
+        launch: command line of the run.
+        room: columns of the terminal, if it is one.
     """
     yield heading
     if best:

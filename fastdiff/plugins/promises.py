@@ -54,11 +54,21 @@ Call = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 def require_by_position(call: Call, inputs: Mapping[str, Tensor], what: str) -> Tensor:
-    """Require numbers that follow from each sample and its position alone, and no host synchronisation; return them.
+    """Require numbers that follow from each sample and its position alone, and no host synchronisation.
 
-    The ``call`` with ``[SAMPLES, ...]`` each is made twice, and once more with the samples in parts of other sizes.
-    ConfigError, about ``what``: two calls differ, the batch decides a sample, a generator with state is drawn from, or
-    the host waits for the device.
+    The call is made twice, and once more with the samples in parts of other sizes.
+
+    Args:
+        call: the code.
+        inputs: ``[SAMPLES, ...]`` each.
+        what: the plug-in, for messages.
+
+    Returns:
+        The output ``[SAMPLES, ...]``.
+
+    Raises:
+        ConfigError: two calls differ, the batch decides a sample, a generator with state is drawn from, or the host
+            waits for the device.
     """
     state = torch.get_rng_state()
     with without_host_sync(what):

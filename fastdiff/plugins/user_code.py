@@ -53,7 +53,15 @@ class Plugin:
 
     @contextmanager
     def blamed(self, what: str, error_type: type[FastdiffError] = ConfigError) -> Iterator[None]:
-        """Turn an exception of the user's code into one message, an ``error_type``, with its line and ``what``."""
+        """Turn an exception of the user's code into one message with its line.
+
+        Args:
+            what: the flag, or the call in words.
+            error_type: of the message; an error after the first step is none of the flags.
+
+        Raises:
+            FastdiffError: ``error_type``: the code inside raised an exception that is not of fastdiff.
+        """
         try:
             yield
         except FastdiffError:
@@ -78,10 +86,15 @@ def names_file(text: str) -> bool:
 
 
 def load(text: str, group: Group, flag: str) -> Plugin:
-    """Execute ``PATH.py:NAME``, or import the entry point of ``group``, that ``text`` names; return its object.
+    """Execute the file, or import the package, that ``text`` names, and return its object.
 
-    ConfigError, with the origin ``flag``: there is no such file, object or entry point, or its code raises an
-    exception.
+    Args:
+        text: ``PATH.py:NAME``, or the name of an entry point.
+        group: group of the entry points.
+        flag: origin of ``text``, for messages.
+
+    Raises:
+        ConfigError: there is no such file, object or entry point, or its code raises an exception.
     """
     return _of_file(text, flag) if names_file(text) else _of_package(text, group, flag)
 

@@ -26,7 +26,12 @@ _NO = range(0)
 
 
 class ClassNames:
-    """The classes of a network: their ``count``, 0: none, and ``names`` by their numbers, empty: unknown."""
+    """The classes of a network.
+
+    Args:
+        count: number of classes; 0: none.
+        names: in the order of their numbers; empty: unknown.
+    """
 
     def __init__(self, count: int, names: Sequence[str] = ()) -> None:
         self.count, self.names = count, tuple(names)

@@ -64,7 +64,12 @@ class Conditions:
 
 
 def conditions(run: Run, request: SampleRequest, seed: int) -> Conditions:
-    """Build the conditions of all images; ConfigError: not supported, or no number of images; DataError: no npz."""
+    """Build the conditions of all images.
+
+    Raises:
+        ConfigError: the model does not support the request, or the number of images is missing.
+        DataError: the npz of small images cannot be read.
+    """
     wanted = request.num or 0
     chosen = None if request.classes is None else run.class_names.numbers(request.classes)
     wanted = max(wanted, (request.per_class or 0) * len(chosen or range(run.known_classes or 1)))

@@ -75,7 +75,12 @@ def encoded(picture: Image, suffix: str) -> bytes:
 
 
 def save_picture(path: Path, picture: Image) -> None:
-    """Write a picture (``outputs.write_output``, with its errors); ConfigError: Pillow writes no such format."""
+    """Write a picture to a file that the user named (``outputs.write_output``).
+
+    Raises:
+        ConfigError: Pillow writes no format with the suffix of ``path``.
+        OSError: with the path; it cannot be written, and an earlier file stays.
+    """
     write_output(path, encoded(picture, path.suffix))
 
 

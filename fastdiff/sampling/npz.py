@@ -32,7 +32,12 @@ class NpyMember:
     dtype: np.dtype[Any]
 
     def blocks(self, rows: int) -> Iterator[npt.NDArray[Any]]:
-        """Yield the array as blocks ``[rows, ...]``, at last a shorter one; DataError: damaged, OSError: unreadable."""
+        """Yield the array in order as blocks ``[rows, ...]`` of its first axis; the last block may be shorter.
+
+        Raises:
+            DataError: The file is damaged.
+            OSError: It cannot be read.
+        """
         of_row = math.prod(self.shape[1:]) * self.dtype.itemsize
         with _opened(self.path) as archive, archive.open(f"{self.name}.npy") as file:
             _read_header(file)
@@ -49,7 +54,12 @@ class NpyMember:
 
 
 def npz_names(path: Path) -> frozenset[str]:
-    """Return the names of the arrays in a file of ``np.savez``; DataError: the path is none, OSError: unreadable."""
+    """Return the names of the arrays in a file of ``np.savez`` or ``np.savez_compressed``.
+
+    Raises:
+        DataError: The path is not such a file.
+        OSError: It cannot be read.
+    """
     if not path.is_file():  # a pipe would block
         raise DataError(f"{path}: it is not a file")
     with _opened(path) as archive:
@@ -57,9 +67,12 @@ def npz_names(path: Path) -> frozenset[str]:
 
 
 def npz_member(path: Path, name: str) -> NpyMember:
-    """Open one array: read and check its header; OSError: it cannot be read.
+    """Open one array: read and check its header.
 
-    DataError: it is damaged, holds Python objects, is in Fortran order or empty, or has another size than declared.
+    Raises:
+        DataError: The file is damaged, or the array holds Python objects, is in Fortran order, is empty, or has another
+            size than its header declares.
+        OSError: It cannot be read.
     """
     with _opened(path) as archive:
         entry = archive.getinfo(f"{name}.npy")
@@ -122,9 +135,17 @@ _UNIX = 3
 def write_npz(
     path: Path, parts: Sequence[Path], shape: tuple[int, ...], labels: npt.NDArray[np.int64] | None, comment: bytes
 ) -> None:
-    """Write an npz of images ``(N, H, W, C)``, the joined bytes of ``parts``, and labels ``[N]``, and sync it.
+    """Write an npz of images and sync it to the disk.
 
-    The comment has at most 65,535 bytes. OSError: the file cannot be written, or a part cannot be read.
+    Args:
+        path: replaced if it is there.
+        parts: files whose concatenated bytes are the images.
+        shape: ``(N, H, W, C)``.
+        labels: ``[N]``; None: no ``arr_1``.
+        comment: of the zip, at most 65,535 bytes.
+
+    Raises:
+        OSError: the file cannot be written, or a part cannot be read.
     """
     with path.open("wb") as file:
         with zipfile.ZipFile(file, "w") as archive:
@@ -148,7 +169,12 @@ def save_npz(path: Path, images: npt.NDArray[np.uint8]) -> None:
 
 
 def read_npz(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64] | None]:
-    """Return images ``[N, H, W, C]`` uint8 and labels ``[N]``, if any; DataError: none, StorageError: unreadable."""
+    """Return the images ``[N, H, W, C]`` uint8 and their labels ``[N]``, if there are any.
+
+    Raises:
+        DataError: the file is missing, damaged, or has another layout.
+        StorageError: it cannot be read.
+    """
     try:
         names = npz_names(path)
         if IMAGES not in names:

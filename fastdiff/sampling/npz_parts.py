@@ -24,9 +24,17 @@ from fastdiff.sampling.shared_set import JOINED, SharedSet, storage
 class NpzParts(SharedSet):
     """Parts of one npz, and the npz itself; an earlier one stays until the new one is complete.
 
-    ``plan``: JSON values by name that determine its bytes; at most 64 KiB, the limit of a zip comment. ``shape``: ``(N,
-    H, W, C)``. ``labels``: ``[N]`` classes; None: none. ``overwrite``: replace a set with another plan. ConfigError:
-    the output or its parts exist and have another plan, or are no samples. StorageError: see ``SharedSet``.
+    Args:
+        out: the npz to write.
+        plan: JSON values by name that determine its bytes; at most 64 KiB, the limit of a zip comment.
+        shape: ``(N, H, W, C)``.
+        batch: images per part.
+        labels: ``[N]`` classes; None: no labels.
+        overwrite: replace a set with another plan.
+
+    Raises:
+        ConfigError: the output or its parts exist and have another plan, or are no samples.
+        StorageError: from every method: the folder cannot be written.
     """
 
     flag = "--npz"

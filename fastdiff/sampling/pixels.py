@@ -25,10 +25,17 @@ _OF_PIXELS = (1, 3)
 
 
 class PixelDecoder:
-    """Decoder of latents to pixels; ``encoded_by``: digest of the autoencoder of the training data, None: unknown.
+    """Decoder of latents to pixels.
 
-    ``autoencoder``: folder or Hugging Face id of a pipeline or of an autoencoder alone, or ``identity``; None: that of
-    the training data. ConfigError: the run was trained on latents, and their autoencoder is unknown or cannot be read.
+    Args:
+        config: of the run.
+        autoencoder: folder or Hugging Face id of a pipeline or of an autoencoder alone, or ``identity``; None: the
+            autoencoder of the training data.
+        device: of the autoencoder.
+        encoded_by: digest of the autoencoder that encoded the training data; None: unknown.
+
+    Raises:
+        ConfigError: the run was trained on latents, and their autoencoder is unknown or cannot be read.
     """
 
     def __init__(

@@ -35,10 +35,18 @@ _FOREIGN = "exists and was not written by fastdiff"
 class PngFiles(SharedSet):
     """The files ``000012-flower.png`` of a folder; its subfolder ``.parts`` has the plan and the locks until all exist.
 
-    ``out`` is new, empty, or has such files. ``plan``: JSON values by name that determine the images. ``shape``: ``(N,
-    H, W, C)``, C being 1 or 3. ``kind`` returns the class or prompt of an image by number; "": none. ``overwrite``:
-    delete the images of a finished set with another plan first. ConfigError: the folder has images of another plan or
-    nothing but files of someone else, or one of these has the name of an image. StorageError: see ``SharedSet``.
+    Args:
+        out: the folder: a new one, an empty one, or one with such files.
+        plan: JSON values by name that determine the images.
+        shape: ``(N, H, W, C)``, C being 1 or 3.
+        batch: images that a process draws at once.
+        kind: returns the class or prompt of the image with a number, for its name; "": none.
+        overwrite: delete the images of a finished set with another plan first.
+
+    Raises:
+        ConfigError: the folder has images of another plan or nothing but files of someone else, or one of these has
+            the name of an image.
+        StorageError: from every method: the folder cannot be written.
     """
 
     flag = "--pngs"

@@ -127,7 +127,14 @@ class Run:
     def draw_classes(
         self, path: Path, classes: ClassChoice | None, *, per_class: int, sampler: SamplerConfig
     ) -> list[str]:
-        """Write a PNG with a column per class, and return their names, if any; ConfigError: no such classes."""
+        """Write a PNG with one column per class, and its name above the column.
+
+        Returns:
+            The names of the columns; empty if the classes have none.
+
+        Raises:
+            ConfigError: the model was not trained with these classes, or with prompts instead.
+        """
         if self.config.model.text_conditional:
             raise ConfigError(f"{self.folder} was trained with captions; give prompts with --prompt")
         if self.config.model.low_res_size:
@@ -296,9 +303,16 @@ def _require_picture(images: int, flag: str) -> None:
 
 
 def open_checkpoint(folder: Path, step: int | None = None, *, snapshots: bool = False) -> Checkpoint:
-    """Open the newest intact checkpoint of the run in ``folder``, or that of ``step``; ``snapshots``: or a snapshot.
+    """Open the newest intact checkpoint of the run in ``folder``, or the one of ``step``.
 
-    ConfigError: ``folder`` has no run or no such checkpoint. StorageError: no checkpoint is intact.
+    Args:
+        folder: ``runs/NAME``.
+        step: None: the newest.
+        snapshots: accept a snapshot of the averages of ``step`` as well.
+
+    Raises:
+        ConfigError: ``folder`` has no run or no such checkpoint.
+        StorageError: no checkpoint is intact.
     """
     require_run(folder)
     checkpoints = folder / "checkpoints"

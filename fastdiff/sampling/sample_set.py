@@ -109,10 +109,14 @@ def draw_in_memory(
     autoencoder: str | None = None,
     progress: bool = True,
 ) -> npt.NDArray[np.uint8]:
-    """Draw images ``[N, H, W, C]`` uint8 in this process, with the pixels that ``draw_set`` writes.
+    """Draw images in this process, with the pixels that ``draw_set`` writes.
 
-    ConfigError: the model does not support the request, or an image is not finite. DataError: the images to enlarge
-    cannot be read.
+    Returns:
+        ``[N, H, W, C]`` uint8.
+
+    Raises:
+        ConfigError: the model does not support the request, or an image is not finite.
+        DataError: the images to enlarge cannot be read.
     """
     conditioned, sampler, decoder = _prepared(run, request, sampler, precision, autoencoder)
     drawn = np.empty((conditioned.count, *decoder.shape), np.uint8)

@@ -35,10 +35,14 @@ _OF_LOCK = re.compile(r"lock|part-[0-9]{6,}\.lock")
 
 
 class SharedSet(ABC):
-    """The parts that all forms of a set share; ``complete``: ``out`` is finished, drawn with the same plan.
+    """The parts that all forms of a set share.
 
-    ConfigError: ``out`` or its unfinished set exists and has another plan, or is no set. StorageError, from every
-    method: the folder cannot be written.
+    Attributes:
+        complete: whether ``out`` is finished, drawn with the same plan.
+
+    Raises:
+        ConfigError: ``out`` or its unfinished set exists and has another plan, or is no set.
+        StorageError: from every method: the folder cannot be written.
     """
 
     flag: ClassVar[str]

@@ -39,7 +39,16 @@ condition's tensors by name; returns ``[B, C or 2C, H, W]``: C channels of predi
 
 
 def grid_classes(model: ModelConfig, trained: int | None, most: int = 10) -> Tensor:
-    """Return ``[columns]`` int64: at most ``most`` of the ``trained`` classes, or the null class for None."""
+    """Return the classes of a grid's columns: the first ones of the data, or the null class for data without classes.
+
+    Args:
+        model: Configuration of the network; its number of classes is the null class.
+        trained: Number of classes in the data; None: data without classes.
+        most: Largest number of columns.
+
+    Returns:
+        ``[columns]`` int64.
+    """
     null = model.classes
     return torch.arange(min(most, trained)) if trained else torch.full((most,), null)
 
@@ -100,9 +109,17 @@ def sample(
 
 
 def uniform_labels(seed: int, index: range, classes: int) -> Tensor:
-    """Draw a class below ``classes`` for each image of a set, uniformly: ``[N]`` int64 for N numbers ``index``.
+    """Draw a class for each image of a set, uniformly.
 
     Label i is a function of ``(seed, i)`` alone, and independent of the noise of image i.
+
+    Args:
+        seed: The seed of ``sample``.
+        index: Numbers of the N images.
+        classes: Number of classes; labels are from 0 to ``classes - 1``.
+
+    Returns:
+        ``[N]`` int64.
     """
     drawn = (int(_sequence(seed, i, spawn_key=_LABELS).generate_state(1, np.uint64)[0]) for i in index)
     return torch.tensor([number * classes >> 64 for number in drawn], dtype=torch.int64)

@@ -16,11 +16,19 @@ from fastdiff.models.pretrained.pipeline import Pretrained
 def encode_prompts(
     pipeline: Pretrained, prompts: Sequence[str], model: ModelConfig, *, negative: str | None = None
 ) -> tuple[Condition, Condition]:
-    """Embed N prompts in fp32 on the CPU, ``[N, ...]`` each, and the unconditional one, a single sample of each input.
+    """Embed prompts in fp32 on the CPU; the text encoder is loaded for this and freed.
 
-    The text encoder is loaded for this and freed. The image size of the network is an input of SDXL. ``negative``:
-    negative prompt of guidance; None: the unconditional one. ConfigError: the text encoder does not give a condition
-    that the network takes.
+    Args:
+        pipeline: provides the text encoder.
+        prompts: N captions.
+        model: configuration of the network; its image size is an input of SDXL.
+        negative: negative prompt of guidance; None: the unconditional one.
+
+    Returns:
+        The condition, ``[N, ...]`` each, and the unconditional one, a single sample of each input.
+
+    Raises:
+        ConfigError: the text encoder does not give a condition that the network takes.
     """
     given, wanted = pipeline.text_family.conditions, of_source("caption", model.conditions)
     for name in wanted:

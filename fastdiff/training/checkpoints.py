@@ -27,11 +27,14 @@ from fastdiff.training.state import TrainState
 
 
 class Checkpoints:
-    """The checkpoints of one run, in ``runs/NAME/checkpoints``; all ranks of ``world`` call every method.
+    """The checkpoints of one run.
 
-    Pruning leaves ``keep``, but at least two that this process committed or verified, with ``keep`` 1 one. ``world``
-    has a separate process group if commits run beside the training. ``pinned_gib`` limits the pinned memory of the
-    copy.
+    Args:
+        folder: ``runs/NAME/checkpoints``.
+        keep: number to keep; pruning leaves at least two that this process committed or verified, with ``keep`` 1 one.
+        world: the ranks; all of them call every method. It has a separate process group if commits run beside the
+            training.
+        pinned_gib: limit of the pinned memory of the copy that is written.
     """
 
     def __init__(self, folder: Path, keep: int, world: World, pinned_gib: float = math.inf) -> None:
@@ -188,8 +191,10 @@ def sliced(
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Slice flat tensors, by kind, into this rank's ``<kind>/<parameter>``; return the slices and their starts.
 
-    ``kinds``: for each kind its values in every flat; None: it has none. ``blocks``: for the kinds whose entries are
-    blocks of a parameter, their sizes.
+    Args:
+        flats: of this rank.
+        kinds: for each kind its values in every flat; None: it has none.
+        blocks: for the kinds whose entries are blocks of a parameter, their sizes.
     """
     tensors, starts = {}, {}
     for kind, flat_tensors in kinds.items():

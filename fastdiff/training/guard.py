@@ -9,7 +9,14 @@ from fastdiff.training.spikes import Spikes
 
 
 class StepGuard:
-    """Guard of every optimizer step of ``accumulation`` micro-batches, the same on every rank."""
+    """Guard of every optimizer step, the same on every rank.
+
+    Args:
+        consensus: exchange of flags and losses between the ranks.
+        spikes: the losses of earlier steps.
+        heartbeat: of this rank.
+        accumulation: micro-batches of a step.
+    """
 
     def __init__(self, consensus: Consensus, spikes: Spikes, heartbeat: Heartbeat, accumulation: int) -> None:
         self.consensus, self.spikes = consensus, spikes
@@ -29,9 +36,13 @@ class StepGuard:
         return self.spikes.discarded
 
     def observe(self, losses: Tensor) -> bool:
-        """Record a rank's losses ``[micro]`` fp32 before the backward pass; called by all ranks.
+        """Record the losses of a micro-batch before its backward pass; called by all ranks.
 
-        True, at the last micro-batch: the step is to be discarded as a spike (``Engine.backward``).
+        Args:
+            losses: ``[micro]`` fp32, of this rank.
+
+        Returns:
+            Whether the step is to be discarded as a spike, decided at its last micro-batch (``Engine.backward``).
         """
         self._heartbeat.enter("backward")
         self._losses.append(losses.detach())
@@ -40,8 +51,11 @@ class StepGuard:
     def take_step(self, engine: Engine) -> bool:
         """Take the optimizer step and exchange the flags of the ranks beside it; called by all ranks.
 
-        False: it moved nothing, as a gradient was not finite, or it is discarded. DivergedError:
-        ``Engine.optimizer_step``.
+        Returns:
+            False if the step moved nothing: a gradient was not finite, or the step is discarded.
+
+        Raises:
+            DivergedError: see ``Engine.optimizer_step``.
         """
         self._heartbeat.enter("step")
         skips = engine.check_grads()

@@ -44,9 +44,17 @@ def train(
     stop: StopRequest | None = None,
     built: Callable[[], object] | None = None,
 ) -> Progress:
-    """Run, or continue, the run in ``config.output.folder`` to its end, on all ranks; FastdiffError as its cause.
+    """Run, or continue, the run in ``config.output.folder`` to its end.
 
-    ``stop``: requests to save and end that reach this rank. ``built`` is called once the run is built and rehearsed.
+    Args:
+        config: of the run.
+        launch: the DeepSpeed JSON, and how to treat an existing run.
+        world: the ranks; all of them call this.
+        stop: requests to save and end that reach this rank.
+        built: called once the run is built and rehearsed.
+
+    Raises:
+        FastdiffError: with the exit code of its cause.
     """
     stop = stop or StopRequest()
     with ExitStack() as stack, failure.noted():

@@ -26,9 +26,13 @@ BY_LEVEL = (*(f"loss_q{n}" for n in range(QUARTILES)), *(f"loss_snr_{n:02d}" for
 class Meters:
     """Losses and times since the last read.
 
-    ``add`` does no host synchronisation; ``read`` does, once, so only a callback that is due calls it. ``heartbeat`` is
-    driven by ``phase``; None outside of training. ``parts``: names of those that the losses are sums of. ``ledger``
-    gets the waits for data and, at a read, the times of all ranks.
+    ``add`` does no host synchronisation; ``read`` does, once, so only a callback that is due calls it.
+
+    Args:
+        world: the ranks.
+        heartbeat: heartbeat of this rank, driven by ``phase``; None outside of training.
+        parts: names of the parts that the losses are sums of.
+        ledger: account of this rank's time, which gets the waits for data and, at a read, the times of all ranks.
     """
 
     def __init__(

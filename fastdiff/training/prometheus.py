@@ -36,7 +36,12 @@ class PrometheusFile:
         self._run = run.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
     def write(self, record: Record, seconds: Mapping[Account, float]) -> None:
-        """Replace the file by a line of ``metrics.jsonl`` and the seconds of this start by account of the ledger."""
+        """Replace the file.
+
+        Args:
+            record: line of ``metrics.jsonl``.
+            seconds: of this start by account of the ledger.
+        """
         lines, record = [], {"written": time.time(), **record}
         for name, (metric, text) in _GAUGES.items():
             if record.get(name) is not None:

@@ -27,7 +27,9 @@ from fastdiff.training.state import TrainState
 def find(checkpoints: Checkpoints, launch: Launch, metadata: Metadata, folder: Path) -> Checkpoint | None:
     """Return the checkpoint to continue from, or None for a new run; called by all ranks.
 
-    ConfigError: ``--resume`` excludes the state of the folder, or another configuration. StorageError: none is intact.
+    Raises:
+        ConfigError: ``--resume`` excludes the state of the folder, or the run was started with another configuration.
+        StorageError: no checkpoint is intact.
     """
     saved = None if launch.resume == "never" else checkpoints.newest()
     check_resume(folder, launch.resume, resumable=saved is not None)
@@ -51,15 +53,24 @@ def with_sums(config: RunConfig, saved: Checkpoint | None) -> RunConfig:
 
 
 def continue_from(path: Path, state: TrainState) -> Progress:
-    """Copy a published training into a built state, which has its weights; return the progress after its steps.
+    """Copy a published training into a freshly built state, whose module already has its weights.
 
     Missing parts start anew and are reported: an average of another rate at the weights, an optimizer that is not AdamW
     or was not saved without state. No such file has the learned density of timesteps.
 
     The schedule counts the steps of the training. AdamW may have counted fewer, if it began later or skipped steps in
     16 bits; its bias correction uses its own count. Its options are those of the configuration; differing options of
-    the file are reported. Called by all ranks; every one reads the files (``read_published_training``). ConfigError:
-    the training cannot be read, has other weights, or is longer than the run.
+    the file are reported.
+
+    Args:
+        path: of the training, see ``read_published_training``.
+        state: called by all ranks; every one reads the files.
+
+    Returns:
+        Progress of the run: after all samples of the steps that were taken.
+
+    Raises:
+        ConfigError: the training cannot be read, has other weights, or is longer than the run.
     """
     training, config, first = read_published_training(path), state.config, state.world.is_first
     require(

@@ -28,7 +28,13 @@ class Spike:
 
 
 class Spikes:
-    """Losses of the steps, of ``batch_samples`` each, and the verdict on the last one; the same on every rank."""
+    """Losses of the steps so far, and the verdict on the last one; the same on every rank.
+
+    Args:
+        config: definition of a spike, and the policy.
+        batch_samples: samples of an optimizer step.
+        world: the ranks.
+    """
 
     def __init__(self, config: DivergenceConfig, batch_samples: int, world: World) -> None:
         self._config = config
@@ -62,9 +68,12 @@ class Spikes:
         return self.last is not None
 
     def see(self, loss_sum: float, count: float, *, applied: bool) -> Spike | None:
-        """Record a step, by sum and count of the finite losses of all ranks, and return it if it was a spike.
+        """Record a step, and return it if it was a spike.
 
-        A skipped step, not ``applied``, is not judged; the policy skip has judged it already.
+        Args:
+            loss_sum: sum of the finite losses of all ranks.
+            count: their number.
+            applied: False for a skipped step, which is not judged; the policy skip has judged it already.
         """
         if self._config.policy != "skip":
             self._judge(loss_sum, count if applied else 0.0)

@@ -125,7 +125,12 @@ def _flags(flags: argparse.Namespace, steps: int, latents: str, run: str) -> lis
 
 
 def _is_here(folder: str) -> bool:
-    """Return whether the folder of the images is here; ConfigError if it is a file, OSError if it lies below one."""
+    """Return whether the folder of the images is on this machine.
+
+    Raises:
+        ConfigError: it is something else than a folder.
+        OSError: it can neither be here nor elsewhere, such as a path below a file.
+    """
     try:
         mode = os.stat(folder).st_mode
     except FileNotFoundError:

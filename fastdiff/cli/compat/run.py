@@ -51,9 +51,15 @@ _WIDEST = 74
 
 
 def translate(script: str, flags: Sequence[str], *, gpus: int) -> Translation:
-    """Translate the flags of ``script``, a key of ``SCRIPTS``, with ``gpus`` processes and a batch size for each.
+    """Translate the flags of ``script``.
 
-    ConfigError: a flag is unknown to the script, contradicts another one, or describes an invalid run.
+    Args:
+        script: a key of ``SCRIPTS``.
+        flags: its command line, without the script's own name.
+        gpus: number of its processes; its batch size is per process.
+
+    Raises:
+        ConfigError: a flag is unknown to the script, contradicts another one, or describes an invalid run.
     """
     known = SCRIPTS[script]
     parser = _Parser(prog=known.title, add_help=False)  # abbreviations as the scripts accept them
@@ -73,7 +79,12 @@ def train_flags(script: str, flags: Sequence[str]) -> list[str]:
 
 
 def in_words(translation: Translation, room: int | None = None) -> str:
-    """Return the commands, ready for a shell, and the differences as comments, wrapped at ``room`` columns if any."""
+    """Return the commands, ready for a shell, and then the differences, as comments.
+
+    Args:
+        translation: what the script's flags mean here.
+        room: columns of the terminal, at which the comments are wrapped; None: one line each.
+    """
     commands = "\n".join(_broken([program(), *command[1:]]) for command in translation.commands)
     hidden = any(sanitize.argument(word) != word for command in translation.commands for word in command)
     told = [*translation.notes, *([sanitize.LEFT_OUT] if hidden else [])]

@@ -42,10 +42,15 @@ class Job:
     def check(self, *, elsewhere: bool = False) -> RunConfig:
         """Return the configuration of the run; raise the errors of its ranks before any process starts.
 
-        ``elsewhere``: the ranks run on other machines; a data set that is not here is then a warning. ConfigError: a
-        flag is unknown, the flags contradict one another or do not fit the number of ranks or the data set, or a
-        tracker is not installed or lacks its login. DataError, StorageError: of the data set. SystemExit 0: after
-        ``--help``.
+        Args:
+            elsewhere: whether the ranks run on other machines; a data set that is not here is then a warning.
+
+        Raises:
+            ConfigError: a flag is unknown, or the flags contradict one another or do not fit the number of ranks or the
+                data set; or a tracker is not installed, or lacks its login.
+            DataError: the data set is missing or damaged.
+            StorageError: the data set cannot be read.
+            SystemExit: 0 after ``--help``.
         """
         launch, config = train_flags.parse(self.flags)
         ranks = self.nodes * self.ranks_per_node
@@ -77,10 +82,19 @@ class Job:
 
 
 def local_job(flags: Sequence[str], ranks: int | None, *, preflight: bool, beside: Collection[str] = ()) -> Job | None:
-    """Return the job of a run on this machine, its flags checked, and say what starts; None: a ``--dry-run``.
+    """Return the job of a run on this machine, after the checks of its flags, and say what starts.
 
-    ``ranks`` None: one per visible GPU, or one on the CPU. ``beside``: flags of the command itself, as of
-    ``train_flags.parse``. FastdiffError, SystemExit: as of ``Job.check``.
+    Args:
+        flags: of the run.
+        ranks: as given; None: one per visible GPU, or one on the CPU.
+        preflight: whether to check the node.
+        beside: flags of the command itself, as of ``train_flags.parse``.
+
+    Returns:
+        The job; None after ``--dry-run``, which prints it.
+
+    Raises:
+        FastdiffError, SystemExit: as of ``Job.check``.
     """
     launch, config = train_flags.parse(flags, beside)
     gpus = 0 if config.performance.device == "cpu" else visible_gpus()

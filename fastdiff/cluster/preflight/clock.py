@@ -23,10 +23,18 @@ class Offset:
 
 
 def measure(keys: Store, node: int, nodes: int, now: Callable[[], float]) -> Offset | None:
-    """Return the offset of this node's clock, in seconds; called by all nodes. None: node 0 did not answer.
+    """Return the offset of this node's clock; called by all nodes.
 
-    Each node asks node 0 through the store ``keys`` five times; the fastest answer counts (Cristian's algorithm).
-    ``now`` is the clock of this node, in seconds since 1970.
+    Each node asks node 0 for the time five times; the fastest answer counts (Cristian's algorithm).
+
+    Args:
+        keys: store of the nodes.
+        node: number of this node.
+        nodes: number of nodes.
+        now: clock of this node, in seconds since 1970.
+
+    Returns:
+        None if node 0 did not answer.
     """
     if node == 0:
         for other in range(1, nodes):

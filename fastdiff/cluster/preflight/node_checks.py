@@ -44,10 +44,14 @@ def node_versions(asked: Device = "auto") -> dict[str, str]:
 
 
 def examine_devices(ranks_per_node: int, asked: Device) -> int:
-    """Require the device of the run, and one GPU per rank, without a CUDA context; return the GPUs in use, 0: the CPU.
+    """Check that a node has the device of the run, and one GPU per rank; it creates no CUDA context.
 
-    ConfigError: a GPU is present that torch cannot use; there are fewer GPUs than ranks, or none, unless the run asks
-    for the CPU.
+    Returns:
+        Number of GPUs that the run uses on this node; 0: it runs on the CPU.
+
+    Raises:
+        ConfigError: a GPU is present that torch cannot use; there are fewer GPUs than ranks, or none, unless the run
+            asks for the CPU.
     """
     gpus = usable_gpus(asked)
     require(
@@ -86,9 +90,14 @@ def _source_digest() -> str:
 
 
 def examine_data(data: DataConfig, validation: ValidationConfig) -> dict[str, str]:
-    """Verify the first and the last sample of every data set of shards; return digests of the data sets by path.
+    """Read the first and the last sample of every data set of shards, and verify their checksums.
 
-    DataError: a data set is missing or damaged. StorageError: it cannot be read.
+    Returns:
+        Digests of the data sets, by path.
+
+    Raises:
+        DataError: a data set is missing or damaged.
+        StorageError: a data set cannot be read.
     """
     paths = {validation.data} if validation.every else set()
     if not data.online:
@@ -104,9 +113,11 @@ def examine_data(data: DataConfig, validation: ValidationConfig) -> dict[str, st
 
 
 def examine_space(config: RunConfig) -> None:
-    """Require room for three checkpoints on the disk of the output folder, which need not exist yet.
+    """Check that the disk of the output folder, which need not exist yet, has room for three checkpoints.
 
-    StorageError: it has too little. ConfigError: the pretrained pipeline of the run cannot be read.
+    Raises:
+        StorageError: it has too little room.
+        ConfigError: the pretrained pipeline of the run cannot be read.
     """
     folder = Path(config.output.folder)
     present = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
@@ -141,7 +152,14 @@ def _trained_parameters(network: ModelConfig, lora: LoraConfig) -> int:
 
 
 class SharedFolder:
-    """Check that all nodes share one run folder; ``deadline``, of the monotonic clock, is for the answer of node 0."""
+    """Check that all nodes share one output folder.
+
+    Args:
+        folder: the run folder.
+        keys: store of the nodes.
+        node: number of this node.
+        deadline: latest time, on the monotonic clock, for the answer of node 0.
+    """
 
     def __init__(self, folder: Path, keys: Store, node: int, deadline: float) -> None:
         self._folder = folder

@@ -46,10 +46,19 @@ def run(
     Only threads and child processes are used: no process group and no CUDA context stays in the supervisor. An
     exception in the supervisor, for example from a signal handler, ends the child processes.
 
-    There are two ``nodes`` or more: rank 0 checks a single one (``single_node``). ``timeout_s`` is for all nodes to
-    arrive, and again for all to report. ``now``: clock of this node, in seconds since 1970. FastdiffError: all problems
-    of all nodes, equal on all nodes, with the exit code of the first. DistError: node 0, which hosts the store, is
-    gone.
+    Args:
+        store: store of the supervisors, hosted by node 0. Keys begin with ``preflight/``.
+        node: number of this node.
+        nodes: number of nodes, at least two; rank 0 checks a single node (``single_node``).
+        config: configuration of the run, as parsed.
+        ranks_per_node: training processes per node.
+        name: name of this node in messages; None: the host name.
+        timeout_s: timeout for all nodes to arrive, and again for all to report.
+        now: clock of this node, in seconds since 1970.
+
+    Raises:
+        FastdiffError: all problems of all nodes, equal on all nodes, with the exit code of the first problem.
+        torch.distributed.DistError: node 0, which hosts the store, is gone.
     """
     keys = PrefixStore("preflight", store)
     deadline = time.monotonic() + timeout_s

@@ -328,9 +328,15 @@ _OF_COMMAND = {"train": _OF_RUN, "sample": _OF_SAMPLE, "encode": _OF_ENCODE}
 
 
 def answer(flag: str, values: Sequence[str], command: str) -> str | None:
-    """Return what a flag of another trainer is here: ``diffusers' --learning_rate is --optim.lr 1e-4``; None: unknown.
+    """Return what a flag of another trainer is here, ``diffusers' --learning_rate is --optim.lr 1e-4``.
 
-    ``flag`` and ``values`` are as typed. ``command`` is ``train``, ``sample`` or ``encode``; others have no table.
+    Args:
+        flag: as typed, with its hyphens.
+        values: as typed.
+        command: ``train``, ``sample`` or ``encode``; others have no such table.
+
+    Returns:
+        None for a flag that no table has.
     """
     name = flag.lstrip("-").replace("-", "_").lower()
     for program, table in _OF_COMMAND.get(command, {}).items():

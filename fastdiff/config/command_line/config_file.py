@@ -85,9 +85,14 @@ class ConfigFile:
 def read(path: str, named: Collection[str] = ()) -> ConfigFile:
     """Read a YAML or JSON file with fields of a run and, beside them, ``preset``, and ``steps`` or ``epochs``.
 
-    A ``run.json`` serves as well, if the code that it names is among the words ``named`` of the user. ``model.kind``
-    may be ``PATH.py:NAME``, which is executed. ConfigError: no such file, or not a mapping in YAML or JSON; it names
-    code of a run, or code that fails.
+    A ``run.json`` serves as well. ``model.kind`` may be ``PATH.py:NAME``, which is executed.
+
+    Args:
+        path: of the file.
+        named: words of the user. A ``run.json`` is of a run folder, so the code that it names must be among them.
+
+    Raises:
+        ConfigError: no such file, or not a mapping in YAML or JSON; it names code of a run, or code that fails.
     """
     source = f"--config {path}"
     try:

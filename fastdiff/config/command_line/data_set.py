@@ -38,10 +38,21 @@ def network_flags(
     """Return the ``--model`` flags that follow from the data set: channels, size, classes, widths of the captions.
 
     What a flag or a file gives is left as it is, and so is the network of pretrained weights. A run that is resumed
-    (unless ``resumes`` is False: ``--resume never``) keeps its own values, wherever its data lie now. The patch of some
-    presets follows from the size, also from one that is given. Nothing follows from a data set that is not on this
-    machine, or cannot be read: the checks before the start explain it. ConfigError: no patch of the preset fits the
-    size.
+    keeps its own values, wherever its data lie now. The patch of some presets follows from the size, also from one
+    that is given.
+
+    Args:
+        flags: of the fields, as given.
+        in_file: fields of the ``--config`` file.
+        default: the run before the flags.
+        preset: its name; the patch of some follows from the size.
+        resumes: whether the run goes on from a checkpoint in its folder; False: ``--resume never``.
+
+    Returns:
+        Nothing of a data set that is not on this machine, or cannot be read: the checks before the start explain it.
+
+    Raises:
+        ConfigError: no patch of the preset fits the size.
     """
     own, _ = _field_parser().parse_known_args(list(flags))
     if default.pretrained.weights if own.weights is None else own.weights:

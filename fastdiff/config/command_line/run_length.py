@@ -38,9 +38,17 @@ def samples_flag(
 ) -> list[str]:
     """Return the ``--samples`` flag that equals ``--steps`` or ``--epochs``; nothing without either of them.
 
-    ``epochs`` are rounded to whole steps, at least one. ``flags`` of the fields may change ``batch`` and ``data``. The
-    preset is for the command that makes its data set. ``source``: origin of the length for messages; empty: a flag.
-    ConfigError: the length is given twice, or the size of the data set is unknown.
+    Args:
+        steps: as given.
+        epochs: as given, whole or not; rounded to whole steps, at least one.
+        flags: the flags of the fields, which may change the batch and the data set.
+        batch: that of the run before them.
+        data: that of the run before them.
+        preset: name of the preset, for the command that makes its data set.
+        source: origin of the length for messages, such as ``--config FILE``; empty: a flag.
+
+    Raises:
+        ConfigError: the length is given twice, or the size of the data set is unknown.
     """
     if steps is None and epochs is None:
         return []

@@ -125,8 +125,12 @@ _registered: dict[str, type[ModelConfig]] = {}
 def register(config: type[Configuration], *, instead: type[ModelConfig] | None = None) -> type[Configuration]:
     """Register a network by the type of its configuration and return the type; usable as a decorator.
 
-    ``instead``: type that it replaces, of an earlier version of the same file. ConfigError: another network has this
-    kind, or the type lacks a required field.
+    Args:
+        config: the type.
+        instead: type that it replaces, of an earlier version of the same file.
+
+    Raises:
+        ConfigError: another network has this kind, or the type lacks a required field.
     """
     kind = _kind_of(config)
     known = _registered.setdefault(kind, config)

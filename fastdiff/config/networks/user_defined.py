@@ -10,10 +10,14 @@ _known: dict[str, tuple[Plugin, type[ModelConfig]]] = {}
 
 
 def add_network(text: str, flag: str) -> str:
-    """Execute ``PATH.py:NAME``, a ``ModelConfig`` or a ``torch.nn.Module``, and register the network that it defines.
+    """Execute a file and register the network that it defines.
 
-    ConfigError, with the ``flag`` of origin: the file cannot be executed, defines no network of this name, or one whose
-    kind is taken.
+    Args:
+        text: ``PATH.py:NAME``, the type of a configuration (``ModelConfig``) or a ``torch.nn.Module``.
+        flag: origin of ``text``, for messages.
+
+    Raises:
+        ConfigError: the file cannot be executed, defines no network of this name, or one whose kind is taken.
     """
     plugin, source = load(text, "fastdiff.networks", flag), f"{flag} {text}"
     found = plugin.found

@@ -19,9 +19,15 @@ format counted."""
 
 
 class LatentEncoder:
-    """An encoder of pixels to fp32 latents and captions to embeddings; its models, in ``dtype``, load at first use.
+    """An encoder of pixels to latents and of captions to embeddings; its models are loaded at first use.
 
-    ConfigError from every member: a part of the pipeline is missing, or of a class without a record.
+    Args:
+        pretrained: The pipeline.
+        device: Device of the models.
+        dtype: Dtype of weights and activations. Latents are always float32.
+
+    Raises:
+        ConfigError: From every member: a part of the pipeline is missing, or of a class without a record.
     """
 
     def __init__(self, pretrained: Pretrained, device: torch.device, dtype: torch.dtype) -> None:
@@ -49,7 +55,14 @@ class LatentEncoder:
         _ = self._autoencoder, text and self._text
 
     def held_bytes(self, images: int, side: int) -> int:
-        """Return the bytes of the models, and an estimate, by the largest activation, for images of ``side`` pixels."""
+        """Return the bytes on the device of the models, and an estimate for encoding this many images at once.
+
+        The estimate is that of the autoencoder's largest activation.
+
+        Args:
+            images: at once.
+            side: of an image, in pixels.
+        """
         parameters = (*self._autoencoder.module.parameters(), *self._text.parameters())
         weights = sum(p.numel() * p.element_size() for p in parameters)
         numbers = images * self._space.values_per_pixel * side**2

@@ -49,7 +49,12 @@ def encode_synthetic(
     seed: int = 0,
     samples_per_shard: int = 4096,
 ) -> DatasetInfo:
-    """Write normal noise as latents ``shape`` = ``(C, H, W)`` with random classes; errors as ``encode_digits``."""
+    """Write normal noise as latents ``shape`` = ``(C, H, W)`` with random classes, for benchmarks.
+
+    Raises:
+        ConfigError: The folder already holds a data set.
+        StorageError: The folder cannot be written.
+    """
     provenance = Provenance(source=f"synthetic, seed {seed}", transform="none", versions=versions())
     template = pixels_template(shape, classes, provenance)
     source = synthetic(shape, samples, classes, seed)
@@ -81,7 +86,15 @@ def write(
     total: int | None,
     samples_per_shard: int,
 ) -> DatasetInfo:
-    """Write all samples of a source and publish the data set; ``template`` is its dataset.json without the shards."""
+    """Write all samples of a source and publish the data set.
+
+    Args:
+        source: The samples, in the order of the shards.
+        out: New folder.
+        template: Content of dataset.json without the shards.
+        total: Number of samples for the progress bar; None: unknown.
+        samples_per_shard: Samples of every shard except the last.
+    """
     with (
         ShardWriter(out, template, samples_per_shard=samples_per_shard) as writer,
         Bar("encode", total, "samples") as bar,
@@ -117,7 +130,12 @@ def digits_source(split: str) -> str:
 
 
 def digits(split: str = "all") -> Iterator[Sample]:
-    """Yield scikit-learn's scans: ``[1, 8, 8]`` float16 in [-1, 1] (pixel / 8 - 1, exact in float16), classes 0-9."""
+    """Yield the scans of handwritten digits that come with scikit-learn.
+
+    Yields:
+        Samples with a latent ``[1, 8, 8]`` float16 in [-1, 1] (pixel / 8 - 1, exact in float16) and its class
+        0-9.
+    """
     from sklearn.datasets import load_digits  # the import takes seconds
 
     scans = load_digits()

@@ -57,11 +57,15 @@ _OF_BYTES = (
 def encode_images(options: EncodeOptions, say: Callable[[str], None] = show) -> None:
     """Encode the source together with all other processes that do so, and publish the data set at the end.
 
-    ``options`` are equal on all ranks; on resuming a killed encode ``bad`` and ``workers`` may change. ``say`` prints
-    warnings and, at the end, a summary line with the time per stage. ConfigError: the options do not fit the source,
-    the pipeline or an unfinished encode. DataError: the source is damaged, or an image is unusable and ``bad`` is fail.
-    StorageError: a file cannot be read or written. Preempted: by Ctrl-C, or shards are missing that this process cannot
-    write.
+    Args:
+        options: Options, equal on all ranks; on resuming a killed encode ``bad`` and ``workers`` may change.
+        say: Prints warnings and, at the end, a summary line with the time per stage.
+
+    Raises:
+        ConfigError: The options do not fit the source, the pipeline or an unfinished encode.
+        DataError: The source is damaged, or an image is unusable and ``bad`` is fail.
+        StorageError: A file cannot be read or written.
+        Preempted: Interrupted by Ctrl-C, or shards are missing that this process cannot write.
     """
     encode = _ImageEncode(options, place_in_any_job(), say)
     try:

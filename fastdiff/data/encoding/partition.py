@@ -49,8 +49,11 @@ class PartitionEncoder:
     """The encoder of one partition: forms batches of one bucket each, and writes one shard per bucket.
 
     Batches follow the order of the images, so the shards depend only on the partition. While the device computes a
-    batch, the previous one is written. DataError, from every method: the embedding of a caption is not finite. OSError:
-    a shard cannot be written.
+    batch, the previous one is written.
+
+    Raises:
+        DataError: From every method: the embedding of a caption is not finite.
+        OSError: From every method: a shard cannot be written.
     """
 
     def __init__(

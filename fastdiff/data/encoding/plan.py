@@ -209,9 +209,13 @@ class EncodeFolder:
         return (self.out / INFO_FILE).exists() or self.record(partition) is not None
 
     def publish(self, template: Callable[[], DatasetInfo], null: Callable[[], Mapping[str, npt.NDArray[Any]]]) -> int:
-        """Write dataset.json if all partitions are finished, and only then call the arguments; return how many are not.
+        """Write dataset.json if all partitions are finished; only then the arguments are called.
 
-        DataError: all images are unusable.
+        Returns:
+            Number of unfinished partitions; 0: the data set is complete.
+
+        Raises:
+            DataError: All images are unusable.
         """
         with self._locked():
             with self.storage():

@@ -77,10 +77,18 @@ class WatchedSource:
 
 
 def compare(source: ImageSource, known: Mapping[int, PartitionMetadata], whole: bool) -> Changes:
-    """Compare a source with what was encoded of it, by partition; ``whole``: these were all partitions.
+    """Compare a source with what was encoded of it.
 
     Only the file system is asked, except for partitions of which it says something else than before: those are read.
-    DataError as ``ImageSource.items``; StorageError: the source cannot be read.
+
+    Args:
+        source: The source as it is now.
+        known: The metadata by partition.
+        whole: Whether these were all partitions.
+
+    Raises:
+        DataError: As ``ImageSource.items``.
+        StorageError: The source cannot be read.
     """
     partitions = [partition for partition in range(source.partitions) if whole or partition in known]
     with ThreadPoolExecutor(_THREADS) as threads, Bar("comparing the source", len(partitions), "shards") as bar:

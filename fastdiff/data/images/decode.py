@@ -109,10 +109,15 @@ class ImageTransform:
         require(all(min(size) >= 1 for size in self.buckets), f"buckets {self.buckets}: expected sides of at least 1")
 
     def place(self, size: Size, offset: Offset | None) -> Placement:
-        """Return the resize and crop of an upright image of ``size``, height and width in pixels.
+        """Return the resize and crop of an upright image of ``size``.
 
-        ``offset``: top and left in [0, 1) of a random crop, which needs one (ValueError). RefusedImageError: the
-        resized image would be too large, because the aspect ratio is extreme.
+        Args:
+            size: Height and width in pixels.
+            offset: Top and left in [0, 1) for a random crop.
+
+        Raises:
+            RefusedImageError: The resized image would be too large, because the aspect ratio is extreme.
+            ValueError: A random crop has no offset.
         """
         bucket = nearest_bucket(size, self.buckets) if self.buckets else 0
         target = self.buckets[bucket] if self.buckets else (self.resolution, self.resolution)
@@ -165,9 +170,14 @@ class Decoder(Protocol):
     by_pillow: int
 
     def decode(self, images: Sequence[bytes], offsets: Sequence[Offset] | None = None) -> list[Decoded | BadImage]:
-        """Decode, resize and crop the content of files; one result per image, independent of the others.
+        """Decode, resize and crop.
 
-        ``offsets``: top and left of each random crop, in [0, 1); unused by other crops.
+        Args:
+            images: Content of the files.
+            offsets: Top and left of each random crop, in [0, 1); unused by other crops.
+
+        Returns:
+            One result per image, independent of the other images.
         """
 
 
@@ -247,10 +257,16 @@ class DaliDecoder:
 def open_decoder(
     name: Literal["auto", "dali", "pillow"], transform: ImageTransform, threads: int, device: torch.device | None = None
 ) -> Decoder:
-    """Open a decoder; ``auto`` is DALI if it works here and supports the crop and the filter, otherwise Pillow.
+    """Open a decoder.
 
-    ``threads`` of the CPU, at least 1; ``device``: GPU on which DALI decodes, None: the CPU. ConfigError: DALI is
-    requested and does not work here, or does not support the crop or the filter.
+    Args:
+        name: Decoder; ``auto`` is DALI if it works here and supports the crop and the filter, otherwise Pillow.
+        transform: Resize and crop.
+        threads: CPU threads, at least 1.
+        device: GPU on which DALI decodes; None: the CPU.
+
+    Raises:
+        ConfigError: DALI is requested and does not work here, or does not support the crop or the filter.
     """
     if name == "pillow":
         return PillowDecoder(transform, threads)

@@ -211,7 +211,12 @@ def holds_rows(file: str) -> bool:
 
 
 def _load(path: str, split: str, config: str | None) -> Dataset:
-    """Load a split, from the cache if possible; ConfigError: no ``datasets``, or no such split; DataError: no data."""
+    """Load a split of a data set, from the cache of ``datasets`` if possible.
+
+    Raises:
+        ConfigError: ``datasets`` is not installed, or the split does not exist.
+        DataError: The data set does not exist or cannot be read.
+    """
     try:
         import datasets
     except ImportError as error:

@@ -83,15 +83,22 @@ class ImageSource(ABC):
         return Selection()
 
     def items(self, partition: int) -> Iterator[ImageItem | BadItem]:
-        """Yield the images of a partition, always the same; StorageError: the storage cannot be read.
+        """Yield the images of a partition, always the same.
 
-        DataError: a file of many images is damaged; those before the damage were yielded.
+        Raises:
+            DataError: A file of many images is damaged; images before the damage were yielded.
+            StorageError: The storage cannot be read.
         """
         return map(self.item, self._numbers(partition))
 
     @abstractmethod
     def most_captions(self, partition: int) -> int:
-        """Return the largest number of captions per image in a partition, reading no images; errors as ``items``."""
+        """Return the largest number of captions per image in a partition, 0 without captions; read no images.
+
+        Raises:
+            DataError: As ``items``.
+            StorageError: As ``items``.
+        """
 
     @abstractmethod
     def __len__(self) -> int:

@@ -44,9 +44,18 @@ def read_table(
 ) -> Table:
     """Read a table.
 
-    Several rows of one image are several captions. ``image_column``, if there is no ``file_name``, has the path of an
-    image, absolute or below ``root``. ConfigError: it has no column of images or, with ``needs_captions``, of captions.
-    DataError: it is damaged: with the line. StorageError: it cannot be read.
+    Args:
+        path: The file.
+        caption_column: Column with a caption, or a list of them; several rows of one image are several captions.
+        image_column: Column with the path of an image, absolute or below ``root``, if there is no ``file_name``.
+        root: Folder of the images.
+        names: Finds files below it.
+        needs_captions: Whether a table without the column of captions is refused.
+
+    Raises:
+        ConfigError: It has no column of images or of captions.
+        DataError: It is damaged: with the line.
+        StorageError: It cannot be read.
     """
     rows = list(_READERS[path.suffix.lower()](path, _text(path)))
     columns = list(dict.fromkeys(name for _, row in rows for name in row))

@@ -37,10 +37,17 @@ class Items(Protocol):
 def decoded_images(
     source: Items, decoder: Decoder, partitions: Iterable[int], stopwatch: Stopwatch, start: Callable[[], None]
 ) -> Generator[Chunk, None, None]:
-    """Read and decode ``partitions`` in order, source and decoder in one thread each; errors come at their chunk.
+    """Read and decode ``partitions`` in order.
 
-    The stopwatch records ``read`` and ``decode``; ``start`` is called first in the decoding thread, for example to
-    select the GPU.
+    Args:
+        source: Source of the images, used by one thread only.
+        decoder: Decoder, used by one thread only.
+        partitions: Numbers of the partitions.
+        stopwatch: Records the stages ``read`` and ``decode``.
+        start: Called first in the decoding thread, for example to select the GPU.
+
+    Yields:
+        The chunks in order; an error of the source is raised at its chunk.
     """
     read = read_ahead(_read(source, partitions, stopwatch), _DEPTH)
     return read_ahead(_decode(read, decoder, stopwatch), _DEPTH, start=start)
@@ -94,9 +101,12 @@ _END = object()
 def read_ahead(
     items: Generator[T, None, None], depth: int, *, start: Callable[[], None] | None = None
 ) -> Generator[T, None, None]:
-    """Run a generator in its own thread, where ``start`` is called first, at most ``depth`` (1 or more) items ahead.
+    """Run a generator in its own thread, at most ``depth`` items ahead.
 
-    Its exceptions are raised here, in order. It is closed together with the result.
+    Args:
+        items: The generator; its exceptions are raised here, in order. It is closed together with the result.
+        depth: Number of items, at least 1.
+        start: Called first in that thread.
     """
     with ThreadPoolExecutor(1, initializer=start) as thread:
         try:

@@ -73,10 +73,16 @@ class NoCaptionError(BadSampleError):
 
 
 def groups(file: IO[bytes], kinds: Container[str] = KINDS, leftovers: Leftovers | None = None) -> Iterator[Group]:
-    """Yield the samples of a tar in order, from its current position on, with seeks if it is seekable.
+    """Yield the samples of a tar in order.
 
-    ``kinds``: extensions of the members to read. ``leftovers`` counts the members that no sample uses. DamagedTarError:
-    complete samples before the damage were yielded. OSError: the tar cannot be read.
+    Args:
+        file: The tar, read from its current position to its end, with seeks if it is seekable.
+        kinds: Extensions of the members to read.
+        leftovers: Counts the members before the end that no sample uses.
+
+    Raises:
+        DamagedTarError: The tar is damaged; complete samples before the damage were yielded.
+        OSError: The tar cannot be read.
     """
     offset = 0
     mode: Literal["r|", "r:"] = "r:" if file.seekable() else "r|"
@@ -140,7 +146,10 @@ def captions_of(group: Group, column: str) -> tuple[str, ...]:
 
     Column ``text`` is the ``.txt`` member, the ``.caption`` member or the member of a name such as ``1.png.txt`` (one
     caption), otherwise ``caption`` or ``text`` in the ``.json`` member. Any other column is a field of that member.
-    NoCaptionError: there is none, or it is null. BadSampleError: they are invalid.
+
+    Raises:
+        NoCaptionError: There is none, or it is null.
+        BadSampleError: The captions are invalid.
     """
     try:
         if column == "text" and (texts := _caption_members(group)):

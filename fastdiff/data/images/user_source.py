@@ -29,9 +29,14 @@ from fastdiff.sanitize import escape
 
 
 class UserSource(ImageSource):
-    """The images of a user's sequence, ``PATH.py:NAME`` or an installed plug-in, read by number.
+    """The images of a user's sequence, read by number.
 
-    ConfigError: it cannot be opened, or item 0 or the last item is not as described, or differs when it is read again.
+    Args:
+        options: the source is ``PATH.py:NAME``, or the name of an installed plug-in.
+
+    Raises:
+        ConfigError: it cannot be opened, or item 0 or the last item is not as described, or differs when it is read
+            again.
     """
 
     def __init__(self, options: SourceOptions) -> None:

@@ -25,9 +25,16 @@ def nfc(name: str) -> str:
 
 
 def walk_files(root: Path, ignored: list[str] | None = None) -> Iterator[str]:
-    """Yield the paths of all files below a folder, unordered; follow links, but no cycles. StorageError: unreadable.
+    """Yield the paths of all files below a folder, unordered; follow links, but no cycles.
 
-    Hidden files and folders, and those of other programs, are left out; ``ignored`` gets their relative paths.
+    Hidden files and folders, and those of other programs, are left out.
+
+    Args:
+        root: The folder.
+        ignored: Gets the relative paths of what was left out.
+
+    Raises:
+        StorageError: A folder cannot be read.
     """
     folders: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]  # with the inodes of all parents
     while folders:

@@ -100,7 +100,12 @@ class WebDatasetSource(ImageSource):
         return self._found.get(partition, Selection())
 
     def items(self, partition: int) -> Iterator[ImageItem | BadItem]:
-        """Yield the samples of a tar; DataError behind those before its damage, StorageError: it cannot be read."""
+        """Yield the samples of a tar.
+
+        Raises:
+            DataError: The tar is damaged; complete samples before the damage were yielded.
+            StorageError: The tar cannot be read.
+        """
         leftovers = Leftovers()
         for row, group in enumerate(self._first(partition, kinds=KINDS, leftovers=leftovers)):
             yield self._item(partition, row, group, leftovers)

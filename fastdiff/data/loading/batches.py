@@ -46,8 +46,16 @@ class Batches(ABC):
     ``latents`` ``[B, C, H, W]`` are fp32 ``(stored - shift) * scale``, or uint8 pixels, which the kernels convert.
     ``position`` is ``[B]`` int64. ``condition`` has all other stored columns and ``label`` ``[B]`` int64, if present.
     Flip and caption of a sample are functions of the seed and the position. ``next`` raises an error of the thread
-    (DataError, StorageError) at its micro-batch. ``random_flip``: the flipped latents, or mirrored pixels, of half of
-    the samples. ``prefetch``: micro-batches loaded ahead.
+    (DataError, StorageError) at its micro-batch.
+
+    Args:
+        source: Source of the samples.
+        order: Order of the samples.
+        own: Positions of this rank.
+        seed: Seed of the run.
+        random_flip: Take the flipped latent, or mirror the pixels, of half of the samples.
+        device: Device of the batches.
+        prefetch: Number of micro-batches loaded ahead.
     """
 
     name: ClassVar[str]

@@ -37,9 +37,16 @@ def choose_loader(config: DataConfig, device: torch.device) -> tuple[str, str]:
 
 
 def build_order(info: DatasetInfo, *, seed: int, window_shards: int, global_batch: int) -> SampleOrder:
-    """Return the sample order of a data set; ConfigError: no bucket fills a batch, or ``window_shards`` is below 1.
+    """Return the sample order of a data set.
 
-    ``window_shards`` of one bucket are shuffled together; ``global_batch`` is used only with several buckets.
+    Args:
+        info: The data set.
+        seed: Seed of the run.
+        window_shards: Shards of one bucket that are shuffled together.
+        global_batch: Samples per optimizer step; used only with several buckets.
+
+    Raises:
+        ConfigError: No bucket fills a batch, or ``window_shards`` is below 1.
     """
     sizes, buckets = [shard.samples for shard in info.shards], [shard.bucket for shard in info.shards]
     if len(set(buckets)) == 1:
@@ -70,10 +77,23 @@ def build_batches(
 ) -> Batches:
     """Open the endless stream of one rank's micro-batches; a context manager that must be closed.
 
-    Both loaders give the same batches; ``name`` of the result tells them apart. The caller closes ``source``; a reader
-    should keep two windows of ``order`` open. ``start_samples``, those already trained on, are a multiple of
-    ``global_batch``. ConfigError: DALI is requested and does not work here, the batch is not divisible, or flips are
-    requested from latents stored without them.
+    Both loaders give the same batches; ``name`` of the result tells them apart.
+
+    Args:
+        source: Reader or images, owned and closed by the caller; a reader should keep two windows of ``order`` open.
+        order: Sample order of ``source.info`` (``build_order``).
+        config: Data options; ``loader``, ``prefetch`` and ``random_flip`` are used.
+        seed: Seed of the run, for the choice of flips and captions.
+        device: Device of the batches.
+        start_samples: Samples already trained on, a multiple of ``global_batch``.
+        rank: This rank.
+        ranks: Number of ranks.
+        micro: Samples per micro-batch.
+        global_batch: Samples per optimizer step over all ranks.
+
+    Raises:
+        ConfigError: DALI is requested and does not work here, the batch is not divisible, or flips are requested from
+            latents stored without them.
     """
     own = RankPositions(start_samples=start_samples, rank=rank, ranks=ranks, micro=micro, global_batch=global_batch)
     options: dict[str, Any] = {

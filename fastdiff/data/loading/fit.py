@@ -23,8 +23,12 @@ def check_data_set(config: RunConfig, preset: str | None) -> None:
     """Require the data set of a run, complete and of the shapes of its network.
 
     A remote data set is left to the ranks, which cache it, and so are images for online encoding. The network of a
-    pipeline is not known before its weights are here. ConfigError: it does not fit. DataError: it is missing or
-    damaged. StorageError: it cannot be read.
+    pipeline is not known before its weights are here.
+
+    Raises:
+        ConfigError: the data set does not fit the network.
+        DataError: it is missing or damaged.
+        StorageError: it cannot be read.
     """
     path = config.data.path
     if not path:
@@ -52,10 +56,18 @@ def check_data_set(config: RunConfig, preset: str | None) -> None:
 
 
 def match_classes(held_out: DatasetInfo, names: Sequence[str], what: str) -> list[int] | None:
-    """Return the numbers in training of the classes of held-out data, by name; None: alike, or one side has no names.
+    """Return the numbers in training of the classes of held-out data, found by name.
 
-    ``held_out`` may have fewer classes, in another order than ``names``, those of the training. ``what``: the flag and
-    the path, for messages. ConfigError: a class is none of the training, or several of it have its name.
+    Args:
+        held_out: the data, which may have fewer classes, in another order.
+        names: of the classes in training, in the order of their numbers; empty: unknown.
+        what: the flag and the path of the data, for messages.
+
+    Returns:
+        One number per class; None: the classes are numbered alike, or one side has no names to compare.
+
+    Raises:
+        ConfigError: a class is none of the training, or several of it have its name.
     """
     if not (held_out.class_names and names) or held_out.class_names == tuple(names):
         return None

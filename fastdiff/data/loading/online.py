@@ -50,9 +50,17 @@ _ENCODED_TOGETHER = 8
 class OnlineImages:
     """A source of images with its decoder and encoders, used in place of a reader of shards.
 
-    ``dtype`` of the encoders' weights and activations. ``seed`` draws a random subset. ``takes``: conditions of the
-    network. ConfigError: no captions or no random access, or a resolution that does not fit the autoencoder. DataError:
-    the source does not exist.
+    Args:
+        config: source, transform and threads.
+        pretrained: the pipeline with the autoencoder and the text encoders.
+        device: device of the encoders.
+        dtype: dtype of their weights and activations.
+        seed: of the run, which draws a random subset.
+        takes: conditions that the network takes.
+
+    Raises:
+        ConfigError: the source has no captions or no random access, or the resolution does not fit the autoencoder.
+        DataError: the source does not exist.
     """
 
     def __init__(

@@ -34,7 +34,14 @@ class SampleOrder(ABC):
         """Return the number of samples of an epoch."""
 
     def samples(self, positions: npt.ArrayLike) -> Int64:
-        """Return sample ids ``[B]`` int64, counted over the shards in their order, at ``positions`` ``[B]`` int64."""
+        """Return the sample ids at positions of the run.
+
+        Args:
+            positions: ``[B]`` int64, not negative.
+
+        Returns:
+            ``[B]`` int64, counted over the shards in the order of dataset.json.
+        """
         n = np.asarray(positions, np.int64)
         if n.size and n.min() < 0:
             raise ValueError("positions must not be negative")

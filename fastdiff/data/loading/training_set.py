@@ -32,9 +32,12 @@ Data: TypeAlias = "LatentReader | OnlineImages"
 
 
 def open_data(config: RunConfig, device: torch.device) -> Data:
-    """Open the shards, local or cached, or the images of a run.
+    """Open the local or cached remote shards of a run, or its images.
 
-    ConfigError: they do not fit the model. DataError: they are damaged. StorageError: they cannot be read.
+    Raises:
+        ConfigError: the data do not fit the model.
+        DataError: the data are damaged.
+        StorageError: the data cannot be read.
     """
     if config.data.online:
         data = _open_images(config, device)
@@ -46,10 +49,18 @@ def open_data(config: RunConfig, device: torch.device) -> Data:
 
 
 def open_held_out(network: ModelConfig, data: DataConfig, class_names: Sequence[str], flag: str) -> LatentReader:
-    """Open held-out shards of a run, and read their classes as the training numbers them, by ``class_names`` if known.
+    """Open held-out shards of a run, and read their classes as the training numbers them.
 
-    ConfigError: they do not fit the model, or have a class that the training has not. DataError: they are damaged.
-    StorageError: they cannot be read.
+    Args:
+        network: of the run, resolved.
+        data: the held-out data.
+        class_names: of the training, in the order of their numbers; empty: unknown.
+        flag: of the path, for messages.
+
+    Raises:
+        ConfigError: the data do not fit the model, or have a class that the training has not.
+        DataError: the data are damaged.
+        StorageError: the data cannot be read.
     """
     reader = open_shards(data)
     if network.classes:
@@ -59,7 +70,13 @@ def open_held_out(network: ModelConfig, data: DataConfig, class_names: Sequence[
 
 
 def open_shards(data: DataConfig) -> LatentReader:
-    """Open local or cached shards, whatever the model; ConfigError: none are named; other errors as ``open_data``."""
+    """Open local or cached remote shards, whatever the model.
+
+    Raises:
+        ConfigError: no data are named.
+        DataError: the data are damaged.
+        StorageError: the data cannot be read.
+    """
     if not data.path:
         raise ConfigError("--data.path is missing; give the output folder of `fastdiff encode`")
     folder, fetch = open_shards_folder(data.path, data.cache)

@@ -30,9 +30,13 @@ from fastdiff.files import open_lock, publish
 class ShardCache:
     """The local copy of a remote folder of latent shards; safe for any number of processes and threads.
 
-    ``folder``, the parent of all caches, is created if missing; file locks must work there. DataError: dataset.json is
-    invalid, or the embedding of the empty prompt does not match it. StorageError: the server cannot be read, or the
-    cache cannot be written.
+    Args:
+        url: Address of the folder.
+        folder: Parent folder of the caches, one per data set; created if missing. File locks must work there.
+
+    Raises:
+        DataError: dataset.json is invalid, or the embedding of the empty prompt does not match it.
+        StorageError: The server cannot be read, or the cache cannot be written.
     """
 
     def __init__(self, url: str, folder: Path) -> None:
@@ -51,7 +55,12 @@ class ShardCache:
             self._fetch_once(null_path(self.folder, column), null.sha256, size)
 
     def ensure(self, shard: ShardInfo) -> None:
-        """Download a shard and its indices unless cached; DataError: not as in dataset.json; StorageError: it fails."""
+        """Download a shard and its two indices unless they are in the cache.
+
+        Raises:
+            DataError: The shard on the server does not match dataset.json.
+            StorageError: The server cannot be read, or the cache cannot be written.
+        """
         path = self.folder / shard.name
         if self._complete(path, shard):
             return
@@ -90,9 +99,15 @@ class ShardCache:
 
 
 def open_shards_folder(path: str, cache: str) -> tuple[Path, Callable[[ShardInfo], None] | None]:
-    """Return the folder of a data set and, for an address, what fetches a shard into it; errors as ``ShardCache``.
+    """Return the local folder of a data set and, for a remote one, the function that fetches a shard into it.
 
-    ``cache``: folder for remote shards; empty: ~/.cache/fastdiff/shards.
+    Args:
+        path: A local folder or the address of a remote one.
+        cache: Cache folder for remote shards; empty: ~/.cache/fastdiff/shards. Unused for a local folder.
+
+    Raises:
+        DataError: As ``ShardCache``.
+        StorageError: As ``ShardCache``.
     """
     if not is_remote(path):
         return Path(path), None

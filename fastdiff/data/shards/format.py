@@ -249,7 +249,12 @@ class DatasetInfo:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> DatasetInfo:
-        """Read and check ``dataset.json`` of a folder; DataError: missing or invalid, StorageError: unreadable."""
+        """Read and check ``dataset.json`` of a folder.
+
+        Raises:
+            DataError: The file is missing or invalid.
+            StorageError: The file exists but cannot be read.
+        """
         path = Path(folder) / INFO_FILE
         try:
             text = read_bounded(path, MAX_INFO_BYTES)
@@ -373,7 +378,13 @@ class DatasetInfo:
 def condition_columns(
     captioned: Mapping[str, Shape], floating: StoredDtype, of_image: Iterable[str] = ()
 ) -> dict[str, Column]:
-    """Return columns of conditions: ``captioned`` shapes by name, embeddings in ``floating``, and ``of_image``."""
+    """Return the columns of conditions.
+
+    Args:
+        captioned: shapes of the arrays of a caption, by name.
+        floating: dtype of the embeddings among them.
+        of_image: names of those that follow from an image.
+    """
     shapes = {**captioned, **{name: image_shape(name) for name in of_image}}
     return {name: Column(dtype=stored_dtype(name, floating), shape=shape) for name, shape in shapes.items()}
 

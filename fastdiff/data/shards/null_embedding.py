@@ -16,9 +16,15 @@ from fastdiff.files import publish
 
 
 def write_null(folder: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, NullInfo]:
-    """Write ``null.context.npy`` and so on: embeddings and masks by column, of the column's dtype and shape.
+    """Write ``null.context.npy``, ``null.pooled.npy`` and so on.
 
-    DataError: one belongs to no captioned column, or is not finite. OSError: it cannot be written.
+    Args:
+        folder: Folder of dataset.json.
+        arrays: Embeddings and masks by column, with the column's dtype and shape.
+
+    Raises:
+        DataError: An array does not belong to a captioned column, or is not finite.
+        OSError: A file cannot be written.
     """
     written = {}
     for name, array in arrays.items():
@@ -37,7 +43,12 @@ def write_null(folder: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str
 
 
 def read_null(folder: Path, info: DatasetInfo, name: str) -> npt.NDArray[Any]:
-    """Read the embedding of the empty prompt of a column; DataError: missing or another, StorageError: unreadable."""
+    """Read the embedding of the empty prompt for one column of ``info.null``.
+
+    Raises:
+        DataError: The file is missing, or does not match dataset.json.
+        StorageError: The file cannot be read.
+    """
     path, column = null_path(folder, name), info.columns[name]
     size = len(column.header) + column.nbytes
     try:

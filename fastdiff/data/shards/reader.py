@@ -131,7 +131,12 @@ class LatentReader:
         return arrays
 
     def bucket_of(self, sample_ids: npt.ArrayLike) -> int:
-        """Return the bucket of samples, 0 for none; IndexError: an id out of range, ValueError: several buckets."""
+        """Return the bucket of one or several samples; 0 for none.
+
+        Raises:
+            IndexError: A sample id is out of range.
+            ValueError: The samples belong to several buckets.
+        """
         ids = self._known(sample_ids)
         shards = np.unique(np.searchsorted(self._starts, ids, side="right") - 1)
         buckets = {self.info.shards[shard].bucket for shard in shards}
@@ -140,7 +145,12 @@ class LatentReader:
         return buckets.pop() if buckets else 0
 
     def null(self) -> Arrays:
-        """Return the embedding of the empty prompt by column; DataError: missing, damaged; StorageError: unreadable."""
+        """Return the embedding of the empty prompt, by column (``fastdiff.conditions``).
+
+        Raises:
+            DataError: A file is missing or damaged.
+            StorageError: A file cannot be read.
+        """
         return {name: read_null(self.folder, self.info, name) for name in self.info.null}
 
     def keys(self, sample_ids: npt.ArrayLike) -> list[str]:
@@ -286,7 +296,12 @@ def substitutes(shards: Sequence[ShardInfo], starts: Sequence[int], number: int)
 
     The following samples of its shard come first, wrapping around, then the next shards from the same row on. A lost
     shard is therefore not replaced by a single sample. The order depends only on the data set, so every rank of any
-    number of ranks chooses the same sample. ``starts``: number of the first sample of each shard.
+    number of ranks chooses the same sample.
+
+    Args:
+        shards: Shards of the data set.
+        starts: Number of the first sample of each shard.
+        number: Number of the damaged sample.
     """
     own = bisect.bisect_right(starts, number) - 1
     row = number - starts[own]

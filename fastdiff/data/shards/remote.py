@@ -82,11 +82,17 @@ def _parts(url: str) -> SplitResult:
 
 
 def open_url(url: str, most: int | None = None) -> io.BufferedReader:
-    """Open a file for sequential reading, without seek; ``most``: its bytes, None: no limit, for files read in pieces.
+    """Open a file for sequential reading, without seek.
 
-    ConfigError: a package for this kind of address is not installed. StorageError, here and from every read: the file
-    does not exist or cannot be accessed, the server states no length, the file changed during the read, or the
-    connection failed five times in a row. DataError: the file has more bytes than ``most``.
+    Args:
+        url: Address of the file.
+        most: Largest allowed number of bytes; None: no limit, for files read in pieces.
+
+    Raises:
+        ConfigError: A package for this kind of address is not installed.
+        StorageError: Here and from every read: the file does not exist or cannot be accessed, the server states no
+            length, the file changed during the read, or the connection failed five times in a row.
+        DataError: The file has more bytes than ``most``.
     """
     file = _RemoteFile(url)
     if most is not None and file.size > most:
@@ -99,11 +105,20 @@ def open_url(url: str, most: int | None = None) -> io.BufferedReader:
 
 
 def fetch(url: str, target: Path, sha256: str | None, most: int | None = None) -> None:
-    """Download a file, verify its ``sha256`` (None: unknown) and publish it at ``target`` atomically.
+    """Download a file, verify it and publish it at ``target`` atomically.
 
     It is written to a temporary name in the same folder; two threads of a process must not fetch the same target.
-    DataError: the sha256 differs, or the file has more bytes than ``most``. StorageError: it cannot be read or written.
-    ConfigError: as ``open_url``.
+
+    Args:
+        url: Address of the file.
+        target: Final path.
+        sha256: Expected digest; None: unknown.
+        most: As for ``open_url``.
+
+    Raises:
+        ConfigError: As ``open_url``.
+        DataError: The sha256 differs, or the file has more bytes than ``most``.
+        StorageError: The file cannot be read (as ``open_url``) or written.
     """
     digest = hashlib.sha256()
     with open_url(url, most) as source:
@@ -130,7 +145,12 @@ def fetch(url: str, target: Path, sha256: str | None, most: int | None = None) -
 
 
 def list_folder(url: str) -> list[str]:
-    """Return the sorted addresses of files in an S3 folder; ConfigError: http, or no s3fs; StorageError: unreadable."""
+    """Return the sorted addresses of the files in an S3 folder.
+
+    Raises:
+        ConfigError: The address is http, which cannot list folders, or s3fs is missing.
+        StorageError: The folder cannot be listed.
+    """
     if not url.lower().startswith("s3:"):
         raise ConfigError(f"{shown(url)}: http cannot list folders; name the files, as in {{00000..00099}}.tar")
     system = _filesystem("s3")

@@ -19,9 +19,14 @@ from fastdiff.files import publish, rename, temporary
 
 
 class ShardTar:
-    """A shard of a bucket, see ``DatasetInfo.buckets``, being written; OSError from every method except ``abandon``.
+    """A shard being written.
 
-    Until it is published it has a temporary name in the same folder, unique per process.
+    Args:
+        path: Final path of the shard; until then it has a temporary name in the same folder, unique per process.
+        bucket: Bucket of its samples, see ``DatasetInfo.buckets``.
+
+    Raises:
+        OSError: From every method except ``abandon``.
     """
 
     def __init__(self, path: Path, bucket: int = 0) -> None:

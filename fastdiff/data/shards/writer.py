@@ -40,10 +40,17 @@ def is_shard_file(name: str) -> bool:
 class ShardWriter:
     """A context manager that writes a new folder of shards; leaving it without an exception publishes the folder.
 
-    ``template``: dataset.json without ``shards`` and ``samples``. ``null``: embedding of the empty prompt, by column.
-    ConfigError: the folder is in use, or ``samples_per_shard`` is out of range. DataError: a sample or the template is
-    invalid. StorageError, from any method: no space, no permission or an input/output error. The files written so far
-    are not a data set; the next encode into this folder replaces them.
+    Args:
+        folder: Output folder; created if missing.
+        template: Content of dataset.json except ``shards`` and ``samples``.
+        samples_per_shard: Samples of every shard except the last of each bucket.
+        null: The embedding of the empty prompt, by column.
+
+    Raises:
+        ConfigError: The folder is in use, or ``samples_per_shard`` is out of range.
+        DataError: A sample or the template is invalid.
+        StorageError: From any method: no space, no permission or an input/output error. The files written so far are
+            not a data set; the next encode into this folder replaces them.
     """
 
     def __init__(

@@ -20,8 +20,10 @@ def forward_flops(config: ModelConfig) -> float:
 def training_flops(config: ModelConfig, *, adapter: bool = False, dream: bool = False) -> float:
     """Return the operations of a training step on one sample, without recomputation.
 
-    ``adapter``: the weights are frozen (LoRA), so that their gradient is not computed. ``dream``: its estimate costs
-    another forward pass.
+    Args:
+        config: configuration of the network.
+        adapter: whether the weights are frozen (LoRA), so that their gradient is not computed.
+        dream: whether DREAM's estimate costs another forward pass.
     """
     return (3.0 - adapter + dream) * forward_flops(config) - 2.0 * family_of(config).input_multiply_adds(config)
 

@@ -148,10 +148,16 @@ def setup_of(
 
 
 def explain(setup: Setup, *, phase: str, device: str, activations: float, cache: int, room: int, cause: str) -> str:
-    """Return the message about memory that did not suffice in a ``phase`` of a step; ``cause`` is the allocator's.
+    """Return the message about memory that did not suffice.
 
-    ``activations``: bytes of the measured peak beyond those of ``setup``. ``cache``: bytes that the allocator holds
-    beyond those in use. ``room``: bytes that this rank can have.
+    Args:
+        setup: of the run.
+        phase: the part of a step that needed more.
+        device: whose memory it is.
+        activations: bytes of the measured peak beyond those of ``setup``.
+        cache: bytes that the allocator holds beyond those in use.
+        room: bytes that this rank can have.
+        cause: message of the allocator.
     """
     parts = {**setup.static(), "activations": activations, "cache": float(cache)}
     filled = ", ".join(f"{kind} {_gib(size)}" for kind, size in parts.items())
@@ -167,9 +173,13 @@ def explain(setup: Setup, *, phase: str, device: str, activations: float, cache:
 
 
 def explain_host(phase: str, *, online: bool, offload: bool, cause: str) -> str:
-    """Return the message about host memory too small for a rank that trains on a GPU, in a ``phase`` of a step.
+    """Return the message about host memory that did not suffice for a rank that trains on a GPU.
 
-    ``online``: it decodes images in threads. ``offload``: it keeps the optimizer in host memory.
+    Args:
+        phase: the part of a step that needed more.
+        online: whether the run decodes images in threads.
+        offload: whether it keeps the optimizer in host memory.
+        cause: message of the allocator.
     """
     flags = [*(["--data.workers"] if online else []), "--data.prefetch", "--output.pinned_gib"]
     others = ["start fewer ranks per node", *(["do not offload the optimizer"] if offload else [])]

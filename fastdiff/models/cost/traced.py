@@ -54,14 +54,23 @@ class Traced:
     """Moments of the pass at which most is alive: bytes per sample, and bytes of gradients of weights beside them."""
 
     def peak(self, micro: int, gradients: float = 1.0) -> float:
-        """Return the most bytes alive at once; ``gradients``: share of those of the weights that stays to the end."""
+        """Return the most bytes that are alive at once with ``micro`` samples.
+
+        Args:
+            micro: samples of the micro-batch.
+            gradients: share of the gradients of the weights that stays until the end of the pass.
+        """
         return max(micro * alive + gradients * beside for alive, beside in self.peaks)
 
 
 def trace(config: RunConfig, noisy: Tensor, condition: Condition, device: torch.device) -> Traced:
-    """Run the network of a run forward and backward without data; the device decides between kernels and references.
+    """Run the network of a run forward and backward without data.
 
-    ``noisy``: ``[B, C, H, W]``, only its shape counts; B at least 2, because one sample has other strides.
+    Args:
+        config: of the run.
+        noisy: ``[B, C, H, W]``, only its shape counts; B at least 2, because one sample has other strides.
+        condition: inputs of the network, as in a batch of B samples.
+        device: of the run, which decides between kernels and references.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # its import takes a second
 

@@ -28,7 +28,12 @@ _UNNAMED = {"STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"}
 
 
 def load_published(path: Path) -> dict[str, Tensor]:
-    """Read a plain state dict, or that under ``ema``, otherwise ``model``, to the CPU; errors as ``read_published``."""
+    """Read a plain state dict, or the one under ``ema``, otherwise under ``model``, to the CPU.
+
+    Raises:
+        ValueError: Unexpected or hostile file; see ``read_published``.
+        OSError: The file cannot be read.
+    """
     content = read_published(path)
     if "param_groups" in content:
         raise ValueError("it is the state of an optimizer; expected weights")
@@ -39,11 +44,15 @@ def load_published(path: Path) -> dict[str, Tensor]:
 
 
 def read_published(path: Path) -> dict[Any, Any]:
-    """Read a dict written by ``torch.save`` to the CPU; ValueError: unexpected or hostile file, OSError: unreadable.
+    """Read a dict written by ``torch.save`` to the CPU.
 
     Every part is compared with the crc32 that the file has of it. No code in the file is run: PyTorch's unpickler makes
     tensors, plain containers and, for the command line in DiT's files, ``argparse.Namespace``. A file that names other
     objects, or is compressed, is not unpickled. Callers pass the tensors that they use to ``check_size``.
+
+    Raises:
+        ValueError: Unexpected or hostile file.
+        OSError: The file cannot be read.
     """
     _require_plain_zip(path)
     _require_weights_alone(path)
@@ -62,7 +71,12 @@ def read_published(path: Path) -> dict[Any, Any]:
 
 
 def read_arguments(path: Path) -> dict[str, Any]:
-    """Return the command line in the file of a training, if any, by argument; errors as ``read_published``."""
+    """Return the command line in the file of a training, by argument; empty if the file has none.
+
+    Raises:
+        ValueError: Unexpected or hostile file.
+        OSError: The file cannot be read.
+    """
     found = read_published(path).get("args")
     return vars(found) if isinstance(found, argparse.Namespace) else {}
 

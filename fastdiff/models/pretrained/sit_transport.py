@@ -23,10 +23,16 @@ def transport(objective: ObjectiveConfig) -> dict[str, str]:
 
 
 def check_transport(path: Path, objective: ObjectiveConfig) -> None:
-    """Compare the objective with the transport in the ``.pt`` file of a training, if it names one; none of it is run.
+    """Compare the objective with the transport in the ``.pt`` file of a training, if the file names one.
 
-    ConfigError: the weights were trained with another path, prediction or convention of time. ValueError: unexpected or
-    hostile file. OSError: it cannot be read.
+    Args:
+        path: the file; no code in it is run.
+        objective: of the network that gets the weights.
+
+    Raises:
+        ConfigError: the weights were trained with another path, prediction or convention of time.
+        ValueError: unexpected or hostile file.
+        OSError: the file cannot be read.
     """
     names = "path_type", "prediction"
     theirs = {name: value for name, value in read_arguments(path).items() if name in names and isinstance(value, str)}

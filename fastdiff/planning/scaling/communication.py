@@ -94,9 +94,13 @@ class Compute:
 def step_seconds(
     compute: Compute, messages: Sequence[Message], cost: Callable[[Message], float], *, overlap: bool
 ) -> float:
-    """Return the seconds of a step of ``ranks`` ranks that each compute as fast as a single one.
+    """Return the seconds of a step of ranks that each compute as fast as a single one.
 
-    ``messages`` are in order, each of ``cost`` seconds. ``overlap``: communication overlaps computation.
+    Args:
+        compute: of one rank.
+        messages: of one step, in order.
+        cost: returns the seconds of a message.
+        overlap: whether communication overlaps computation.
     """
     total = compute.seconds
     if not overlap:

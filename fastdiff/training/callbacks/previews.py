@@ -39,8 +39,14 @@ class PromptImages(Callback):
     Memory between previews: the autoencoder and the embeddings of the prompts on the CPU of rank 0. During a preview,
     on each rank's device: a copy of the whole network in the training precision, under any ZeRO stage, and the
     activations of one forward pass of at most ``--batch.micro`` samples. Then on the device of rank 0: the autoencoder
-    in fp32 and the decoding of one image. The text encoder is in memory once, at the start, on the CPU of rank 0. All
-    ranks construct this together. FastdiffError: on every rank: the pipeline cannot be read.
+    in fp32 and the decoding of one image. The text encoder is in memory once, at the start, on the CPU of rank 0.
+
+    Args:
+        state: a run of a text-to-image network with a pretrained pipeline; all ranks construct this together.
+        trackers: trackers that show the images too.
+
+    Raises:
+        FastdiffError: on every rank: the pipeline cannot be read.
     """
 
     account = "sampling"
@@ -202,10 +208,14 @@ def draw_together(
 ) -> Tensor:
     """Draw one image per entry of ``condition`` (``[N, ...]`` each), shared between the ranks; called by all ranks.
 
-    Every rank's device gets ``[N, *shape]`` fp32 latents. The options are those of
-    ``fastdiff.sampling.solvers.sample``; a forward pass has at most the samples of a micro-batch, with guidance
-    included. A single denoising step is told nobody (``Callback.rehearse``). FastdiffError: on every rank, if one of
-    them fails.
+    The options are those of ``fastdiff.sampling.solvers.sample``; a forward pass has at most the samples of a
+    micro-batch, with guidance included. A single denoising step is told nobody (``Callback.rehearse``).
+
+    Returns:
+        ``[N, *shape]`` fp32 latents, on every rank's device.
+
+    Raises:
+        FastdiffError: on every rank, if one of them fails.
     """
     world, count = state.world, next(len(value) for value in condition.values())
     share = -(-count // world.size)

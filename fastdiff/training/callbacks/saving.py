@@ -22,7 +22,13 @@ CHECKPOINT = "checkpoint"
 
 
 class Checkpointing(Callback):
-    """Periodic checkpoints, over the ranks of ``background``, which writes them, and one at the end."""
+    """Periodic checkpoints in the background, and one at the end.
+
+    Args:
+        state: the run.
+        checkpoints: over the ranks of ``background``.
+        background: writes checkpoints and snapshots.
+    """
 
     account = "save"
 
@@ -86,7 +92,11 @@ class Snapshots(Callback):
 
     A resumed run deletes newer snapshots at its first step, so that all of them belong to one history of the weights,
     and a failed start loses none. (The snapshot of a step precedes its checkpoint: a kill between the two loses
-    neither.) ``Checkpointing`` reports failures of ``background``, and waits for the last save.
+    neither.)
+
+    Args:
+        state: the run.
+        background: writes snapshots and checkpoints; ``Checkpointing`` reports failures, and waits for the last save.
     """
 
     account = "save"

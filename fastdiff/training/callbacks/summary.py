@@ -71,7 +71,12 @@ def _counted(count: int, what: str, plural: str = "s") -> str:
 
 
 def closing(state: TrainState, loss: float | None) -> str:
-    """Return the last lines of a complete run; ``loss`` since the line of the log before, None: nothing to train."""
+    """Return the last lines of a complete run.
+
+    Args:
+        state: at its end.
+        loss: mean since the line of the log before; None: this start had nothing to train.
+    """
     folder, model = state.folder, state.config.model
     told = "" if loss is None else f", loss {loss:.4f}"
     samples = folder / "samples"

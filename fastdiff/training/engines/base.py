@@ -45,10 +45,13 @@ class Engine(ABC):
         """Run the model's forward pass."""
 
     def rehearse(self, loss: Callable[[], Tensor], *, accumulates: bool) -> None:
-        """Take a step that changes nothing, with one micro-batch: compile, and meet the memory that a step needs.
+        """Take a step that changes nothing, with its last micro-batch: compile, and meet the memory that a step needs.
 
-        Weights, moments, averages and counters stay as they are. Called by all ranks, between two steps. ``loss`` runs
-        the forward pass and returns a scalar.
+        Weights, moments, averages, loss scale and counters stay as they are. Called by all ranks, between two steps.
+
+        Args:
+            loss: runs the forward pass and returns its loss, a scalar.
+            accumulates: take another micro-batch before: the last one needs its memory beside the gradients of others.
         """
         if accumulates:
             self.backward(loss())
@@ -62,10 +65,12 @@ class Engine(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor, *, discard: bool = False) -> None:
-        """Add the gradient of this rank's ``loss`` (scalar, mean over the micro-batch), divided by the accumulation.
+        """Add the gradient of ``loss`` (scalar, mean over the micro-batch), divided by the accumulation.
 
-        ``discard``, equal on all ranks: ``step`` skips the step as if its gradient were not finite, whatever earlier
-        micro-batches gave.
+        Args:
+            loss: of this rank.
+            discard: make ``step`` skip the step as if its gradient were not finite, whatever earlier micro-batches
+                gave; equal on all ranks.
         """
 
     def named_calls(self) -> dict[str, list[tuple[object, str]]]:

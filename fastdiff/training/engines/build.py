@@ -28,10 +28,17 @@ _OWNED = {
 def choose(
     optim: OptimConfig, performance: PerformanceConfig, ds_config: DsConfig, saved: Mapping[str, Any] | None = None
 ) -> Kind:
-    """Return the engine of a run; ConfigError: the flat engine is asked for, and cannot train this run.
+    """Return the engine of a run.
 
-    ``saved``: the manifest of the checkpoint that the run resumes from; None: a new run. Under ``auto`` a run of ZeRO-0
-    keeps its engine, if it can: the losses of two engines differ by rounding.
+    Args:
+        optim: of the run.
+        performance: of the run.
+        ds_config: the resolved DeepSpeed JSON.
+        saved: the manifest of the checkpoint that the run resumes from; None: a new run. Under ``auto`` a run of ZeRO-0
+            keeps its engine, if it can: the losses of two engines differ by rounding.
+
+    Raises:
+        ConfigError: the flat engine is asked for, and cannot train this run.
     """
     wanted, reason = performance.engine, _unsupported(optim, performance, ds_config)
     require(wanted != "flat" or reason is None, f"--performance.engine flat {reason}")

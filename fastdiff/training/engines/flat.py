@@ -28,10 +28,13 @@ from fastdiff.training.optimizer.update import Update
 
 
 class FlatEngine(Engine):
-    """A model with its optimizer in flat buffers, by a resolved DeepSpeed JSON of stage 0.
+    """A model with its optimizer in flat buffers.
 
-    The engine moves and casts ``model``, fp32 on any device but ``meta``; ``config`` is as ``engines.build`` accepts
-    it.
+    Args:
+        model: on any device but ``meta``, fp32 weights; the engine moves and casts it.
+        config: the run, as ``engines.build`` accepts it.
+        ds_config: the resolved DeepSpeed JSON, of stage 0.
+        world: the ranks.
     """
 
     kind = "flat"

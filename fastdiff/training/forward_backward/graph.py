@@ -34,7 +34,14 @@ Section = Callable[[], Tensor]
 
 
 class GraphForwardBackward(ForwardBackward):
-    """Both passes of a micro-batch, captured once and then replayed, on one GPU; timesteps do not learn from losses."""
+    """Both passes of a micro-batch, captured once and then replayed, on one GPU.
+
+    Args:
+        engine: of the run.
+        objective: of the run; its timesteps do not learn from losses.
+        meters: of the run.
+        guard: of the run.
+    """
 
     _engine: FlatEngine
 

@@ -25,7 +25,12 @@ class ForwardBackward:
         self._engine.backward(losses.mean(), discard=discard)
 
     def forward(self, batch: Batch, *, recorded: bool = True) -> tuple[Tensor, Corruption]:
-        """Return the losses ``[micro]`` and the noise levels; ``recorded``: a density that learns learns from these."""
+        """Return the losses ``[micro]`` of a micro-batch, and the noise levels that were drawn.
+
+        Args:
+            batch: of this rank.
+            recorded: whether a density of timesteps that learns from losses learns from these.
+        """
         corruption = self._objective.add_noise(batch, self._engine)
         prediction = self._engine(corruption.noisy, corruption.time, **corruption.condition)
         # [micro, C, H, W] -> [micro]

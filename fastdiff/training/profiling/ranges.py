@@ -18,9 +18,13 @@ from fastdiff.training.state import TrainState
 
 
 class Range:
-    """An open range, which appears in a trace with its name and duration; ``nvtx``: also for NVIDIA's tools.
+    """An open range, which appears in a trace with its name and duration.
 
     It may be closed by another thread than the one that opened it, and more than once: only the first time counts.
+
+    Args:
+        name: in the trace.
+        nvtx: also open it for NVIDIA's tools.
     """
 
     def __init__(self, name: str, *, nvtx: bool) -> None:
@@ -48,15 +52,20 @@ _Call = Callable[..., Any]
 
 @contextmanager
 def named_ranges(state: TrainState) -> Iterator[Opener]:
-    """Put named ranges around the parts of every step inside, and yield what opens another; called by any rank alone.
+    """Put named ranges around the parts of every step inside; called by any rank alone.
 
     The ranges are ``data``, ``forward``, ``objective``, ``block N forward`` (or ``recompute``), ``backward``, ``block N
     backward``, ``hooks`` (DeepSpeed's own work around blocks and gradients), ``reduce``, ``consensus``, ``optimizer``,
-    ``averages`` and ``callbacks``. Hooks and calls are outside of compiled code. All that are open at the end are
-    closed.
+    ``averages`` and ``callbacks``. Hooks and calls are outside of compiled code.
 
     The flat engine has no ``hooks``. Its ``reduce`` only starts the reduction of a bucket, whose end has no range, and
     its ``averages`` is empty, because ``optimizer`` moves them.
+
+    Args:
+        state: of the run.
+
+    Yields:
+        A function that opens another range; all that are open at the end are closed.
     """
     open_: list[Range] = []
     nvtx = state.world.device.type == "cuda"

@@ -22,10 +22,16 @@ _TAIL, _END = 16, b"}"
 
 
 class Recording:
-    """A running recording of this process; ``detailed``: also shapes and memory, which costs time.
+    """A running recording of this process.
 
-    On a CPU there is no snapshot of the memory; the trace has an event for each allocation instead. RuntimeError: the
-    profiler cannot start.
+    On a CPU there is no snapshot of the memory; the trace has an event for each allocation instead.
+
+    Args:
+        device: of the run.
+        detailed: also record shapes and memory, which costs time.
+
+    Raises:
+        RuntimeError: the profiler cannot start.
     """
 
     def __init__(self, device: torch.device, *, detailed: bool = True) -> None:
@@ -62,8 +68,14 @@ class Recording:
     def write(self, folder: Path, rank: int, first: int, alive: Callable[[], None]) -> list[Path]:
         """Write the files of a stopped recording and return their paths: the trace, then the snapshot if there is one.
 
-        ``first`` step of the recording, for the names. ``alive`` is called between the parts, which take long. OSError:
-        a file could not be written; nothing is left of it.
+        Args:
+            folder: for the files.
+            rank: of this process.
+            first: number of the first step in the recording, for the names of the files.
+            alive: called between the parts, which take long.
+
+        Raises:
+            OSError: a file could not be written; nothing is left of it.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -17,10 +17,15 @@ from fastdiff.training.trackers.background import FINISH_S
 
 
 class TensorBoard:
-    """Events in a new file in ``tensorboard/`` of the run folder; events after the ``step`` of a resume are hidden.
+    """Events in a new file in ``tensorboard/`` of the run folder; events after the step of a resume are hidden.
 
     The file is written as the log is, without the thread of torch's ``SummaryWriter``, which prints a traceback on a
-    full disk and leaves half an event, behind which nothing is read. ``buffered``: events wait in memory meanwhile.
+    full disk and leaves half an event, behind which nothing is read.
+
+    Args:
+        run: the run folder.
+        step: of the resume.
+        buffered: events wait in memory while the disk is full.
     """
 
     finish_s = FINISH_S

@@ -27,9 +27,16 @@ def overwrite(parameter: Any, name: str, rank: int, read: Callable[[Fragment], T
 
 
 def flats_of(engine: Any, optimizer: torch.optim.Optimizer, names: dict[int, str], world: World) -> Iterator[Flat]:
-    """Yield this rank's flat fp32 tensors, for each wrapper of ``optimizer``; ``names`` of parameters are by ``id``.
+    """Yield this rank's flat fp32 tensors, for each of DeepSpeed's optimizer wrappers.
 
-    ConfigError: DeepSpeed chose an unknown wrapper.
+    Args:
+        engine: DeepSpeed's.
+        optimizer: the one that DeepSpeed wraps.
+        names: of the parameters, by ``id``.
+        world: the ranks.
+
+    Raises:
+        ConfigError: DeepSpeed chose an unknown wrapper.
     """
     wrapper = engine.optimizer
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
