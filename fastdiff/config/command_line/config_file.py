@@ -4,10 +4,11 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -25,6 +26,7 @@ from fastdiff.errors import ConfigError, require, require_utf8
 from fastdiff.files import read_bounded
 from fastdiff.plugins.user_code import names_file
 
+Section = TypeVar("Section")
 _LARGEST = 1 << 20
 """Maximum size of a ``--config`` file, in bytes."""
 _DIGITS = 300
@@ -192,7 +194,7 @@ def with_kind(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
     kind = model.get("kind", base.model.kind) if isinstance(model, dict) else base.model.kind
     require(isinstance(kind, str), f"{source}: model.kind: expected the name of a network, given {kind!r}")
     if kind != base.model.kind:
-        base = replace(base, model=network_called(kind, source)())
+        base = _with(base, model=network_called(kind, source)())
     if isinstance(optim, dict):
         base = with_optimizer(base, optim.get("name", base.optim.name), f"{source}: optim.name")
     process = base.objective.process
@@ -208,7 +210,7 @@ def with_process(base: RunConfig, process: Process) -> RunConfig:
     if process == base.objective.process:
         return base
     objective = in_process(base.objective, process)
-    return replace(base, objective=objective, timesteps=base.timesteps.in_process(objective))
+    return _with(base, objective=objective, timesteps=base.timesteps.in_process(objective))
 
 
 def with_optimizer(base: RunConfig, name: object, source: str) -> RunConfig:
@@ -219,9 +221,54 @@ def with_optimizer(base: RunConfig, name: object, source: str) -> RunConfig:
     require(isinstance(name, str), f"{source}: expected the name of an optimizer, given {name!r}")
     config, optim = optimizer_family(str(name), source).config, base.optim
     if type(optim) is config:
-        return replace(base, optim=replace(optim, name=str(name)))
+        return _with(base, optim=_with(optim, name=str(name)))
     kept = {field: getattr(optim, field) for field in OF_RUN}
-    return replace(base, optim=config(name=str(name), **kept))
+    return _with(base, optim=config(name=str(name), **kept))
+
+
+def _with(base: Section, **fields: Any) -> Section:
+    """Return ``base`` with other fields, whose values are not checked: those of flags may follow."""
+    made = copy(base)
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def lay_unchecked(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
+    """Return ``base`` with the ``given`` fields, of which names and types are checked; flags may mend the values.
+
+    Raises:
+        ConfigError: an unknown field or a wrong type.
+    """
+    base = with_kind(base, given, source)
+    if isinstance(objective := given.get("objective"), dict):
+        given = given | {"objective": without_defaults_of_others(base.objective.process, objective)}
+    for name, text in texts(_merge(asdict(base), given, source)):
+        require_utf8(f"{source}: {name}", text)
+    return _typed(base, given, source)
+
+
+def _typed(base: Section, given: Mapping[str, Any], source: str, prefix: str = "") -> Section:
+    hints, found = get_type_hints(type(base), include_extras=True), {}
+    for name, value in given.items():
+        section = getattr(base, name)
+        if is_dataclass(section) and isinstance(value, dict):
+            found[name] = _typed(section, value, source, f"{prefix}{name}.")
+            continue
+        try:
+            found[name] = TypeAdapter(hints[name]).validate_json(json.dumps(value), strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join([f"{prefix}{name}", *map(str, first["loc"])])
+            raise ConfigError(f"{source}: {place}: {first['msg']}, given {repr(first['input'])[:_SHOWN]}") from None
+    return _with(base, **found)
+
+
+def blamed_on_file(text: str, fields: Mapping[str, Any], flags: Sequence[str], source: str) -> str:
+    """Return a message about a configuration, which names the file if it is about fields that no flag gives."""
+    given = {flag.partition("=")[0].lstrip("-").replace("-", "_") for flag in flags if flag.startswith("--")}
+    named = _as_fields(text, {*leaves(fields)} - given)
+    return f"{source}: {named}" if named != text or not given else text
 
 
 def lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:

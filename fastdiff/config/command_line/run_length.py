@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fastdiff.config.arguments.types import LARGEST, Parser, count, positive
 from fastdiff.config.command_line.data_set import INFO_FILE, read_description
@@ -57,7 +57,7 @@ def samples_flag(
     names = [name for name, value in given.items() if value is not None]
     called = f"{source}: {' and '.join(names).replace('--', '')}" if source else " and ".join(names)
     require(len(names) <= 1, f"{called}: each is the length of the run; give one of them")
-    samples = fields.batch or batch.samples
+    samples = fields.batch or max(1, batch.samples)  # a wrong one is refused later
     if epochs is not None:
         path = data.path if fields.path is None else fields.path
         online = fields.online or data.online
@@ -71,15 +71,6 @@ def samples_flag(
 def sets_samples(flags: Sequence[str]) -> bool:
     """Return whether ``--samples`` is among the flags."""
     return any(flag.partition("=")[0] == "--samples" for flag in flags)
-
-
-def with_whole_steps(fields: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return the fields of a file and ``steps`` steps of its batch; the length is given elsewhere."""
-    batch = fields.get("batch")
-    size = batch.get("samples") if isinstance(batch, dict) else None
-    if "samples" in fields or type(size) is not int or size < 1:
-        return fields
-    return fields | {"samples": steps * size}
 
 
 class _Said(NamedTuple):

@@ -21,7 +21,7 @@ from fastdiff.config.arguments.types import Parser, add_verbosity
 from fastdiff.config.arguments.unknown import explained
 from fastdiff.config.command_line import config_file
 from fastdiff.config.command_line.data_set import network_flags
-from fastdiff.config.command_line.run_length import add_run_length, samples_flag, sets_samples, with_whole_steps
+from fastdiff.config.command_line.run_length import add_run_length, samples_flag, sets_samples
 from fastdiff.config.command_line.short_help import short_help
 from fastdiff.config.launch_options import HANG_TIMEOUT_S, Launch
 from fastdiff.config.local_paths import require_local
@@ -78,8 +78,7 @@ def parse(argv: Sequence[str], beside: Collection[str] = ()) -> tuple[Launch, Ru
     if own.optimizer is not None:  # a file without a name has its fields
         default = config_file.with_optimizer(default, own.optimizer, "--optim.name")
     if own.config:
-        laid = with_whole_steps(file.fields, default.steps) if by_flag or steps or epochs else file.fields
-        default = config_file.lay_over(default, laid, f"--config {own.config}")
+        default = config_file.lay_unchecked(default, file.fields, f"--config {own.config}")
     if own.optimizer is not None:
         default = config_file.with_optimizer(default, own.optimizer, "--optim.name")
     if kind is not None:
@@ -92,7 +91,8 @@ def parse(argv: Sequence[str], beside: Collection[str] = ()) -> tuple[Launch, Ru
     source = "" if by_flag else f"--config {own.config}"
     rest += samples_flag(steps, epochs, rest, default.batch, default.data, name, source)
     rest += network_flags(rest, file.fields, default, name, resumes=own.resume != "never")
-    config = _parse_fields(default, rest, _description(name), beside)
+    blame = partial(config_file.blamed_on_file, fields=file.fields, flags=rest, source=f"--config {own.config}")
+    config = _parse_fields(default, rest, _description(name), beside, blame if own.config else str)
     if not config.output.folder:
         raise ConfigError("--output.folder is missing: a run without a preset needs a folder, for example runs/first")
     path = own.deepspeed_config or (own.deepspeed if isinstance(own.deepspeed, str) else None)
@@ -110,8 +110,12 @@ def parse(argv: Sequence[str], beside: Collection[str] = ()) -> tuple[Launch, Ru
     return launch, config
 
 
-def _parse_fields(default: RunConfig, flags: Sequence[str], description: str, beside: Collection[str]) -> RunConfig:
+def _parse_fields(
+    default: RunConfig, flags: Sequence[str], description: str, beside: Collection[str], blame: Callable[[str], str]
+) -> RunConfig:
     """Return ``default`` with the fields that ``flags`` set; ``--help-all`` prints them on one rank, and ends.
+
+    ``blame`` says whose values a message is about.
 
     Raises:
         ConfigError: an unknown flag, with the nearest or with ours for one of another trainer; or a wrong value.
@@ -133,6 +137,8 @@ def _parse_fields(default: RunConfig, flags: Sequence[str], description: str, be
     try:
         with redirect_stdout(said), redirect_stderr(said), _wide():
             config, unknown = parse()
+    except ConfigError as error:
+        raise ConfigError(blame(str(error))) from None
     except SystemExit as end:
         if not end.code:
             raise

@@ -489,3 +489,30 @@ def test_numbers_of_a_file(tmp_path: Path, text: str, lr: float) -> None:
     (tmp_path / "run.yaml").write_text(f"optim: {{lr: {text}}}\nseed: 1_000")
     _, config = train_flags.parse(["--preset", "digits", "--config", str(tmp_path / "run.yaml")])
     assert (config.optim.lr, config.seed) == (lr, 1000)
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags", "message"),
+    [
+        ("optim: {schedule: constant, warmup_steps: 5}", "--optim.schedule constant_with_warmup", ""),
+        ("optim: {schedule: constant, warmup_steps: 5}", "--optim.warmup-steps 0", ""),
+        ("batch: {samples: 48}", "--batch.samples 64", ""),
+        ("batch: {samples: 48}", "--steps 2", ""),
+        ("batch: {samples: 0}", "--epochs 2", "FILE: batch.samples 0: at least 1"),
+        ("batch: {samples: 48}", "--seed 1", "FILE: --samples 64000 is not divisible by batch.samples 48"),
+        ("seed: 1", "--batch.samples 48", "--samples 64000 is not divisible by --batch.samples 48"),
+        ("optim: {betas: [0.9, x]}", "--optim.betas 0.9 0.95", "FILE: optim.betas.1: Input should be a valid number"),
+        ("optim: {lr: 1.0e-3}", "--optim.lrr 3", "--optim.lrr: unknown flag, did you mean --optim.lr"),
+    ],
+)
+def test_flags_mend_a_file_before_its_values_are_checked(
+    fields: str, flags: str, message: str, digits: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(fields)
+    words = ["--preset", "digits", "--data.path", str(digits), "--config", str(path), *flags.split()]
+    if not message:
+        assert train_flags.parse(words)[1].output.folder
+        return
+    with pytest.raises(ConfigError, match=f"^{re.escape(message.replace('FILE', f'--config {path}'))}"):
+        train_flags.parse(words)
