@@ -47,27 +47,18 @@ class Baseline:
     def compare(self, now: Sequence[Measurement]) -> tuple[str, bool]:
         """Describe the changes and return whether anything got worse; new and removed kernels never count as worse."""
         before, after = ({m.name: m for m in rows} for rows in (self.measurements, now))
-        changed = [(before[name], m) for name, m in after.items() if name in before and before[name].value != m.value]
+        rows = []
+        for name, new in after.items():
+            if name in before and (old := before[name].value) != new.value:
+                verdict = "worse" if (new.value > old) == (new.better == "lower") else "better"
+                rows.append((new.provider, new.case, new.quantity, f"{old:g}", f"{new.value:g}", verdict))
         lines = [f"against {self.path} ({self.git})"]
-        if changed:
-            heading = ("kernel", "case", "quantity", "before", "now", "")
-            lines.append(table([heading, *(_cells(old, new) for old, new in changed)], "<<<>><"))
-        for word, rows, others in (("new", after, before), ("gone", before, after)):
-            kernels = {_kernel(m) for m in rows.values()} - {_kernel(m) for m in others.values()}
+        if rows:
+            lines.append(table([("kernel", "case", "quantity", "before", "now", ""), *rows], "<<<>><"))
+        for word, own, others in (("new", after, before), ("gone", before, after)):
+            kernels = {(provider, case) for _, case, provider, _ in own}
+            kernels -= {(provider, case) for _, case, provider, _ in others}
             lines += [f"{word}: {provider} ({case})" for provider, case in sorted(kernels)]
-        worse = sum(_is_worse(old, new) for old, new in changed)
-        lines.append(f"{worse} worse, {len(changed) - worse} better, {len(after.keys() & before.keys())} compared")
+        worse = sum(row[-1] == "worse" for row in rows)
+        lines.append(f"{worse} worse, {len(rows) - worse} better, {len(after.keys() & before.keys())} compared")
         return "\n".join(lines), worse > 0
-
-
-def _kernel(measurement: Measurement) -> tuple[str, str]:
-    return measurement.provider, measurement.case
-
-
-def _is_worse(old: Measurement, new: Measurement) -> bool:
-    return (new.value > old.value) == (new.better == "lower")
-
-
-def _cells(old: Measurement, new: Measurement) -> tuple[str, ...]:
-    verdict = "worse" if _is_worse(old, new) else "better"
-    return new.provider, new.case, new.quantity, f"{old.value:g}", f"{new.value:g}", verdict

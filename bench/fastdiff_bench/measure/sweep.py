@@ -80,7 +80,10 @@ def workloads(arguments: argparse.Namespace, device: str) -> list[Workload]:
     ]
     named: dict[tuple[str, str], Workload] = {}
     for workload in found:
-        check(workload)
+        try:  # refuse what no machine can run
+            deepspeed_config.resolve(workload.deepspeed_json(), workload.config(Path(), Path()), ranks=1)
+        except ConfigError as error:
+            raise BenchError(str(error)) from None
         other = named.setdefault((workload.case, workload.provider), workload)
         if other is not workload:
             raise BenchError(
@@ -89,19 +92,6 @@ def workloads(arguments: argparse.Namespace, device: str) -> list[Workload]:
                 "different names"
             )
     return found
-
-
-def check(workload: Workload) -> None:
-    """Refuse a workload that no machine can run.
-
-    Raises:
-        BenchError: with the reason.
-    """
-    config = workload.config(Path(), Path())
-    try:
-        deepspeed_config.resolve(workload.deepspeed_json(), config, ranks=1)
-    except ConfigError as error:
-        raise BenchError(str(error)) from None
 
 
 def _parsed(text: str) -> tuple[str, Sequence[Any]]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fastdiff_bench.page import bench_charts
 from fastdiff_bench.page.row_charts import RowChart
@@ -16,19 +16,6 @@ _OF_A_STEP = ("throughput", "step time", "mfu", "of matmul", "peak allocated", "
 _BATCH = re.compile(r", batch \d+\b")
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A device that records were measured on."""
-
-    name: str
-    benches: str
-    """What was measured on it."""
-    verdict: str
-    """Its comparisons with other programs."""
-    newest: str
-    """Date of its newest record."""
-
-
 def device(fingerprint: Fingerprint) -> str:
     """Return the GPU, or the processor where there is none."""
     if fingerprint.device == "cpu":
@@ -36,16 +23,16 @@ def device(fingerprint: Fingerprint) -> str:
     return fingerprint.device
 
 
-def devices(records: Sequence[Record], titles: Mapping[str, str]) -> Iterator[Device]:
-    """Yield the devices of all measurements, GPUs first."""
+def devices(records: Sequence[Record], titles: Mapping[str, str]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each device, GPUs first: name, verdict on other programs, what was measured, date of the newest record."""
     for name, own in _by_device(records).items():
         names = dict.fromkeys(m.bench for one in own for m in one.measurements)
         benches = sorted(names, key=[*titles, *names].index)
         compared = [found for one in own for found in comparisons.of_record(one)]
-        yield Device(
+        yield (
             name,
-            "; ".join(titles.get(bench, bench) for bench in benches),
             comparisons.counts(compared) if compared else "none yet",
+            "; ".join(titles.get(bench, bench) for bench in benches),
             max(one.fingerprint.date for one in own)[:10],
         )
 

@@ -301,9 +301,9 @@ def test_the_page_names_every_device_with_a_measurement_also_without_comparisons
     gpu = replace(step, fingerprint=replace(step.fingerprint, device="NVIDIA H200", date="2026-11-26T03:53:17"))
     smoke = replace(step, fingerprint=replace(step.fingerprint, device="NVIDIA L4", smoke=True))
     first, second = overview.devices([peer, gpu, smoke], {"step": "Training step"})
-    assert (first.name, first.benches, first.verdict) == ("NVIDIA H200", "Training step", "none yet")
-    assert (first.newest, second.name) == ("2026-11-26", overview.device(peer.fingerprint))
-    assert second.verdict.endswith(" of 4")
+    assert first == ("NVIDIA H200", "none yet", "Training step", "2026-11-26")
+    assert second[0] == overview.device(peer.fingerprint)
+    assert second[1].endswith(" of 4")
     assert "NVIDIA H200" in Page(report.page([peer, gpu])).texts
 
 
