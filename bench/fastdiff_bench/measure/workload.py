@@ -85,10 +85,6 @@ class Workload:
         except ConfigError as error:
             raise BenchError(str(error)) from None
 
-    @property
-    def _is_path(self) -> bool:
-        return Path(self.deepspeed).suffix == ".json"
-
     def decided(self, facts: Mapping[str, Fact]) -> Workload:
         """Return the workload with the micro-batch that its run chose, if the preset leaves that open.
 
@@ -152,7 +148,7 @@ class Workload:
             "deterministic": config.performance.deterministic,
             "cuda_graph": config.performance.cuda_graph,
             "loader": config.data.loader,
-            **({"deepspeed_file": os.path.relpath(self.deepspeed)} if self._is_path else {}),
+            **({"deepspeed_file": os.path.relpath(self.deepspeed)} if Path(self.deepspeed).suffix == ".json" else {}),
         }
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from fastdiff.config.run import RunConfig
 from fastdiff.planning.scaling.zero import parameters_of
 from fastdiff.planning.step_time import Host
-from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_interleaved
+from fastdiff_bench.measure.interleaved import Effort, Program, run_interleaved
 from fastdiff_bench.measure.stepping import run_fastdiff
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.measure.workload import Workload
@@ -64,7 +64,7 @@ def measure(stages: Mapping[str, Workload], data: Path, effort: Effort, device: 
         if failed:
             yield Failure(bench="scale", case="host", provider=name, reason=failed[0])
             continue
-        times = [_per_step(result, effort.steps) for result in results.values()]
+        times = [[one.cpu_seconds / effort.steps for one in result.sessions] for result in results.values()]
         found = fit([one.tensors for one in narrow], [statistics.median(time) for time in times])
         medians = [f"{1e3 * statistics.median(time):.1f}" for time in times]
         rows.append([name, *medians, f"{1e3 * found.fixed:.2f}", f"{1e3 * found.per_tensor:.4f}"])
@@ -93,10 +93,6 @@ def without_persistence(stage: Workload, folder: Path) -> Workload:
     path = folder / f"{Path(stage.deepspeed).stem}.json"
     path.write_text(json.dumps(config))
     return replace(stage, deepspeed=str(path))
-
-
-def _per_step(result: Result, steps: int) -> list[float]:
-    return [session.cpu_seconds / steps for session in result.sessions]
 
 
 def _measurements(
