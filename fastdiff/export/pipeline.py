@@ -159,8 +159,12 @@ def _use(config: RunConfig, place: Place, step: int) -> str:
 
 def _of_others(index: Mapping[str, Any]) -> list[str]:
     """Return the parts of a pipeline that are neither of diffusers nor of transformers, with their classes."""
-    parts = {part: entry for part, entry in index.items() if isinstance(entry, list) and all(entry)}
-    return [f"`{part}` is `{library}.{name}`" for part, (library, name) in parts.items() if library not in _LIBRARIES]
+    found = []
+    for part, entry in index.items():
+        match entry:
+            case [str(library), str(name)] if not part.startswith("_") and library not in _LIBRARIES:
+                found.append(f"`{part}` is `{library}.{name}`")
+    return found
 
 
 DIFFUSERS = ExportFormat(write=_write, use=_use, library="diffusers")

@@ -38,6 +38,10 @@ def as_typed(unknown: Sequence[str], typed: Sequence[str]) -> list[str]:
     return words or list(unknown)
 
 
+_SWITCHED = ("true", "false", "yes", "no", "on", "off")
+"""Values that other programs give to switches."""
+
+
 def _is_flag(word: str) -> bool:
     return re.match(r"--?[A-Za-z]", word) is not None
 
@@ -59,7 +63,8 @@ def _with_values(words: Sequence[str]) -> list[tuple[str, list[str]]]:
 def _explained(flag: str, values: Sequence[str], known: Collection[str], command: str, typed: Sequence[str]) -> str:
     shown = [sanitize.argument(value) for value in values]
     if not flag:
-        before = next((one for one, word in pairwise(typed) if word == values[0] and _is_flag(one)), None)
+        switched = values[0].lower() in _SWITCHED
+        before = next((one for one, word in pairwise(typed) if switched and word == values[0] and _is_flag(one)), None)
         switch = "it belongs to no flag" if before is None else f"{before} takes no value; {_switched(before, known)}"
         return f"{shown[0]}: unexpected, {switch}"
     if (said := answer(flag, shown, command)) is not None:

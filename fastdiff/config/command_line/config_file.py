@@ -223,7 +223,7 @@ def with_optimizer(base: RunConfig, name: object, source: str) -> RunConfig:
     if type(optim) is config:
         return _with(base, optim=_with(optim, name=str(name)))
     kept = {field: getattr(optim, field) for field in OF_RUN}
-    return _with(base, optim=config(name=str(name), **kept))
+    return _with(base, optim=_with(config(name=str(name)), **kept))
 
 
 def _with(base: Section, **fields: Any) -> Section:

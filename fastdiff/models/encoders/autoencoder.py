@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from fastdiff.errors import require
+from fastdiff.errors import ConfigError
 from fastdiff.models.encoders.family import AutoencoderFamily, LatentSpace
 from fastdiff.plugins.user_code import faults_of
 
@@ -72,13 +72,14 @@ class Autoencoder:
         return torch.cat(images)
 
     def _require(self, what: str, found: Tensor, given: Tensor, expected: tuple[int, ...]) -> None:
-        require(
-            tuple(found.shape) == expected,
-            f"{self._what} returns {what} {list(found.shape)} for {list(given.shape)}, expected {list(expected)} by "
-            f"its LatentSpace, channels={self.space.channels}, factor={self.space.factor}, "
-            f"posterior={self.space.posterior} and pixel_channels={self.space.pixel_channels}; correct these in space "
-            f"of its AutoencoderFamily ({self._family.space.__module__}.{self._family.space.__qualname__})",
-        )
+        if tuple(found.shape) != expected:
+            space = self._family.space
+            raise ConfigError(
+                f"{self._what} returns {what} {list(found.shape)} for {list(given.shape)}, expected {list(expected)} "
+                f"by its LatentSpace, channels={self.space.channels}, factor={self.space.factor}, "
+                f"posterior={self.space.posterior} and pixel_channels={self.space.pixel_channels}; correct these in "
+                f"space of its AutoencoderFamily ({space.__module__}.{getattr(space, '__qualname__', space)})"
+            )
 
     @property
     def _of_weights(self) -> Tensor:

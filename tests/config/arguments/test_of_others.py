@@ -178,6 +178,7 @@ def test_a_flag_typed_from_memory_names_ours(words: str, message: str) -> None:
             "--no-preflite: unknown flag, did you mean ",
         ),
         ("ledger a b c d", "b: unexpected, it belongs to no flag"),
+        ("encode a b --resolution 8 8", "8: unexpected, it belongs to no flag"),
         ("encode a b --flip true", "true: unexpected, --flip takes no value; write --flip, or leave it out"),
     ],
 )

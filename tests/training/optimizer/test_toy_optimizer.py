@@ -197,9 +197,10 @@ def test_the_optimizer_of_the_command_line_replaces_that_of_a_file(
 
     def parsed(optim: str) -> OptimConfig:
         file.write_text(f"optim: {{{optim}}}")
-        return parse(["--preset", "digits", "--config", str(file), "--optim.name", "toy"])[1].optim
+        words = ["--preset", "digits", "--config", str(file), "--optim.name", "toy", "--optim.schedule", "constant"]
+        return parse([*words, "--optim.warmup-steps", "0"])[1].optim
 
-    found = parsed("name: adamw, eps: 1.0e-6, clip: 3.0")
+    found = parsed("name: adamw, eps: 1.0e-6, clip: 3.0, schedule: constant, warmup_steps: 5")
     assert (type(found).__name__, found.lr, found.clip) == ("ToyConfig", 1e-2, 3.0)
     assert parsed("momentum: 0.7").hyper_parameters()["momentum"] == 0.7, "it names none"
 
