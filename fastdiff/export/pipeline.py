@@ -57,9 +57,8 @@ def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dt
     index = dict(pipeline.json(INDEX))
     library = index[part][0] if part in index else "diffusers"
     index |= {part: [library, model.diffusers_class], "scheduler": ["diffusers", scheduler["_class_name"]]}
-    for other, kind in index.items():
-        own = other in (part, "scheduler") or not isinstance(kind, list) or kind[0] is None
-        if not own and not copy_part(pipeline, other, folder / other):
+    for other in _parts(index).keys() - {part, "scheduler"}:
+        if not copy_part(pipeline, other, folder / other):
             index[other] = [None, None]
     write_json(folder / INDEX, index)
 
@@ -159,11 +158,17 @@ def _use(config: RunConfig, place: Place, step: int) -> str:
 
 def _of_others(index: Mapping[str, Any]) -> list[str]:
     """Return the parts of a pipeline that are neither of diffusers nor of transformers, with their classes."""
-    found = []
+    parts = _parts(index)
+    return [f"`{part}` is `{library}.{name}`" for part, (library, name) in parts.items() if library not in _LIBRARIES]
+
+
+def _parts(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return library and class of each part of a pipeline that is there; other values of the index are options."""
+    found = {}
     for part, entry in index.items():
         match entry:
-            case [str(library), str(name)] if not part.startswith("_") and library not in _LIBRARIES:
-                found.append(f"`{part}` is `{library}.{name}`")
+            case [str(library), str(name)] if not part.startswith("_"):
+                found[part] = (library, name)
     return found
 
 
