@@ -27,6 +27,8 @@ _TOLERANCE_PERCENT = 3.0
 _VERDICTS: tuple[Verdict, ...] = ("same", "changed", "better", "worse")
 _MAY_DIFFER = {"git", "date", "command", "smoke", "load"}
 _SHARES_OF_LIMITS = {"of copy", "of matmul"}
+_GONE = {("step", "launches"), ("objectives", "training time")}
+"""Bench and quantity of older records that nothing measures any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,10 @@ def compare(a: Sequence[Record], b: Sequence[Record], *, tolerance: float, parti
     Raises:
         BenchError: they have no measurement in common, or a common one has different units.
     """
-    of_a, of_b = ({m.name: m for one in records for m in one.measurements} for records in (a, b))
+    of_a, of_b = (
+        {m.name: m for one in records for m in one.measurements if (m.bench, m.quantity) not in _GONE}
+        for records in (a, b)
+    )
     common = [name for name in of_a if name in of_b]
     if not common:
         raise BenchError(

@@ -201,7 +201,10 @@ def _zero(layer: nn.Linear) -> None:
 
 
 def summed_later(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return ``layer(x)`` and the bias whose gradient an op of ``bias_gradient`` has to sum; None: the layer does."""
+    """Return ``layer(x)`` and the bias whose gradient an op of ``bias_gradient`` has to sum; None: the layer does.
+
+    It reads weights outside of their layer, so under ZeRO-3, which gathers whole blocks, only blocks may call it.
+    """
     if not _is_plain(layer, x) or not layer.bias.requires_grad:
         return layer(x), None
     plain = cast(nn.Linear, layer)

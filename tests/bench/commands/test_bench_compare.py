@@ -61,7 +61,8 @@ def test_what_counts_as_a_change(a: tuple[float, ...], b: tuple[float, ...], bet
 
 
 def test_measurements_are_joined_by_name(tmp_path: Path) -> None:
-    a = write(tmp_path / "a.jsonl", row(1), row(5, case="x"), row(7, quantity="phase data"))
+    gone = row(7, quantity="launches")  # of an older record
+    a = write(tmp_path / "a.jsonl", row(1), row(5, case="x"), row(7, quantity="phase data"), gone)
     b = write(tmp_path / "b.jsonl", row(9, provider="plain"), row(5, case="x"), row(2))
     found = compare([a], [b], tolerance=0.03)
     assert {change.a.case: change.ratio for change in found.changes} == {"dit-s-2-256": 2.0, "x": 1.0}

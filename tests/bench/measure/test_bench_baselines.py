@@ -368,6 +368,21 @@ def test_what_the_peers_do_not_train_is_named(given: Any, timesteps: Any, flags:
     assert not_in_script(objective, drawn) == flags + weighting
 
 
+@pytest.mark.parametrize("name", ["plain", "dit", "diffusers"])
+def test_an_objective_that_a_baseline_would_train_otherwise_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = Workload(preset="digits-t2i" if name == "diffusers" else "digits")
+    run = workload.config(tmp_path, tmp_path)
+    changed = replace(run, objective=replace(run.objective, prediction="previous_x"))
+    monkeypatch.setattr(Workload, "config", lambda *_: changed)
+    message = (
+        f"--peer {name} does not support preset {workload.preset}, which has --objective.prediction previous_x; try"
+    )
+    with record.Log(tmp_path / "peer.jsonl") as log, pytest.raises(BenchError, match=message):
+        baselines.run(workload, [name], Effort(rounds=2, steps=1, warm_up=1), "cpu", log)
+
+
 @pytest.mark.nightly
 def test_a_comparison_with_diffusers_is_recorded_with_its_speed_ups(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
