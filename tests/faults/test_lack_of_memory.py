@@ -15,10 +15,11 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.errors import NoMemoryError, OutOfMemoryRestart
 from fastdiff.ledger.reader import read_ledger
+from fastdiff.parallel.heartbeat import MICRO_LIMIT
 from fastdiff.parallel.world import World
 from fastdiff.training.loop import train
 from fastdiff.training.memory.explanation import explaining_memory
-from fastdiff.training.memory.smaller_batch import FILE
+from fastdiff.training.memory.smaller_batch import FILE, limited
 from tests.support.injected.lack_of_memory import Lack, environment
 from tests.support.processes import deepspeed
 from tests.support.runs import distance, flags, held_out, intact, launch, losses, newest, tiny
@@ -230,3 +231,20 @@ def test_the_folder_remembers_until_the_run_needs_less(world: World, digits: Pat
     (tmp_path / FILE).write_text("{")
     with pytest.raises(Exception, match=f"{FILE} cannot be read .* delete it"):
         train(config(samples=48), launch(0), world)
+
+
+def test_the_file_is_named_where_it_gives_the_limit(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A supervisor gives the limit also where the folder remembers none."""
+    state = state_of(tmp_path, 8, "cpu", batch__samples=16)
+    config, ds_config = replace(state.config, batch=BatchConfig(samples=16, micro=8)), state.engine.ds_config
+    monkeypatch.setenv(MICRO_LIMIT, "4")
+    assert limited(config, ds_config, world).batch.micro == 4
+    told = capsys.readouterr().err
+    assert "in micro-batches of 4 samples per rank, not 8" in told
+    assert "delete" not in told
+    with pytest.raises(OutOfMemoryRestart), explaining_memory(state):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    assert limited(config, ds_config, world).batch.micro == 4
+    assert f"{tmp_path / FILE}; to try 8 again delete that file" in " ".join(capsys.readouterr().err.split())

@@ -92,14 +92,16 @@ def limited(config: RunConfig, ds_config: DsConfig, world: World) -> RunConfig:
         ConfigError: on every rank, if the file of the folder is damaged.
     """
     own = config.batch.per_rank(world.size)
-    most = world.on_rank0(lambda: min(_remembered(config, ds_config, world.size), _handed(own)))
+    remembered, handed = world.on_rank0(lambda: (_remembered(config, ds_config, world.size), _handed(own)))
+    most = min(remembered, handed)
     if own <= most:
         return config
     micro = max(size for size in range(1, most + 1) if own % size == 0)  # the batch may be another than that run's
     if world.is_first:
+        file = f", see {Path(config.output.folder) / FILE}; to try {own} again delete that file"
         log.warning(
             f"in micro-batches of {micro} samples per rank, not {own} (--batch.micro): memory did not suffice for more "
-            f"before, see {Path(config.output.folder) / FILE}; to try {own} again delete that file"
+            f"before{file if remembered == most else ''}"
         )
     return replace(config, batch=replace(config.batch, micro=micro))
 
