@@ -103,8 +103,13 @@ def note_failure(exit_code: int, message: str, *, micro: int | None = None) -> N
     folder = os.environ.get(NODE_FOLDER)
     if folder:
         path = Path(folder) / f"rank-{int(os.environ.get('RANK', '0')):05d}.error"
-        with suppress(OSError), path.open("x") as file:  # what fails at the end of the rank follows from the first
-            json.dump({"exit_code": exit_code, "message": message, "micro": micro}, file)
+        beside = path.with_name(f"{path.name}.{threading.get_native_id()}")  # a hang is noted in a thread of its own
+        with suppress(OSError):
+            try:
+                beside.write_text(json.dumps({"exit_code": exit_code, "message": message, "micro": micro}))
+                os.link(beside, path)  # fails if it exists: what fails at the end of the rank follows from the first
+            finally:
+                beside.unlink(missing_ok=True)
 
 
 class Heartbeat:

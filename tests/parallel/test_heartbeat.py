@@ -1,13 +1,15 @@
 """The timeouts of a rank that watches itself; hangs themselves are in test_exit_message and test_supervisor."""
 
 import faulthandler
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from fastdiff.exit_message import NODE_FOLDER
-from fastdiff.parallel.heartbeat import START_TIMEOUT_S, Heartbeat, Phase, stacks_path
+from fastdiff.parallel.heartbeat import START_TIMEOUT_S, Heartbeat, Phase, note_failure, stacks_path
+from tests.support.injected.tiny_disk import fill, tiny_disk
 
 
 def _limits_s(folder: Path, hang_timeout_s: float, phases: Sequence[Phase]) -> list[float]:
@@ -43,3 +45,17 @@ def test_stacks_are_not_written_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=stacks.name):
         Heartbeat(tmp_path / "run", 0, 0)
     assert (tmp_path / "mine").read_text() == "years of work"
+
+
+def test_a_note_that_cannot_be_written_does_not_bar_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that is written stays."""
+    with tiny_disk(tmp_path / "node", 1) as node:
+        monkeypatch.setenv(NODE_FOLDER, str(node))
+        fill(node)
+        note_failure(75, "out of memory", micro=4)
+        assert [path.name for path in node.iterdir()] == ["ballast"]
+        (node / "ballast").unlink()
+        note_failure(75, "out of memory", micro=2)
+        note_failure(1, "no progress")
+        (note,) = node.iterdir()
+        assert json.loads(note.read_text()) == {"exit_code": 75, "message": "out of memory", "micro": 2}
