@@ -24,9 +24,9 @@ from fastdiff.parallel.world import World
 from fastdiff.training.optimizer.empty_state import empty_state, sizes_of
 
 _PER_RANK = 1 << 24
-"""Elements that a rank gathers of parameters at once, about: 64 MiB of each tensor."""
-_Transfers = Sequence[tuple[Tensor, int | None]]
-"""Tensors and the ranks with which they are exchanged."""
+"""Elements that a rank gathers of parameters at once, about: 64 MiB of each tensor, and no copies of what is fp32."""
+_Transfer = tuple[Tensor, int | None]
+"""A tensor and the rank with which it is exchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,66 +182,61 @@ class WholeMatrices(torch.optim.Optimizer):
     def _gather(self, batch: Sequence[_Matrix]) -> list[Tensor | None]:
         """Send this rank's slices of parameters to their owners; return those it owns: ``[2 + states, numel]``."""
         tables: list[Tensor | None] = []
-        sent, received = [], []
+        sent: list[_Transfer] = []
+        received: list[_Transfer] = []
         for matrix in batch:
-            own = None if matrix.piece is None else torch.stack([row.float() for row in self._rows(matrix.piece)])
-            table = None
-            if matrix.owner == self._rank:
-                assert own is not None
-                table = own.new_empty(len(own), prod(matrix.shape))
-                for piece in matrix.slices:
-                    place = table[:, piece.start : piece.start + piece.numel]
-                    if piece.rank == self._rank:
-                        place.copy_(own)
-                    else:
-                        received.append((place, own.new_empty(place.shape), piece.rank))
-            elif own is not None:
-                sent.append((own, matrix.owner))
+            own = [] if matrix.piece is None else [row.float() for row in self._rows(matrix.piece)]
+            if matrix.owner != self._rank:
+                tables.append(None)
+                sent += [(row, matrix.owner) for row in own]
+                continue
+            table = own[0].new_empty(len(own), prod(matrix.shape))
             tables.append(table)
-        self._exchange(sent, [(part, rank) for _, part, rank in received])
-        for place, part, _ in received:
-            place.copy_(part)
+            for piece in matrix.slices:
+                places = table[:, piece.start : piece.start + piece.numel]
+                if piece.rank == self._rank:
+                    _copy(own, places)
+                else:
+                    received += [(place, piece.rank) for place in places]
+        self._exchange(sent, received)
         return tables
 
     def _return(self, batch: Sequence[_Matrix], tables: Sequence[Tensor | None]) -> None:
         """Send the slices of updated parameters from their owners to the other ranks, which copy them into place."""
-        sent, received = [], []
+        sent: list[_Transfer] = []
+        received: list[_Transfer] = []
+        places: list[Tensor] = []
         for matrix, table in zip(batch, tables, strict=True):
-            own = matrix.piece
-            if own is None:
+            if matrix.piece is None:
                 continue
-            scalars = own.state()
+            weights, _, *states = self._rows(matrix.piece)
+            scalars = [value.view(1) for value in matrix.piece.state().values()]
+            own = [weights, *states, *scalars]
             if table is None:
-                size = (1 + len(self._names)) * own.fragment.numel + len(scalars)
-                received.append((own, own.flat.master.new_empty(size), matrix.owner))
+                places += own
+                received += [(place.float(), matrix.owner) for place in own]  # itself, if it is fp32
                 continue
-            values = [value.float().view(1) for value in scalars.values()]
             for piece in matrix.slices:
                 rows = table[:, piece.start : piece.start + piece.numel]
-                updated = torch.cat([rows[0], rows[2:].flatten(), *values])
+                updated = [rows[0], *rows[2:], *(value.float() for value in scalars)]
                 if piece.rank == self._rank:
-                    self._write(own, updated)
+                    _copy(updated, own)
                 else:
-                    sent.append((updated, piece.rank))
-        self._exchange(sent, [(updated, rank) for _, updated, rank in received])
-        for own, updated, _ in received:
-            self._write(own, updated)
+                    sent += [(row, piece.rank) for row in updated]
+        self._exchange(sent, received)
+        _copy([values for values, _ in received], places)
 
-    def _exchange(self, sent: _Transfers, received: _Transfers) -> None:
+    def _exchange(self, sent: Sequence[_Transfer], received: Sequence[_Transfer]) -> None:
         """Send and receive tensors, all at once; two ranks exchange theirs in the order of the parameters."""
         ops = [dist.P2POp(dist.isend, tensor, rank, self._group) for tensor, rank in sent]
         ops += [dist.P2POp(dist.irecv, tensor, rank, self._group) for tensor, rank in received]
         for request in dist.batch_isend_irecv(ops) if ops else ():
             request.wait()
 
-    def _write(self, piece: _Piece, updated: Tensor) -> None:
-        """Copy an updated slice into place: weights and state, each ``[numel]``, and single entries."""
-        size, scalars = piece.fragment.numel, piece.state()
-        tensors = [piece.flat.master, *(piece.flat.state[name] for name in self._names)]
-        for number, tensor in enumerate(tensors):
-            piece.of(tensor).copy_(updated[number * size : (number + 1) * size])
-        for scalar, value in zip(scalars.values(), updated[len(tensors) * size :], strict=True):
-            scalar.copy_(value)
+
+def _copy(values: Iterable[Tensor], places: Iterable[Tensor]) -> None:
+    for place, value in zip(places, values, strict=True):
+        place.copy_(value)
 
 
 def _batches(matrices: Sequence[_Matrix], most: int) -> Iterator[list[_Matrix]]:

@@ -155,6 +155,8 @@ def exchanges(world: World, digits: Path, folder: Path) -> dict[int, tuple[list[
             patch.setattr(whole_matrices, "_PER_RANK", most)
             config = config_of(digits, folder / str(most), "deepspeed", 6)
             found[most] = train_losses(world, config, launch(3)), counted.call_count
+            ops = [op for call in counted.call_args_list for op in call.args[0]]
+            assert all(op.tensor._is_view() for op in ops), "from where it is to where it belongs, without a copy"
     return found
 
 
