@@ -13,6 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.parallel.world import World
 from fastdiff.training.build import build
@@ -43,10 +44,10 @@ def held_by(state: TrainState) -> Held:
     return found
 
 
-def trained(world: World, config: RunConfig, stage: int, *, rehearsed: bool) -> Held:
+def trained(world: World, config: RunConfig, start: Launch, *, rehearsed: bool) -> Held:
     """Train; in between rehearse, if so, and compare the state before and after."""
     with ExitStack() as stack:
-        run = build(config, launch(stage), world, stack)
+        run = build(config, start, world, stack)
         state = run.state
         state.config = replace(config, samples=AFTER * config.batch.samples)
         take_steps(state, run.batches, run.callbacks)
@@ -64,12 +65,12 @@ def require_equal(found: Held, expected: Held) -> None:
     assert {name for name, value in expected.items() if not torch.equal(found[name], value)} == set()
 
 
-def both(world: World, digits: Path, folder: Path, stage: int, options: dict[str, Any]) -> None:
+def both(world: World, digits: Path, folder: Path, start: Launch, options: dict[str, Any]) -> None:
     """Compare the ends of a run that was rehearsed in its midst and of one that was not."""
     configs = [tiny(digits, folder / str(n), STEPS, optim__schedule="linear", **options) for n in (0, 1)]
     # torch computes in fp16 on every CPU, only slowly
     with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True):
-        require_equal(*(trained(world, config, stage, rehearsed=bool(n)) for n, config in enumerate(configs)))
+        require_equal(*(trained(world, config, start, rehearsed=bool(n)) for n, config in enumerate(configs)))
 
 
 @pytest.mark.parametrize("ranks", by_day([1], 2))
@@ -92,6 +93,17 @@ def test_nothing_of_a_rehearsal_remains(
     """Neither at once nor in the steps that follow: no gradient, no counter."""
     options = {"performance__engine": engine, "performance__precision": precision, "batch__micro": micro}
     if ranks == 1:
-        both(world, digits, tmp_path, stage, options)
+        both(world, digits, tmp_path, launch(stage), options)
     else:
-        values(forked_ranks(both, digits, tmp_path, stage, options, ranks=ranks))
+        values(forked_ranks(both, digits, tmp_path, launch(stage), options, ranks=ranks))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nothing_of_a_rehearsal_remains_in_sums_on_the_host(
+    world: World, digits: Path, tmp_path: Path, stage: int
+) -> None:
+    """DeepSpeed keeps those of an offloaded optimizer from one step to the next."""
+    start = launch(stage)
+    start.deepspeed["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    options = {"performance__engine": "deepspeed", "performance__precision": "bf16", "batch__micro": 4}
+    both(world, digits, tmp_path, start, options)
