@@ -6,9 +6,10 @@ or a data set names is never executed. This module imports no torch.
 
 import hashlib
 import importlib.util
+import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -16,7 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, Literal, TypeVar
 
-from fastdiff.errors import ConfigError, FastdiffError
+from fastdiff.console import log
+from fastdiff.errors import ConfigError, FastdiffError, explained
 from fastdiff.files import read_bounded
 from fastdiff.version import PACKAGE
 
@@ -126,29 +128,51 @@ class Installed(Generic[Key, Found]):
         return None if point is None or found is not used else _identity_of_point(point)
 
 
-def load_installed(group: Group, what: str, check: Callable[[Any, str], tuple[Key, Found]]) -> Installed[Key, Found]:
-    """Import the packages with entry points of a group.
+def load_installed(
+    group: Group,
+    what: str,
+    check: Callable[[Any, str], tuple[Key, Found]],
+    built_in: Collection[Key],
+    shown: Callable[[Key], str] = str,
+) -> Installed[Key, Found]:
+    """Import the packages with entry points of a group. An object under several entry points is known by the first one.
 
     Args:
         group: of the entry points.
         what: they register, for messages: ``optimizer``.
         check: returns an object under its name, or raises ConfigError; it gets the object and its title for messages.
+        built_in: names of this package; a warning tells of a package that registers one, and its object is not used.
+        shown: returns a name as messages show it.
     """
     found: dict[Key, tuple[EntryPoint, Found]] = {}
+    objects: list[Any] = []
     wrong, taken = [], set()
     for point in entry_points(group=group):
         title = f"the {what} {point.name} of {package_of(point)}"
         try:
-            name, value = check(_imported(point, title), title)
+            given = _imported(point, title)
+            if any(given is one for one in objects):
+                continue
+            objects.append(given)
+            name, value = check(given, title)
+            if name in built_in:
+                raise _taken_from_fastdiff(f"{title} registers {shown(name)}, which is of fastdiff; rename it")
             other = found.setdefault(name, (point, value))[0]
             if other is not point:
                 taken.add(name)
-                both = f"{package_of(other)} and {package_of(point)}"
-                raise ConfigError(f"{both} both register the {what} {point.name}; uninstall one")
+                both = f"the {what} {other.name} of {package_of(other)} and {title}"
+                raise ConfigError(f"{both} both register {shown(name)}; rename or uninstall one")
         except Exception as error:  # also of the code of the package
             known = isinstance(error, ConfigError)
             wrong.append(str(error) if known else f"{title} cannot be registered ({error!r}); repair that package")
     return Installed({name: each for name, each in found.items() if name not in taken}, tuple(wrong))
+
+
+def _taken_from_fastdiff(message: str) -> ConfigError:
+    """Return the error after a warning: the name is known, so nothing else would tell."""
+    if os.environ.get("RANK", "0") == "0":
+        log.warning(message)
+    return ConfigError(message)
 
 
 def package_of(point: EntryPoint) -> str:
@@ -164,18 +188,27 @@ def _imported(point: EntryPoint, title: str) -> Any:
 
 
 @contextmanager
-def faults_of(what: str) -> Iterator[None]:
-    """Turn an exception of ``what``, code of a package, into one message with its line; not a lack of memory.
+def faults_of(what: str, exhausted: Callable[[Exception], object]) -> Iterator[None]:
+    """Turn an exception of ``what``, code of a package, into one message with its line.
+
+    Those of fastdiff, of the file system and of a limit of threads have a message of their own.
+
+    Args:
+        what: the flag, or the call in words.
+        exhausted: says of an exception whether memory ran out; such a one is left as it is.
 
     Raises:
         ConfigError: instead of the exception.
     """
     try:
         yield
-    except (AttributeError, LookupError, NameError, TypeError, ValueError) as error:
+    except Exception as error:
+        if isinstance(error, FastdiffError) or explained(error) is not error or exhausted(error):
+            raise
         frames = traceback.extract_tb(error.__traceback__)
-        theirs = [one for one in frames if not one.filename.startswith(str(PACKAGE)) and "/torch/" not in one.filename]
-        frame = (theirs or frames)[-1]
+        torch = importlib.util.find_spec("torch")
+        others = {PACKAGE, *map(Path, torch.submodule_search_locations or () if torch else ())}
+        frame = ([one for one in frames if others.isdisjoint(Path(one.filename).parents)] or frames)[-1]
         raise ConfigError(
             f"{what} raises {type(error).__name__} ({error}) at {frame.filename}:{frame.lineno}; mend that code"
         ) from error

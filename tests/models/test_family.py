@@ -160,11 +160,23 @@ def installed(site: Path, entry: str) -> Path:
     return install(site, "toy_network", {"fastdiff.networks": f"toy = {entry}"})
 
 
-def test_an_installed_network_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(installed(tmp_path, "toy_network.nowhere:ToyConfig"))
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("toy_network.nowhere:ToyConfig", r"the network toy of toy-network cannot be imported \(No module .*nowhere"),
+        (
+            "fastdiff.config.networks.dit:DiTConfig",
+            "the network toy of toy-network registers dit, which is of fast",
+        ),
+    ],
+)
+def test_an_installed_network_that_cannot_be_used_is_named(
+    entry: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(installed(tmp_path, entry))
     monkeypatch.setattr(network_registry, "_installed", network_registry._installed.__wrapped__)
     assert list(networks())[:3] == ["dit", "unet", "adm"], "it stops only runs that name it"
-    with pytest.raises(ConfigError, match=r"the network toy of toy-network cannot be imported \(No module .*nowhere"):
+    with pytest.raises(ConfigError, match=message):
         network_called("toy", "--config x")
 
 

@@ -17,7 +17,8 @@ from fastdiff.models.build import build_model
 from fastdiff.models.family import family_of
 from fastdiff.plugins import user_code
 from fastdiff.plugins.promises import require_by_position
-from fastdiff.plugins.user_code import identity_of, load
+from fastdiff.plugins.user_code import faults_of, identity_of, load
+from fastdiff.version import PACKAGE
 
 NET = """
 from torch import nn
@@ -68,6 +69,15 @@ def test_what_is_wrong_with_a_file_is_said(file: Callable[[str], str], content: 
     with pytest.raises(ConfigError) as caught:
         load(f"{file(content)}:{name}", "fastdiff.metrics", "--metric")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("path", [f"{PACKAGE}_lion/lion.py", "/home/me/torch/lion.py"])
+def test_the_line_of_a_fault_is_of_the_package_that_raises_it(path: str) -> None:
+    """Also of one in a folder whose path begins as that of fastdiff, or names torch."""
+    code = compile("\nfound = {}['lr']\n", path, "exec")
+    with pytest.raises(ConfigError, match=rf"^lion raises KeyError \('lr'\) at {path}:2; mend that code$"):
+        with faults_of("lion", lambda _: False):
+            exec(code)
 
 
 def test_an_unknown_name_lists_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,7 @@ def _built_in() -> dict[str, type[ModelConfig]]:
 
 @cache
 def _installed() -> Installed[str, type[ModelConfig]]:
-    return load_installed(ENTRY_POINTS, "network", _checked)
+    return load_installed(ENTRY_POINTS, "network", _checked, _built_in())
 
 
 def _checked(config: Any, title: str) -> tuple[str, type[ModelConfig]]:

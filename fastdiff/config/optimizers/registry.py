@@ -106,6 +106,11 @@ def package_of(name: str) -> str | None:
     return _installed().identity_of(name, optimizers()[name])
 
 
+def is_built_in(family: OptimizerFamily) -> bool:
+    """Return whether a family is of this package, so that an exception of its code is a bug of fastdiff."""
+    return family in _BUILT_IN
+
+
 def optimizer_class(config: OptimConfig) -> type[Any]:
     """Import the class of a configured optimizer.
 
@@ -115,7 +120,7 @@ def optimizer_class(config: OptimConfig) -> type[Any]:
     family = family_of(config)
     try:
         found: type[Any] = resolve_name(family.optimizer)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # also of the code of its module
         raise ConfigError(
             f"--optim.name {family.name} needs {family.optimizer} of {family.library}, which cannot be imported "
             f"({error}); {family.remedy}"
@@ -133,7 +138,7 @@ def optimizer_class(config: OptimConfig) -> type[Any]:
 
 @cache
 def _installed() -> Installed[str, OptimizerFamily]:
-    return load_installed(ENTRY_POINTS, "optimizer", _checked)
+    return load_installed(ENTRY_POINTS, "optimizer", _checked, [family.name for family in _BUILT_IN])
 
 
 def _checked(family: Any, title: str) -> tuple[str, OptimizerFamily]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fastdiff.errors import ConfigError
 from fastdiff.models.encoders.family import AutoencoderFamily, LatentSpace
-from fastdiff.plugins.user_code import faults_of
+from fastdiff.models.encoders.registry import faults_in
 
 
 class Autoencoder:
@@ -41,7 +41,7 @@ class Autoencoder:
             ConfigError: the latents have another shape than its record says, or its code raises an exception.
         """
         space, (rows, _, height, width) = self.space, images.shape
-        with faults_of(f"{self._what}: encode"):
+        with faults_in(self._family, f"{self._what}: encode"):
             latents = self._family.encode(self.module, images.to(self._of_weights.dtype)).float()
         channels = space.channels * (2 if space.posterior else 1)
         self._require("latents", latents, images, (rows, channels, height // space.factor, width // space.factor))
@@ -64,7 +64,7 @@ class Autoencoder:
         shift, scale = self._per_channel(self.space.shift), self._per_channel(self.space.scale)
         for latent in latents:
             stored = latent[None].to(device=weights.device, dtype=weights.dtype) / scale + shift
-            with faults_of(f"{self._what}: decode"):
+            with faults_in(self._family, f"{self._what}: decode"):
                 pixels = self._family.decode(self.module, stored).float().clamp(-1, 1).cpu()
             sides = [side * self.space.factor for side in latent.shape[1:]]
             self._require("images", pixels, stored, (1, self.space.pixel_channels, *sides))

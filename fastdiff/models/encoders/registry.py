@@ -6,14 +6,16 @@ The encoders of this package are listed in ``_BUILT_IN``. One of another package
     toy = "toy_encoders.text:TOY_TEXT"
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 from fastdiff.conditions import CONDITIONS
 from fastdiff.errors import ConfigError, require
+from fastdiff.models.cost.memory import exhausted
 from fastdiff.models.encoders.family import AutoencoderFamily, TextEncoderFamily
-from fastdiff.plugins.user_code import Group, Installed, load_installed
+from fastdiff.plugins.user_code import Group, Installed, faults_of, load_installed
 
 _BUILT_IN = (
     "fastdiff.models.encoders.autoencoder_kl:AUTOENCODER_KL",
@@ -50,6 +52,16 @@ def package_of(family: _Record) -> str | None:
     return _installed().identity_of((type(family), family.classes), family)
 
 
+def faults_in(family: _Record, what: str) -> AbstractContextManager[None]:
+    """Turn an exception of the code of an encoder into one message with its line; one of this package keeps its own.
+
+    Args:
+        family: the encoder.
+        what: the call in words.
+    """
+    return nullcontext() if family in _built_in() else faults_of(what, exhausted)
+
+
 def _named(classes: tuple[str, ...]) -> str:
     return " with ".join(classes)
 
@@ -61,7 +73,8 @@ def _built_in() -> tuple[_Record, ...]:
 
 @cache
 def _installed() -> Installed[_Name, _Record]:
-    return load_installed(ENTRY_POINTS, "encoder", _checked)
+    built_in = [(type(family), family.classes) for family in _built_in()]
+    return load_installed(ENTRY_POINTS, "encoder", _checked, built_in, lambda name: _named(name[1]))
 
 
 def _checked(family: Any, title: str) -> tuple[_Name, _Record]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from fastdiff.conditions import CONDITIONS, problem_of_shapes
 from fastdiff.errors import require
 from fastdiff.models.encoders.family import TextEncoder, TextEncoderFamily
-from fastdiff.plugins.user_code import faults_of
+from fastdiff.models.encoders.registry import faults_in
 
 _METHODS = ("__call__", "cut", "null", "parameters")
 
@@ -41,13 +41,13 @@ class TextEncoders:
     @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Return the conditions of N captions, ``[N, ...]`` each."""
-        with faults_of(f"{self._what}: __call__"):
+        with faults_in(self._family, f"{self._what}: __call__"):
             return self._checked(self._loaded(captions), "__call__", (len(captions),))
 
     @torch.no_grad()
     def null(self) -> dict[str, Tensor]:
         """Return the null condition, ``[...]`` each."""
-        with faults_of(f"{self._what}: null"):
+        with faults_in(self._family, f"{self._what}: null"):
             return self._checked(self._loaded.null(), "null", ())
 
     def _checked(self, found: Mapping[str, Tensor], method: str, rows: tuple[int, ...]) -> dict[str, Tensor]:

@@ -10,10 +10,9 @@ from fastdiff.config.networks.registry import ModelConfig, network_of_class
 from fastdiff.errors import ConfigError
 from fastdiff.models.encoders.autoencoder import Autoencoder
 from fastdiff.models.encoders.family import AutoencoderFamily, LatentSpace, TextEncoderFamily
-from fastdiff.models.encoders.registry import encoder_of, package_of
+from fastdiff.models.encoders.registry import encoder_of, faults_in, package_of
 from fastdiff.models.encoders.text_encoders import TextEncoders
 from fastdiff.models.pipeline_files import PipelineFiles
-from fastdiff.plugins.user_code import faults_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Pretrained(PipelineFiles):
 
     def autoencoder(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Autoencoder:
         """Load its autoencoder, frozen."""
-        with faults_of(f"the autoencoder {self._autoencoder.classes[0]}: load"):
+        with faults_in(self._autoencoder, f"the autoencoder {self._autoencoder.classes[0]}: load"):
             loaded = self._autoencoder.load(self, device, dtype)
         return Autoencoder(self._autoencoder, self.latent_space, loaded)
 
@@ -62,7 +61,7 @@ class Pretrained(PipelineFiles):
 
     def text(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> TextEncoders:
         """Load its text encoders with their tokenizers, frozen."""
-        with faults_of(f"the text encoder {' with '.join(self.text_family.classes)}: load"):
+        with faults_in(self.text_family, f"the text encoder {' with '.join(self.text_family.classes)}: load"):
             loaded = self.text_family.load(self, device, dtype)
         return TextEncoders(self.text_family, loaded, device, dtype)
 

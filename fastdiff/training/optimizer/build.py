@@ -1,6 +1,7 @@
 """Optimizers and the learning-rate schedule."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pkgutil import resolve_name
 from typing import Any
 
@@ -9,9 +10,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from fastdiff.config.optimizers.family import BYTES, OptimizerFamily
-from fastdiff.config.optimizers.registry import family_of, optimizer_class
+from fastdiff.config.optimizers.registry import family_of, is_built_in, optimizer_class
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError
+from fastdiff.models.cost.memory import exhausted
 from fastdiff.parallel.fragments import Flat, Shapes
 from fastdiff.parallel.world import World
 from fastdiff.plugins.user_code import faults_of
@@ -76,7 +78,8 @@ def build_optimizer(
     if skip_non_finite:
         base = type(f"Guarded{base.__name__}", (SkipNonFinite, base), {"clip": config.clip})
     arguments: dict[str, Any] = {**config.hyper_parameters(), **family.arguments}
-    with faults_of(f"--optim.name {family.name}: {family.optimizer}"):
+    what = f"--optim.name {family.name}: {family.optimizer}"
+    with nullcontext() if is_built_in(family) else faults_of(what, exhausted):
         return base(parameters, **arguments)
 
 

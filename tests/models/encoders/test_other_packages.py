@@ -1,5 +1,6 @@
 """Encoders and a network of another package go all the way; nothing of fastdiff knows their pipeline."""
 
+import errno
 import json
 import math
 import re
@@ -20,6 +21,8 @@ from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError
 from fastdiff.models.encoders import registry
 from fastdiff.models.encoders.autoencoder import Autoencoder
+from fastdiff.models.encoders.autoencoder_kl import AUTOENCODER_KL
+from fastdiff.models.encoders.clip import ONE_CLIP, Clip
 from fastdiff.models.encoders.family import AutoencoderFamily, LatentSpace, TextEncoderFamily
 from fastdiff.models.encoders.registry import encoder_of
 from fastdiff.models.encoders.text_encoders import TextEncoders
@@ -233,6 +236,8 @@ def text_encoders(change: Callable[[dict[str, Tensor]], Any]) -> TextEncoders:
         (lambda found: found | {"context": found["context"][..., :4, :]}, r"returns wrong shapes.*with 4 tokens"),
         (lambda found: found["context"], "returns a Tensor, expected a dict of tensors: context, context_mask"),
         (lambda found: found["contexts"], rf"raises KeyError \('contexts'\) at {__file__}:\d+; mend that code"),
+        (lambda found: {"context": found["context"] @ torch.ones(3)},
+         rf"raises RuntimeError \(size mismatch.*\) at {__file__}:\d+; mend that code"),
     ],
 )  # fmt: skip
 def test_what_text_encoders_return_is_compared_with_their_record(change: Any, message: str) -> None:
@@ -240,6 +245,27 @@ def test_what_text_encoders_return_is_compared_with_their_record(change: Any, me
     for call, method in ((lambda: encoders(["cat"]), "__call__"), (encoders.null, "null")):
         with pytest.raises(ConfigError, match=f"the text encoder T5 \\(.*Changed\\): {method} {message}"):
             call()
+
+
+def raising(error: Exception) -> Callable[[dict[str, Tensor]], Any]:
+    def change(_: dict[str, Tensor]) -> Any:
+        raise error
+
+    return change
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), OSError(errno.ENOSPC, "no space")])
+def test_an_error_of_the_machine_keeps_its_own_message(error: Exception) -> None:
+    with pytest.raises(type(error), match=r"out of memory|no space"):
+        text_encoders(raising(error))(["cat"])
+
+
+def test_a_fault_of_a_built_in_encoder_keeps_its_traceback() -> None:
+    space = LatentSpace(channels=1, factor=1, shift=(0.0,), scale=(1.0,), values_per_pixel=1)
+    with pytest.raises(AttributeError, match="has no attribute 'encode'"):
+        Autoencoder(AUTOENCODER_KL, space, torch.nn.Linear(1, 1)).encode(torch.zeros(1, 3, 8, 8))
+    with pytest.raises(TypeError, match="not iterable"):
+        TextEncoders(ONE_CLIP, Clip([None], [None], torch.device("cpu")), "cpu", torch.float32)(3)  # type: ignore[arg-type]
 
 
 def test_text_encoders_without_a_method_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,22 +309,31 @@ def test_a_wrong_latent_space_is_named() -> None:
         ("text = toy_pipeline.nowhere:X", r"the encoder text of toy-pipeline cannot be imported \(No module .*nowhere"),
         ("text = math:pi", "the encoder text of toy-pipeline is a float, expected an AutoencoderFamily"),
         (
-            "one = toy_pipeline.text_encoder:TOY_TEXT\ntwo = toy_pipeline.text_encoder:TOY_TEXT",
-            "toy-pipeline and toy-pipeline both register the encoder two; uninstall one",
+            "one = wrong:ONE\ntwo = wrong:TWO",
+            "the encoder one of toy-pipeline and the encoder two of toy-pipeline both register Twice; rename or unins",
+        ),
+        ("one = wrong:ONE\ntwo = wrong:ONE", "expected Twice or CLIP.*, or install the package .* fastdiff.encoders$"),
+        (
+            "text = wrong:CLIP",
+            "the encoder text of toy-pipeline registers CLIPTextModel, which is of fastdiff; ren",
         ),
         ("text = wrong:TEXT", "the encoder text of toy-pipeline gives the condition words; expected label, context, "),
     ],
 )
 def test_wrong_entry_points_are_named(
-    entry: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    entry: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "wrong.py").write_text(
         "from fastdiff.models.encoders.family import TextEncoderFamily\n"
         "TEXT = TextEncoderFamily(classes=('Wrong',), conditions=('words',), load=None)\n"
+        "ONE, TWO = (TextEncoderFamily(classes=('Twice',), conditions=('context',), load=f) for f in (min, max))\n"
+        "CLIP = TextEncoderFamily(classes=('CLIPTextModel',), conditions=('context',), load=None)\n"
     )
     monkeypatch.syspath_prepend(install(tmp_path / "site", "toy_pipeline", {"fastdiff.encoders": entry}))
     monkeypatch.setattr(registry, "_installed", registry._installed.__wrapped__)
     assert encoder_of(TextEncoderFamily, ("CLIPTextModel",), "p").conditions == ("context",), "it stops nothing else"
     with pytest.raises(ConfigError, match=message):
         encoder_of(TextEncoderFamily, ("ToyTextModel",), "p")
+    said = capsys.readouterr().err
+    assert (re.search(message, said) is not None) == ("CLIP" in entry), "only this one is of no unknown name"

@@ -296,6 +296,10 @@ def test_an_optimizer_that_refuses_vectors_can_be_built(monkeypatch: pytest.Monk
             "toy_optimizer.family:ToyConfig",
             "the optimizer toy of toy-optimizer is a type, expected an OptimizerFamily",
         ),
+        (
+            "fastdiff.config.optimizers.adamw:ADAMW",
+            "the optimizer toy of toy-optimizer registers adamw, which is of fastdiff; rename it",
+        ),
     ],
 )
 def test_an_installed_optimizer_that_is_none_is_named(
@@ -326,17 +330,32 @@ def test_a_class_that_does_not_fit_its_record_is_named(
         build_optimizer([torch.zeros(8)], RAdamConfig(), skip_non_finite=False)
 
 
+def test_a_fault_of_a_built_in_optimizer_keeps_its_traceback() -> None:
+    with pytest.raises(TypeError, match="can only optimize Tensors"):
+        build_optimizer([3], RunConfig().optim, skip_non_finite=False)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "module 'toy_optimizer.optimizer' has no attribute 'Toy'"),
+        ("def broken(:", "invalid syntax"),
+        ("raise RuntimeError('CUDA Setup failed')", "CUDA Setup failed"),
+        ("raise OSError('libtoy.so: cannot open shared object file')", "libtoy.so: cannot open"),
+    ],
+)
 def test_a_dry_run_imports_the_class_of_another_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    content: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(installed(tmp_path, "toy_optimizer.family:TOY"))
-    (tmp_path / "toy_optimizer" / "optimizer.py").unlink()
+    (tmp_path / "toy_optimizer" / "optimizer.py").write_text(content)
     monkeypatch.setattr(registry, "_installed", registry._installed.__wrapped__)
     for name in [name for name in sys.modules if name.startswith("toy_optimizer")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(registry._registered, "toy", raising=False)
     assert main(["train", "--preset", "digits", "--optim.name", "toy", "--dry-run"]) == 2
-    assert "needs toy_optimizer.optimizer:Toy of toy-optimizer, which cannot be imp" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"needs toy_optimizer.optimizer:Toy of toy-optimizer, which cannot be imported ({message}" in said
 
 
 @pytest.mark.parametrize(
