@@ -17,6 +17,7 @@ NOT_RUN = {
     r"make ": "is of a clone; CI runs it",
     r"(pip|python -m pip) install": "needs a package index",
     r"docker ": "needs a daemon of docker; a test reads the Dockerfile",
+    r"tensorboard ": "serves a page until it is ended",
     r"fastdiff watch$": "serves a page until it is ended; tests/dashboard has it",
     r"fastdiff \w+ runs/toy": "is of a package that the reader writes; test_family has one",
     r"(kubectl|sbatch|helm) ": "needs a cluster; tests/slurm has one",

@@ -67,6 +67,7 @@ class Environment:
             "PATH": f"{self.bin}:/usr/local/bin:/usr/bin:/bin",
             "HOME": str(self.home),
             "HF_HUB_OFFLINE": "1",
+            "WANDB_MODE": "offline",
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
