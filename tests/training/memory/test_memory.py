@@ -56,8 +56,14 @@ RUN = preset("digits")
 
 
 @pytest.mark.parametrize(
-    ("where", "micro"), [("construction", 8), ("forward", 1), ("backward", 1), ("step", 1)]
-)  # 1 cannot be halved
+    ("where", "micro"),
+    [
+        ("construction", 8),
+        ("forward", 1),  # cannot be halved
+        pytest.param("backward", 1, marks=pytest.mark.nightly),
+        pytest.param("step", 1, marks=pytest.mark.nightly),
+    ],
+)
 def test_out_of_memory_ends_all_ranks_with_one_message(digits: Path, tmp_path: Path, where: Where, micro: int) -> None:
     """What is built does not depend on the micro-batch: no smaller one is tried or advised, nor recomputation."""
     config = tiny(digits, tmp_path / "run", batch__micro=micro)
