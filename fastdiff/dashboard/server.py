@@ -96,6 +96,11 @@ def application(folders: Folders, ends: Callable[[], bool], token: str | None) -
 
     A request under another name than this machine's own is refused: a page of somebody else, whose name has been made
     to lead here (DNS rebinding), reads nothing.
+
+    Args:
+        folders: runs to show; nothing else on the disk can be asked for.
+        ends: whether the server is about to end, so that streams do.
+        token: which other users of this machine need; None: they need none.
     """
     runs = _Runs(folders)
 

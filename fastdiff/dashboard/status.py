@@ -35,7 +35,14 @@ def pulse(run: Path) -> str:
 
 
 def status_of(run: Path, sums: Sums | None, has_records: bool, first_record: int | None) -> Status:
-    """Return the state of a run."""
+    """Return the state of a run.
+
+    Args:
+        run: its folder.
+        sums: of its ledger, if it has one.
+        has_records: whether its log has a line.
+        first_record: step of the first line; None: not known yet.
+    """
     if not os.path.isdir(run):
         return Status("gone", "the folder has been deleted")
     outcome = sums.starts[-1].outcome if sums is not None else ""

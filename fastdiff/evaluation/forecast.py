@@ -65,7 +65,15 @@ class Forecast:
 
 
 def look_ahead(run: Path, steps: int) -> Forecast:
-    """Return what ``steps`` more steps are expected to gain; StorageError if a file of a validation is damaged."""
+    """Return what ``steps`` more steps are expected to gain.
+
+    Args:
+        run: a run folder with a validation.
+        steps: from the last validation on.
+
+    Raises:
+        StorageError: a file of a validation is damaged.
+    """
     found = _comparable(run)
     taken = np.array([one.about["step"] for one in found], dtype=np.float64)
     fitted = [one for one, step in zip(found, taken, strict=True) if step >= taken[-1] / _BEGIN]

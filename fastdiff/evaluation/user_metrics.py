@@ -56,7 +56,14 @@ class UserMetric:
 
 
 def open_metrics(names: Sequence[str]) -> list[UserMetric]:
-    """Open metrics; ConfigError: one cannot be opened, two have one name, or one has that of another figure."""
+    """Open metrics.
+
+    Args:
+        names: ``PATH.py:FUNCTION``, or names of entry points.
+
+    Raises:
+        ConfigError: a metric cannot be opened; or two have one name, or one that of another figure.
+    """
     found = [_open(name) for name in names]
     twice = {metric.name for metric in found if [other.name for other in found].count(metric.name) > 1}
     require(not twice, f"{_FLAG}: two metrics have the name {', '.join(sorted(twice))}; rename one")

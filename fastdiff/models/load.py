@@ -77,7 +77,15 @@ def _explicit(config: RunConfig) -> RunConfig:
 
 
 def download(config: PretrainedConfig, *, online: bool) -> None:
-    """Download the weights that every rank reads, unless they are here; ConfigError: a part cannot be reached."""
+    """Download the weights that every rank reads, unless they are on this machine.
+
+    Args:
+        config: pipeline of a run.
+        online: whether the ranks encode images, and read its encoders.
+
+    Raises:
+        ConfigError: a part of the pipeline of the run is missing or cannot be reached.
+    """
     if not config.path or config.is_file:
         return
     found = pretrained(config)
@@ -100,7 +108,16 @@ def base_digest(config: PretrainedConfig, lora: LoraConfig) -> str | None:
 
 
 def check_base(config: PretrainedConfig, lora: LoraConfig, recorded: str | None) -> None:
-    """Raise ConfigError if base weights differ from those in the training of the adapter, or cannot be read."""
+    """Refuse base weights that differ from those in the training of the adapter.
+
+    Args:
+        config: base of a run.
+        lora: adapter of the run.
+        recorded: digest of the base weights in the checkpoint.
+
+    Raises:
+        ConfigError: they differ, or cannot be read.
+    """
     if recorded is not None and (here := base_digest(config, lora)) != recorded:
         raise ConfigError(
             f"{config.path} has changed: its weights have the digest {str(here)[:12]}, the adapter was "

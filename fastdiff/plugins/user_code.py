@@ -148,7 +148,7 @@ def load_installed(
     objects: list[Any] = []
     wrong, taken = [], set()
     for point in entry_points(group=group):
-        title = f"the {what} {point.name} of {package_of(point)}"
+        title = f"the {what} {point.name} of {_package_of(point)}"
         try:
             given = _imported(point, title)
             if any(given is one for one in objects):
@@ -160,7 +160,7 @@ def load_installed(
             other = found.setdefault(name, (point, value))[0]
             if other is not point:
                 taken.add(name)
-                both = f"the {what} {other.name} of {package_of(other)} and {title}"
+                both = f"the {what} {other.name} of {_package_of(other)} and {title}"
                 raise ConfigError(f"{both} both register {shown(name)}; rename or uninstall one")
         except Exception as error:  # also of the code of the package
             known = isinstance(error, ConfigError)
@@ -175,7 +175,7 @@ def _taken_from_fastdiff(message: str) -> ConfigError:
     return ConfigError(message)
 
 
-def package_of(point: EntryPoint) -> str:
+def _package_of(point: EntryPoint) -> str:
     """Return the name of the package of an entry point."""
     return point.dist.name if point.dist else "a package"
 
@@ -244,7 +244,7 @@ def _execute(plugin: Plugin, source: bytes, name: str, flag: str) -> ModuleType:
 
 def _of_package(text: str, group: Group, flag: str) -> Plugin:
     point = _point(text, group, flag)
-    return Plugin(text, _imported(point, f"{flag} {text}: {package_of(point)}"), _identity_of_point(point))
+    return Plugin(text, _imported(point, f"{flag} {text}: {_package_of(point)}"), _identity_of_point(point))
 
 
 def _point(text: str, group: Group, flag: str) -> EntryPoint:

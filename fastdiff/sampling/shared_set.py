@@ -37,6 +37,13 @@ _OF_LOCK = re.compile(r"lock|part-[0-9]{6,}\.lock")
 class SharedSet(ABC):
     """The parts that all forms of a set share.
 
+    Args:
+        out: file or folder to write.
+        plan: JSON values by name that determine its bytes.
+        shape: ``(N, H, W, C)``.
+        batch: images that a process draws at once.
+        overwrite: replace a finished set with another plan in ``out``.
+
     Attributes:
         complete: whether ``out`` is finished, drawn with the same plan.
 

@@ -146,7 +146,18 @@ class Run:
 
 
 def build(config: RunConfig, launch: Launch, world: World, stack: ExitStack, stop: StopRequest | None = None) -> Run:
-    """Build the run, or restore it from its newest intact checkpoint; called by all ranks. FastdiffError: it cannot."""
+    """Build the run, or restore it from its newest intact checkpoint; called by all ranks.
+
+    Args:
+        config: of the run.
+        launch: the DeepSpeed JSON, and how to treat an existing run in the folder.
+        world: the ranks.
+        stack: closes everything opened here.
+        stop: requests to save and end that reach this rank.
+
+    Raises:
+        FastdiffError: a part does not fit the others, the folder is in use, or the data are damaged.
+    """
     starting.enter("opening the data")
     parts = _prepare(config, launch, world, stack)
     saved = resume.find(parts.checkpoints, launch, parts.metadata, parts.folder)

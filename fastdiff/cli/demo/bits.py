@@ -23,7 +23,15 @@ class Difference:
 
 
 def compare(first: Path, second: Path) -> Difference:
-    """Compare the newest checkpoints of two runs; StorageError without one, or at other steps or numbers of ranks."""
+    """Compare the newest checkpoints of two runs: weights, averages, optimizer states and sums of the log.
+
+    Args:
+        first: run folder.
+        second: run folder.
+
+    Raises:
+        StorageError: a run has no checkpoint, or they are of different steps or numbers of ranks.
+    """
     newest = [next(iter(committed(run / "checkpoints")), None) for run in (first, second)]
     if newest[0] is None or newest[1] is None or newest[0].name != newest[1].name:
         raise StorageError(f"{first} and {second}: expected checkpoints of the same step, found {newest}")

@@ -115,7 +115,17 @@ def random_port() -> int:
 
 
 def require_name(flag: str, value: str, pattern: str, expected: str) -> None:
-    """Require a value that is safe in a script, a manifest and a command line; ConfigError if it does not match."""
+    """Require a value that is safe in a script, a manifest and a command line.
+
+    Args:
+        flag: name of the flag, for the message.
+        value: the given value.
+        pattern: regular expression of the whole value.
+        expected: the pattern in words.
+
+    Raises:
+        ConfigError: the value does not match.
+    """
     if not re.fullmatch(pattern, value, re.ASCII):
         raise ConfigError(f"{flag} {value!r}: expected {expected}")
 

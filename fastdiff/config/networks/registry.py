@@ -160,7 +160,7 @@ def networks() -> dict[str, type[ModelConfig]]:
     return {**_built_in(), **{kind: config for kind, (_, config) in _installed().found.items()}, **_registered}
 
 
-def package_of(kind: str) -> EntryPoint | None:
+def entry_point_of(kind: str) -> EntryPoint | None:
     """Return the entry point of an installed network; None: the network is of no package but this one."""
     point, config = _installed().found.get(kind, (None, None))
     return point if config is networks().get(kind) else None

@@ -1,7 +1,7 @@
 """Networks of the user's files, ``PATH.py:NAME``: registered for this process. This module imports no torch."""
 
 from fastdiff.config.networks.plain import config_of
-from fastdiff.config.networks.registry import ModelConfig, networks, package_of, register
+from fastdiff.config.networks.registry import ModelConfig, entry_point_of, networks, register
 from fastdiff.errors import require
 from fastdiff.plugins.user_code import Plugin, identity_of, load
 
@@ -40,7 +40,7 @@ def add_network(text: str, flag: str) -> str:
 
 def plugin_of(kind: str) -> Plugin | None:
     """Return the plug-in, of a file or of an installed package, that has a kind of network; None: of neither."""
-    point = package_of(kind)
+    point = entry_point_of(kind)
     if point is None:
         return file_of(kind)
     return Plugin(point.name, networks()[kind], identity_of(point.name, "fastdiff.networks", "--model.kind"))

@@ -34,7 +34,13 @@ _LONG_S = 60.0
 
 
 class Log(Callback):
-    """Progress bar, ``metrics.jsonl`` and the trackers, on rank 0."""
+    """Progress bar, ``metrics.jsonl`` and the trackers, on rank 0.
+
+    Args:
+        state: of the run.
+        trackers: which get the numbers.
+        plan: figures that the run is compared with, on rank 0; None: there are none.
+    """
 
     def __init__(self, state: TrainState, trackers: Trackers, plan: Figures | None) -> None:
         self._trackers = trackers

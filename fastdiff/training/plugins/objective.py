@@ -16,7 +16,15 @@ from fastdiff.rng import Stream, normal, uniform
 
 
 def open_loss(config: RunConfig, device: torch.device) -> OwnLoss | None:
-    """Return the checked loss of ``objective.plugin``, or None; ConfigError: not to be opened, or a broken promise."""
+    """Return the loss that ``config.objective.plugin`` names, after a check; None: there is none.
+
+    Args:
+        config: of the run.
+        device: of the run, on which the loss is called.
+
+    Raises:
+        ConfigError: it cannot be opened or breaks a promise.
+    """
     text = config.objective.plugin
     if not text:
         return None
