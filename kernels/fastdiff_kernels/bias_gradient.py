@@ -1,26 +1,16 @@
-"""Ops behind a linear layer whose backward pass also sums the gradient of the layer's bias.
+"""The gradient of a linear layer's bias, summed where the gradient of the layer's output is written.
 
 For ``u = x W^T + bias``, ``[..., C]``, the gradient of the bias is the sum of du over all rows. torch sums it in a pass
-of its own, which reads du again. Here the op that writes du sums it:
+of its own, which reads du again. Ops behind the layer write du, and sum it meanwhile: ``gelu.py``, ``geglu.py``, and
 
-    gelu        y = gelu(u)             du = dy * gelu'(u)
     unpacked    q, k, v = u             du = [dq, dk, dv], joined in the order of u
-
-with the tanh form of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2)::
-
-    gelu(u) = u * s,   gelu'(u) = s + 2 z' u s (1 - s),   s = sigmoid(2 z),   z = sqrt(2 / pi) (u + 0.044715 u^3)
 
 ``bias`` is an argument for the sake of its gradient alone: ``u`` contains it, and is computed from ``bias.detach()``.
 
-Bytes moved per element of u in 16 bits, backward; R is the number of rows that one program works through::
+Bytes moved per element of u in 16 bits, backward: 4 + 8 / R, where R is the number of rows that one program works
+through; the least are 4, Inductor moves 6.03. The unpacking is a view. Sums are fp32, of a fixed order.
 
-    gelu        6 + 8 / R    least 6    Inductor 8.03
-    unpacked    4 + 8 / R    least 4    Inductor 6.03
-
-The forward passes are plain torch, in compiled code fused with their neighbours, and the unpacking is a view. Sums are
-fp32, of a fixed order.
-
-They run wherever ``adaln`` runs by its kernels, by the same choice (``dispatch.choose``): both belong to the DiT.
+It runs wherever ``adaln`` runs by its kernels, by the same choice (``dispatch.choose``): both belong to the DiT.
 
 Limits: fp32, bf16 and fp16.
 """
@@ -30,30 +20,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastdiff_kernels.dispatch import choose, plain
 from fastdiff_kernels.launch import jit, processors, run, tl, triton
 from fastdiff_kernels.names import Backend
 
-_BLOCK_ROWS, _BLOCK_COLUMNS = 8, 256
+BLOCK_COLUMNS = 256
+"""Columns that one program of ``plan`` works through."""
+_BLOCK_ROWS = 8
 _PROGRAMS_PER_PROCESSOR = 8
-_GELU = {"TWICE_ROOT": 2 * (2 / torch.pi) ** 0.5, "CUBIC": 0.044715}
-
-
-def gelu_reference(u: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``gelu`` in plain torch, differentiable, in any floating dtype."""
-    return F.gelu(_with_gradient(u, bias), approximate="tanh")
 
 
 def unpacked_reference(u: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
     """``unpacked`` in plain torch, differentiable, in any floating dtype."""
     shifted = None if bias is None else bias.view(3, *u.shape[3:]) if _is_packed(u) else _by_part(bias, u)
-    return _views(_with_gradient(u, shifted))
+    return _views(with_gradient(u, shifted))
 
 
-def _with_gradient(u: Tensor, bias: Tensor | None) -> Tensor:
+def with_gradient(u: Tensor, bias: Tensor | None) -> Tensor:
     """``u`` whose gradient also reaches ``bias``."""
     return u if bias is None else u + (bias - bias.detach())
 
@@ -73,37 +58,10 @@ def _is_packed(u: Tensor) -> bool:
 
 
 @jit
-def _store_sums(sums_ptr, sums, column, columns):  # type: ignore[no-untyped-def]
+def store_sums(sums_ptr, sums, column, columns):  # type: ignore[no-untyped-def]
     """One row of partial sums."""
     program = tl.program_id(0).to(tl.int64)
     tl.store(sums_ptr + program * columns + column, tl.sum(sums, axis=0), mask=column < columns)
-
-
-@jit
-def bias_gradient_gelu_kernel(  # type: ignore[no-untyped-def]
-    du_ptr, sums_ptr, dy_ptr, u_ptr, total, rows, columns, TWICE_ROOT: tl.constexpr, CUBIC: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Gradient of u for ``rows`` rows of a block of columns, and its sums."""
-    start = tl.program_id(0).to(tl.int64) * rows
-    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    stop = tl.minimum(start + rows, total)
-    sums = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    for first in range(start, stop, BLOCK_R):
-        row = first + tl.arange(0, BLOCK_R)
-        at = row[:, None] * columns + column[None, :]
-        inside = (row < stop)[:, None] & (column < columns)[None, :]
-        u = tl.load(u_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        square = u * u
-        z = u * TWICE_ROOT * (1 + square * CUBIC)
-        s = tl.sigmoid(z)
-        # sigmoid(-z) is 1 - s without its cancellation.
-        slope = s + u * TWICE_ROOT * (1 + square * (3 * CUBIC)) * s * tl.sigmoid(-z)
-        du = tl.where(inside, up * slope, 0.0)
-        tl.store(du_ptr + at, du.to(du_ptr.dtype.element_ty), mask=inside)
-        sums += du
-    _store_sums(sums_ptr, sums, column, columns)
 
 
 @jit
@@ -154,38 +112,24 @@ def bias_gradient_fold_kernel(out_ptr, sums_ptr, programs, columns, BLOCK_R: tl.
     tl.store(out_ptr + column, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=column < columns)
 
 
-def _plan(like: Tensor, total: int, columns: int) -> tuple[int, tuple[int, int]]:
+def block_rows(u: Tensor) -> int:
+    """Rows of a block of which 128 threads load 16 bytes each: all programs of ``plan`` have registers at once."""
+    return 8 // u.element_size()
+
+
+def plan(like: Tensor, total: int, columns: int) -> tuple[int, tuple[int, int]]:
     """Rows per program, and the grid of programs over rows and columns."""
-    blocks = triton.cdiv(columns, _BLOCK_COLUMNS)
+    blocks = triton.cdiv(columns, BLOCK_COLUMNS)
     programs = max(processors(like) * _PROGRAMS_PER_PROCESSOR // blocks, 1)
     rows = max(triton.cdiv(total, programs), min(total, 64), 1)
     return rows, (triton.cdiv(total, rows), blocks)
 
 
-def _fold(sums: Tensor, dbias: Tensor) -> None:
+def fold(sums: Tensor, dbias: Tensor) -> None:
+    """Write to ``dbias [C]`` the sum of the rows of ``sums [programs, C]``, fp32."""
     programs, columns = sums.shape
     constants = {"BLOCK_R": 64, "BLOCK_C": 16, "num_warps": 4}
     run(bias_gradient_fold_kernel, (triton.cdiv(columns, 16),), dbias, sums, programs, columns, **constants)
-
-
-@torch.library.custom_op("fastdiff::bias_gradient_gelu", mutates_args=())
-def _gelu_backward(dy: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``u [..., C]`` and of the bias ``[C]``."""
-    du, dbias = _gelu_gradients(dy, u)
-    total, columns = u.numel() // max(u.shape[-1], 1), u.shape[-1]
-    rows, grid = _plan(u, total, columns)
-    sums = u.new_empty((grid[0], columns), dtype=torch.float32)
-    run(
-        bias_gradient_gelu_kernel, grid, du, sums, dy.contiguous(), u.contiguous(), total, rows, columns,
-        **_GELU, BLOCK_R=_BLOCK_ROWS, BLOCK_C=_BLOCK_COLUMNS, num_warps=4,
-    )  # fmt: skip
-    _fold(sums, dbias)
-    return du, dbias
-
-
-@_gelu_backward.register_fake
-def _gelu_gradients(dy: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    return u.new_empty(u.shape), u.new_empty(u.shape[-1:])
 
 
 @torch.library.custom_op("fastdiff::bias_gradient_join", mutates_args=())
@@ -195,7 +139,7 @@ def _join(dq: Tensor, dk: Tensor, dv: Tensor, packed: bool) -> tuple[Tensor, Ten
     parts = [part if part.stride(3) == 1 else part.contiguous() for part in (dq, dk, dv)]
     batch, heads, length, width = dq.shape
     total, columns = batch * length, heads * width
-    rows, grid = _plan(dq, total, columns)
+    rows, grid = plan(dq, total, columns)
     sums = dq.new_empty((grid[0], 3 * columns), dtype=torch.float32)
     # Strides are constants, because Triton knows the alignment of multiples of 16 alone.
     strides = {
@@ -204,9 +148,9 @@ def _join(dq: Tensor, dk: Tensor, dv: Tensor, packed: bool) -> tuple[Tensor, Ten
     head, part = (width, columns) if packed else (3 * width, width)
     run(
         bias_gradient_join_kernel, grid, du, sums, *parts, total, rows, length, *(p.stride(0) for p in parts),
-        H=heads, D=width, HEAD=head, PART=part, **strides, BLOCK_R=_BLOCK_ROWS, BLOCK_C=_BLOCK_COLUMNS, num_warps=8,
+        H=heads, D=width, HEAD=head, PART=part, **strides, BLOCK_R=_BLOCK_ROWS, BLOCK_C=BLOCK_COLUMNS, num_warps=8,
     )  # fmt: skip
-    _fold(sums, dbias)
+    fold(sums, dbias)
     return du, dbias
 
 
@@ -215,18 +159,6 @@ def _joined(dq: Tensor, dk: Tensor, dv: Tensor, packed: bool) -> tuple[Tensor, T
     batch, heads, length, width = dq.shape
     order = (3, heads) if packed else (heads, 3)
     return dq.new_empty((batch, length, *order, width)), dq.new_empty(3 * heads * width)
-
-
-class _Gelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, u: Tensor, _: Tensor) -> Tensor:
-        ctx.save_for_backward(u)
-        return F.gelu(u, approximate="tanh")
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor]:
-        gradients: tuple[Tensor, Tensor] = _gelu_backward(*upstream, *ctx.saved_tensors)
-        return gradients
 
 
 class _SummedByTorch(torch.autograd.Function):
@@ -262,42 +194,26 @@ class _Unpacked(torch.autograd.Function):
         return du if ctx.packed else du.transpose(2, 3), dbias
 
 
-def gelu(u: Tensor, bias: Tensor, *, backend: Backend | None = None) -> Tensor:
-    """The tanh form of GELU of ``u``; the gradient of ``u`` is also that of ``bias``, summed over rows.
+def unpacked(u: Tensor, bias: Tensor, *, backend: Backend | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of queries, keys and values; joins their gradients to one, and sums it to the gradient of ``bias``.
 
     Args:
-        u: ``[..., C]`` fp32, bf16 or fp16; the reference takes any floating dtype.
-        bias: ``[C]``, contained in ``u`` already; of its dtype and device.
+        u: ``[B, T, 3, H, D]`` fp32, bf16 or fp16, contiguous, or a view of ``[B, T, H, 3, D]``; the reference takes any
+            floating dtype.
+        bias: ``[3 * H * D]`` in the memory order of ``u``, contained in ``u`` already; of its dtype and device.
         backend: implementation; None: that of ``adaln``.
 
     Returns:
-        ``[..., C]`` in the dtype of ``u``.
+        3 x ``[B, H, T, D]``.
 
     Raises:
         ValueError: a wrong shape, dtype or device, or no such backend.
         RuntimeError: Triton was requested and cannot run here.
     """
     chosen = choose("adaln", u, backend)
-    _validate(chosen == "triton", u, bias, u.shape[-1])
-    out: Tensor = _Gelu.apply(u, bias) if chosen == "triton" else plain(gelu_reference, chosen)(u, bias)  # type: ignore[no-untyped-call]
-    return out
-
-
-def unpacked(u: Tensor, bias: Tensor, *, backend: Backend | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of queries, keys and values; joins their gradients to one; see ``gelu`` for ``bias`` and errors.
-
-    Args:
-        u: ``[B, T, 3, H, D]``, contiguous, or a view of ``[B, T, H, 3, D]``.
-        bias: ``[3 * H * D]`` in the memory order of ``u``.
-        backend: implementation; None: that of ``adaln``.
-
-    Returns:
-        3 x ``[B, H, T, D]``.
-    """
-    chosen = choose("adaln", u, backend)
     if u.dim() != 5 or u.shape[2] != 3:
         raise ValueError(f"u has shape {tuple(u.shape)}, expected [B, T, 3, H, D]")
-    _validate(chosen == "triton", u, bias, u.shape[2:].numel())
+    validate(chosen == "triton", u, bias, u.shape[2:].numel())
     if chosen == "triton":
         query, key, value = _Unpacked.apply(u, bias)  # type: ignore[no-untyped-call]
     else:
@@ -305,9 +221,12 @@ def unpacked(u: Tensor, bias: Tensor, *, backend: Backend | None = None) -> tupl
     return query, key, value
 
 
-def _validate(kernel: bool, u: Tensor, bias: Tensor, width: int) -> None:
+def validate(kernel: bool, u: Tensor, bias: Tensor | None, width: int) -> None:
+    """Raise ValueError if ``bias`` is not ``[width]`` of the dtype and device of ``u``, or no kernel takes ``u``."""
     if kernel and u.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"u is {u.dtype}, expected float32, bfloat16 or float16; use backend 'reference'")
+    if bias is None:
+        return
     if tuple(bias.shape) != (width,):
         raise ValueError(f"bias has shape {tuple(bias.shape)}, expected ({width},) as u is {tuple(u.shape)}")
     if bias.dtype != u.dtype or bias.device != u.device:

@@ -17,7 +17,7 @@ from fastdiff.models.blockwise import BlockwiseModel, is_compiled, run_block
 from fastdiff.models.embeddings import LabelEmbedder, PatchEmbed, TimestepEmbedder, position_table
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.adaln import gated_modulated_norm, modulated_norm, residual_modulated_norm
-from fastdiff_kernels.bias_gradient import gelu
+from fastdiff_kernels.gelu import gelu
 from fastdiff_kernels.names import AttentionBackend
 from fastdiff_kernels.packed_attention import packed_attention, packed_choice
 
@@ -185,7 +185,7 @@ class Mlp(nn.Module):
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """``[B, T, D] -> [B, T, D]``, and the bias that is to be added, see ``without_bias``."""
         inner, bias = summed_later(self.fc1, tokens)
-        return without_bias(self.fc2, F.gelu(inner, approximate="tanh") if bias is None else gelu(inner, bias))
+        return without_bias(self.fc2, gelu(inner, bias))
 
 
 def _xavier(layer: nn.Linear | nn.Conv2d) -> None:
@@ -201,7 +201,7 @@ def _zero(layer: nn.Linear) -> None:
 
 
 def summed_later(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return ``layer(x)`` and the bias whose gradient an op of ``bias_gradient`` has to sum; None: the layer does.
+    """Return ``layer(x)`` and the bias whose gradient an op behind the layer has to sum; None: the layer does.
 
     It reads weights outside of their layer, so under ZeRO-3, which gathers whole blocks, only blocks may call it.
     """

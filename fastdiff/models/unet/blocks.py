@@ -16,6 +16,7 @@ from fastdiff.config.networks.pretrained import CAPTION_TOKENS
 from fastdiff.models.blockwise import is_compiled, run_block
 from fastdiff_kernels import attention as attention_op
 from fastdiff_kernels import dispatch
+from fastdiff_kernels.geglu import geglu
 from fastdiff_kernels.group_norm import group_norm
 from fastdiff_kernels.names import AttentionBackend
 
@@ -279,8 +280,11 @@ class GEGLU(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """``[B, T, C] -> [B, T, inner]``."""
-        value, gate = self.proj(tokens).chunk(2, dim=-1)  # 2 x [B, T, inner]
-        return cast(Tensor, value * F.gelu(gate))
+        proj = self.proj
+        if type(proj) is not nn.Linear or dispatch.choose("group_norm", tokens) != "triton":
+            return geglu(proj(tokens))
+        # The op sums the gradient of the bias. As in ``without_bias``, under ZeRO-3 only a block may read a parameter.
+        return geglu(F.linear(tokens, proj.weight, proj.bias.detach()), proj.bias)
 
 
 class Downsample(nn.Module):

@@ -38,16 +38,17 @@ def inputs(kind: str) -> dict[str, Tensor]:
 
 
 class Biases(TorchDispatchMode):
-    """Counts the convolutions with a bias, and the sums of a gradient of one."""
+    """Counts the convolutions with a bias, the sums of a gradient of one, and those by the kernel of GEGLU."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.added = self.summed = 0
+        self.added = self.summed = self.gated = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         self.added += name == "convolution" and args[2] is not None
         self.summed += name == "convolution_backward" and args[-1][2]
+        self.gated += name == "geglu_backward"
         return func(*args, **(kwargs or {}))
 
 
@@ -67,6 +68,23 @@ def test_with_the_kernels_no_block_adds_a_bias_or_sums_its_gradient(kind: str) -
         with dispatch.forced(group_norm=backend), Biases() as seen:  # type: ignore[arg-type]
             gradients(model, model(**inputs(kind)))
         assert (seen.added, seen.summed) == (expected, expected), backend
+
+
+@pytest.mark.parametrize("adapter", [None, "linear"])
+def test_with_the_kernels_geglu_sums_the_gradient_of_its_bias(adapter: str | None) -> None:
+    model, reference = built("sd15"), built("sd15")
+    layers = [name for name, each in model.named_modules() if isinstance(each, unet.GEGLU)]
+    assert len(layers) > 2
+    if adapter:
+        for each in (model, reference):
+            add_lora(each, LoraConfig(rank=2, targets=("ff.net.0.proj",)), seed=1)
+    expected = gradients(reference, reference(**inputs("sd15")))
+    with dispatch.forced(group_norm="triton"), Biases() as seen:
+        got = gradients(model, model(**inputs("sd15")))
+    assert seen.gated == len(layers)
+    theirs = [name for name in got if name.startswith(tuple(layers))]
+    assert sum(name.endswith("bias") for name in theirs) == (0 if adapter else len(layers))
+    assert all(difference(got[name], expected[name]) < 1e-5 for name in theirs)
 
 
 @kinds
