@@ -78,8 +78,7 @@ def packed_attention(qkv: Tensor, *, bias: Tensor | None = None, backend: Attent
     here: Machine = machine(qkv.device, backend)
     if backend == "short":
         _refuse(qkv.dtype, here)
-    fits = qkv.is_contiguous() and shape_problem(head_dim, length, length) is None
-    if fits and _why_short(backend, qkv.dtype, length, head_dim, here):
+    if qkv.is_contiguous() and takes_packed(head_dim, length, qkv, backend):
         return short_attention(qkv if bias is None else summed_by_torch(qkv, bias))
     if bias is None:
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, T, 3, H, D] -> 3 x [B, H, T, D]
@@ -87,6 +86,13 @@ def packed_attention(qkv: Tensor, *, bias: Tensor | None = None, backend: Attent
         query, key, value = unpacked(qkv, bias)
     mixed = general.attention(query, key, value, backend=backend)
     return mixed.transpose(1, 2).flatten(2)  # [B, H, T, D] -> [B, T, H * D]
+
+
+def takes_packed(head_dim: int, length: int, example: Tensor, backend: AttentionBackend = "auto") -> bool:
+    """Whether ``packed_attention`` takes a contiguous projection as it is, not views of its parts; see its choice."""
+    here: Machine = machine(example.device, backend)
+    fits = shape_problem(head_dim, length, length) is None
+    return fits and _why_short(backend, example.dtype, length, head_dim, here) is not None
 
 
 def _refuse(dtype: torch.dtype, here: Machine) -> None:

@@ -22,6 +22,8 @@ class Case:
     shape: str
     """Name of the shape, after its model."""
     dtype: torch.dtype
+    least_arch: int = 80
+    """Oldest compute capability that has its number formats; 90 is sm_90."""
     build: Callable[[str], Inputs]
     """Returns fresh random inputs on a device, a few MB; inputs that get a gradient require one."""
     build_large: Callable[[str], Inputs] | None = None

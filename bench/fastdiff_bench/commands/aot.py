@@ -141,7 +141,7 @@ def compile_all(cases: Sequence[Case], architectures: Sequence[int]) -> Iterator
     seen = set()
     for case in cases:
         for recorded in record_launches(case):
-            for arch in architectures:
+            for arch in (arch for arch in architectures if arch >= case.least_arch):
                 source, options = specialise(recorded, arch)
                 key = (source.hash(), tuple(sorted((name, str(value)) for name, value in options.items())))
                 if key not in seen:

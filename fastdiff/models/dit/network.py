@@ -21,7 +21,7 @@ from fastdiff_kernels.gelu import gelu
 from fastdiff_kernels.names import AttentionBackend
 from fastdiff_kernels.packed_attention import packed_attention, packed_choice
 
-_NORM_EPS = 1e-6
+NORM_EPS = 1e-6
 
 
 class DiTBlock(nn.Module):
@@ -41,9 +41,9 @@ class DiTBlock(nn.Module):
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(condition).chunk(
             6, dim=1
         )  # 6 x [B, D]
-        tokens, normed = residual_modulated_norm(tokens, shift_a, scale_a, eps=_NORM_EPS)
+        tokens, normed = residual_modulated_norm(tokens, shift_a, scale_a, eps=NORM_EPS)
         branch, bias = self.attn(normed)
-        tokens, normed = gated_modulated_norm(tokens, branch, gate_a, shift_m, scale_m, bias=bias, eps=_NORM_EPS)
+        tokens, normed = gated_modulated_norm(tokens, branch, gate_a, shift_m, scale_m, bias=bias, eps=NORM_EPS)
         branch, bias = self.mlp(normed)
         tokens = tokens + gate_m.unsqueeze(1) * branch
         # Apart from the branch, so that the sums over tokens that are its gradient and that of the gate are one pass.
@@ -139,7 +139,7 @@ class FinalLayer(nn.Module):
     def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
         """``tokens [B, T, D], condition [B, D] -> [B, T, p * p * C_out]``."""
         shift, scale = self.adaLN_modulation(condition).chunk(2, dim=1)  # 2 x [B, D]
-        return cast(Tensor, self.linear(modulated_norm(tokens, shift, scale, eps=_NORM_EPS)))
+        return cast(Tensor, self.linear(modulated_norm(tokens, shift, scale, eps=NORM_EPS)))
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
         """Yield the choice of its adaLN; see ``fastdiff_kernels.dispatch.Explains``."""

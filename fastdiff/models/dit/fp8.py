@@ -1,0 +1,149 @@
+"""The block of a DiT whose linear layers multiply in FP8.
+
+It computes what ``DiTBlock`` does, in two functions with the attention between them. Their forward and backward passes
+are written out, because an operand in FP8 is a pair of tensors without gradients of their own: the op in front of a
+product writes it, in both passes (``fastdiff_kernels.fp8``). Without gradients (validation, sampling) the block is a
+``DiTBlock`` in 16 bits, as the exported network is.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastdiff.models.delayed_scales import GRADIENT, INPUT, WEIGHT, Forms, LayerScales
+from fastdiff.models.dit.network import NORM_EPS, DiTBlock
+from fastdiff_kernels.attention import attention
+from fastdiff_kernels.fp8.adaln import gate_backward, gated_norm, gated_norm_backward, norm, norm_backward
+from fastdiff_kernels.fp8.cast import cast
+from fastdiff_kernels.fp8.gelu import gelu, gelu_backward
+from fastdiff_kernels.fp8.join import join, join_packed
+from fastdiff_kernels.fp8.products import input_gradient, output, weight_gradient
+from fastdiff_kernels.fp8.values import folded, kept
+from fastdiff_kernels.packed_attention import packed_attention, takes_packed
+
+
+class Fp8DiTBlock(DiTBlock):
+    """A ``DiTBlock`` with scales, which ``fastdiff.models.fp8.convert`` makes of one."""
+
+    scales: tuple[LayerScales, LayerScales]
+    """Of the layer before the attention, and of the three behind."""
+
+    @staticmethod
+    def layers(block: DiTBlock) -> tuple[list[nn.Linear], list[nn.Linear]]:
+        """Return the layers that multiply in FP8, before the attention and behind it."""
+        return [block.attn.qkv], [block.attn.proj, block.mlp.fc1, block.mlp.fc2]
+
+    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
+        """``tokens [B, T, D], condition [B, D] -> [B, T, D]``."""
+        if not torch.is_grad_enabled():
+            return super().forward(tokens, condition)
+        width, heads, backend = tokens.shape[2], self.attn.heads, self.attn.backend
+        first, rest = self.adaLN_modulation(condition).split((2 * width, 4 * width), dim=1)  # [B, 2D], [B, 4D]
+        before, behind = self.scales
+        (qkv,), others = self.layers(self)
+        packed = takes_packed(width // heads, tokens.shape[1], tokens, backend)
+        tokens, *projected = _NormAndProduct.apply(  # type: ignore[no-untyped-call]
+            tokens, first, qkv.weight, qkv.bias, before.units, before.probe, before.forms, heads, packed
+        )
+        if packed:
+            mixed = packed_attention(projected[0], backend=backend)
+        else:  # 3 x [B, H, T, D / H] -> [B, T, D]
+            mixed = attention(*projected, backend=backend).transpose(1, 2).flatten(2)
+        parameters = [parameter for layer in others for parameter in (layer.weight, layer.bias)]
+        out: Tensor = _AfterAttention.apply(mixed, tokens, rest, *parameters, behind.units, behind.probe, behind.forms)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _NormAndProduct(torch.autograd.Function):
+    """The modulated norm and the packed projection ``qkv``; beside it the tokens, as the residual stream."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, modulations: Tensor, weight: Tensor, bias: Tensor, units: Tensor, probe: Tensor,
+        forms: Forms, heads: int, packed: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        shift, scale = modulations.chunk(2, dim=1)  # 2 x [B, D]
+        normed = norm(tokens, shift, scale, NORM_EPS, units[0, INPUT], forms.operand)
+        w = cast(weight, units[0, WEIGHT], forms.weight)
+        qkv = output(normed.y, w, bias).view(*tokens.shape[:2], 3, heads, -1)
+        maxima = folded([normed.y.maxima, w.maxima])
+        ctx.save_for_backward(
+            tokens, scale, normed.mean, normed.rstd, normed.y.columns, normed.y.plain, weight, units, maxima
+        )
+        ctx.forms, ctx.packed = forms, packed
+        parts = (qkv,) if packed else qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, T, 3, H, D] -> 3 x [B, H, T, D]
+        return (tokens.view_as(tokens), *parts)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, scale, mean, rstd, *y, weight, units, maxima = ctx.saved_tensors
+        dtokens, *parts = upstream
+        unit, form = units[0, GRADIENT], ctx.forms.operand
+        du, dbias = join_packed(parts[0], unit, form) if ctx.packed else join(parts[0], parts[1], parts[2], unit, form)
+        dweight = weight_gradient(du, kept(y[0], y[1], units[0, INPUT]))
+        dy = input_gradient(du, cast(weight, units[0, WEIGHT], ctx.forms.turned_weight))
+        dx, modulations = norm_backward(dy.view_as(tokens), dtokens, tokens, scale, mean, rstd)
+        seen = torch.cat([maxima, folded([du.maxima])]).view_as(units)
+        return dx, _side_by_side(modulations), dweight, dbias, None, seen, None, None, None
+
+
+class _AfterAttention(torch.autograd.Function):
+    """All behind the attention: its projection, the gated norm, the MLP and its gate."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mixed: Tensor, tokens: Tensor, modulations: Tensor, w_proj: Tensor, b_proj: Tensor, w_in: Tensor,
+        b_in: Tensor, w_out: Tensor, b_out: Tensor, units: Tensor, probe: Tensor, forms: Forms,
+    ) -> Tensor:  # fmt: skip
+        gate, shift, scale, gate_out = modulations.chunk(4, dim=1)  # 4 x [B, D]
+        proj, fc1, fc2 = units.unbind(0)
+        weights = [
+            cast(weight, unit[WEIGHT], forms.weight) for weight, unit in ((w_proj, proj), (w_in, fc1), (w_out, fc2))
+        ]
+        x = cast(mixed.flatten(0, 1), proj[INPUT], forms.operand)
+        branch = output(x, weights[0]).view_as(tokens)
+        normed = gated_norm(tokens, branch, b_proj, gate, shift, scale, NORM_EPS, fc1[INPUT], forms.operand)
+        u = output(normed.y, weights[1], b_in)  # [B * T, 4D]
+        inner = gelu(u, fc2[INPUT], forms.operand)
+        last = output(inner, weights[2]).view_as(tokens)
+        operands = [x, normed.y, inner]
+        maxima = folded([operand.maxima for pair in zip(operands, weights, strict=True) for operand in pair])
+        ctx.save_for_backward(
+            tokens, branch, b_proj, normed.mean, normed.rstd, u, last, b_out, gate, scale, gate_out, w_proj, w_in,
+            w_out, units, maxima, *(tensor for operand in operands for tensor in (operand.columns, operand.plain)),
+        )  # fmt: skip
+        ctx.forms = forms
+        return normed.h + gate_out.unsqueeze(1) * last + (gate_out * b_out).unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (
+            tokens, branch, b_proj, mean, rstd, u, last, b_out, gate, scale, gate_out, w_proj, w_in,
+            w_out, units, maxima, *operands,
+        ) = ctx.saved_tensors  # fmt: skip
+        (dout,), forms = upstream, ctx.forms
+        proj, fc1, fc2 = units.unbind(0)
+        x, y, inner = (kept(operands[2 * n], operands[2 * n + 1], units[n, INPUT]) for n in range(3))
+        out = gate_backward(dout, last, b_out, gate_out, fc2[GRADIENT], forms.operand)
+        dw_out = weight_gradient(out.dbranch, inner)
+        dinner = input_gradient(out.dbranch, cast(w_out, fc2[WEIGHT], forms.turned_weight))
+        du, db_in = gelu_backward(dinner, u, fc1[GRADIENT], forms.operand)
+        dw_in = weight_gradient(du, y)
+        dy = input_gradient(du, cast(w_in, fc1[WEIGHT], forms.turned_weight)).view_as(tokens)
+        first = gated_norm_backward(
+            dy, dout, tokens, branch, b_proj, gate, scale, mean, rstd, proj[GRADIENT], forms.operand
+        )
+        dw_proj = weight_gradient(first.dbranch, x)
+        dmixed = input_gradient(first.dbranch, cast(w_proj, proj[WEIGHT], forms.turned_weight)).view_as(tokens)
+        dshift, dscale, dgate = first.modulations.unbind(0)
+        modulations = torch.cat([dgate, dshift, dscale, out.modulations[0]], dim=1)
+        gradients = folded([first.dbranch.maxima, du.maxima, out.dbranch.maxima])
+        seen = torch.cat([maxima.view(3, 2), gradients.unsqueeze(1)], dim=1)
+        weights = dw_proj, first.dbias, dw_in, db_in, dw_out, out.dbias
+        return dmixed, first.dx, modulations, *weights, None, seen, None
+
+
+def _side_by_side(modulations: Tensor) -> Tensor:
+    """``[K, B, D] -> [B, K * D]``."""
+    return modulations.transpose(0, 1).flatten(1)

@@ -1,0 +1,102 @@
+"""Operands of FP8 products: rounding in kernels, the cast, the products and what they refuse."""
+
+import pytest
+import torch
+
+from fastdiff_bench.cases import cases
+from fastdiff_bench.correctness.check import providers, reason, run_checks
+from fastdiff_kernels.fp8 import products
+from fastdiff_kernels.fp8.cast import cast
+from fastdiff_kernels.fp8.values import E4M3, LARGEST, Form, Quantised, dequantised
+
+BOTH = Form(rows=True, columns=True)
+ONE = torch.tensor(1.0)
+
+
+def numbers() -> torch.Tensor:
+    """All e4m3 numbers, the middles between them and their neighbours, what overflows, and what is no number."""
+    every = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+    finite = every[every.isfinite()].sort().values
+    middles = (finite[1:] + finite[:-1]) / 2
+    around = [torch.nextafter(middles, torch.tensor(end)) for end in (-torch.inf, torch.inf)]
+    others = torch.tensor([464.0, 465.0, 1e30, torch.inf, -torch.inf, torch.nan, 2.0**-10, 2.0**-11, -0.0])
+    return torch.cat([every, middles, *around, others])
+
+
+def test_kernels_round_as_torch_does(device: str) -> None:
+    x = numbers().to(device)[None]
+    kernel, plain = (cast(x, ONE.to(device), BOTH, backend=backend) for backend in ("triton", "reference"))
+    for ours, torch_s in ((kernel.rows, plain.rows), (kernel.columns, plain.columns)):
+        assert ours is not None
+        assert torch_s is not None
+        number = ~torch_s.float().isnan()
+        assert torch.equal(~ours.float().isnan(), number)
+        assert torch.equal(ours.view(torch.uint8)[number], torch_s.view(torch.uint8)[number])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (65, 48), (130, 1152)])
+@pytest.mark.parametrize("form", [BOTH, Form(rows=True), Form(columns=True), Form(rows=True, plain=True)])
+def test_a_cast_is_that_of_torch(device: str, shape: tuple[int, int], form: Form) -> None:
+    x, unit = torch.randn(shape, device=device).bfloat16(), torch.tensor(2.0**-5, device=device)
+    kernel, plain = (cast(x, unit, form, backend=backend) for backend in ("triton", "reference"))
+    for ours, torch_s in zip(kernel[:3], plain[:3], strict=True):
+        assert (ours is None) == (torch_s is None)
+        assert ours is None or torch_s is None or torch.equal(ours.float(), torch_s.float())
+    assert kernel.maxima.amax() == plain.maxima.amax() == x.abs().amax().float()
+
+
+@pytest.mark.parametrize("case", cases(("fp8",)), ids=str)
+def test_cases_keep_the_rule_of_kernels(case: cases, device: str) -> None:  # type: ignore[valid-type]
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+
+    def inputs() -> dict[str, torch.Tensor]:
+        torch.set_rng_state(state)
+        return case.build(device)  # type: ignore[attr-defined, no-any-return]
+
+    found = {n: p for n, p in providers(case, device).items() if n != "compile"}  # type: ignore[arg-type]
+    _, failures = run_checks(case, inputs, found)  # type: ignore[arg-type]
+    assert not failures, {name: reason(error) for name, error in failures.items()}
+
+
+def test_products_are_those_of_the_values() -> None:
+    torch.manual_seed(0)
+    x, w, dy, bias = torch.randn(32, 48), torch.randn(64, 48), torch.randn(32, 64), torch.randn(64)
+    unit = torch.tensor(2.0**-4)
+    eights = [cast(t, unit, BOTH) for t in (x, w, dy)]
+    plains = [cast(t, unit, Form(plain=True)) for t in (x, w, dy)]
+    exact = [dequantised(operand.rows, unit).double() for operand in eights if operand.rows is not None]
+    for (qx, qw, qdy), (vx, vw, vdy) in ((eights, exact), (plains, [t.double() for t in (x, w, dy)])):
+        found = products.output(qx, qw, bias.to(torch.bfloat16 if qx.rows is not None else bias.dtype))
+        torch.testing.assert_close(found.double(), vx @ vw.T + bias, rtol=0.01, atol=0.05)
+        torch.testing.assert_close(products.input_gradient(qdy, qw).double(), vdy @ vw, rtol=0.01, atol=0.05)
+        torch.testing.assert_close(products.weight_gradient(qdy, qx).double(), vdy.T @ vx, rtol=0.01, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "why"),
+    [
+        (torch.zeros(16, 32), torch.zeros(16, 32), "is torch.float32"),
+        (torch.zeros(32, 16, dtype=E4M3).t(), torch.zeros(16, 32, dtype=E4M3), r"a has strides \(1, 16\)"),
+        (torch.zeros(16, 32, dtype=E4M3), torch.zeros(32, 16, dtype=E4M3).t(), r"b has strides \(1, 16\)"),
+        (torch.zeros(16, 32, dtype=E4M3), torch.zeros(16, 48, dtype=E4M3), "differ in the last axis"),
+        (torch.zeros(16, 24, dtype=E4M3), torch.zeros(16, 24, dtype=E4M3), "multiples of 16"),
+        (torch.zeros(16, 32, dtype=E4M3), torch.zeros(24, 32, dtype=E4M3), "multiples of 16"),
+    ],
+)
+def test_layouts_that_a_gpu_refuses_are_refused_on_a_cpu(a: torch.Tensor, b: torch.Tensor, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        products.product(a, b, ONE, ONE)
+
+
+def test_values_beyond_the_largest_number_become_it_and_nan_stays() -> None:
+    found = cast(torch.tensor([[1e3, -torch.inf, torch.nan]]), ONE, Form(rows=True)).rows
+    assert found is not None
+    assert found.float().tolist()[0][:2] == [LARGEST, -LARGEST]
+    assert found.float()[0, 2].isnan()
+
+
+def test_an_operand_without_the_form_of_a_product_is_named() -> None:
+    empty = Quantised(None, None, None, ONE, ONE.view(1))
+    with pytest.raises(ValueError, match="neither the FP8 form"):
+        products.output(empty, empty)
