@@ -84,7 +84,9 @@ def test_with_the_kernels_geglu_sums_the_gradient_of_its_bias(adapter: str | Non
     assert seen.gated == len(layers)
     theirs = [name for name in got if name.startswith(tuple(layers))]
     assert sum(name.endswith("bias") for name in theirs) == (0 if adapter else len(layers))
-    assert all(difference(got[name], expected[name]) < 1e-5 for name in theirs)
+    for name in theirs:  # those of the first halves of fresh adapters are 0
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-5 * scale)
 
 
 @kinds
