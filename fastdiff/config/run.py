@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from fastdiff.conditions import require_shapes, require_sources
+from fastdiff.config.cuda_graph import require_static_config
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig, networks
@@ -76,8 +77,7 @@ class RunConfig:
         )
         self._check_pretrained()
         self._check_objective()
-        if self.performance.cuda_graph:
-            self._check_graph()
+        require_static_config(self)
         if self.samples < 1 or self.samples % self.batch.samples:
             steps = max(1, round(self.samples / self.batch.samples))
             raise ConfigError(
@@ -116,19 +116,6 @@ class RunConfig:
             not self.objective.low_res_noise or self.model.low_res_size > 0,
             f"--objective.low_res_noise {self.objective.low_res_noise} is for super-resolution, an ADM UNet "
             "with --model.low_res_size; set it to 0",
-        )
-
-    def _check_graph(self) -> None:
-        """Refuse what changes between two replays of a graph."""
-        require(
-            self.timesteps.of(self.objective) != "importance",
-            "--performance.cuda_graph with --timesteps.density importance: its table follows from the losses of each "
-            "step, and a graph holds that of its capture; use another density, or leave --performance.cuda_graph out",
-        )
-        require(
-            not self.data.online,
-            "--performance.cuda_graph with --data.online: the encoders use the GPU during the capture; write shards "
-            "with `fastdiff encode`, or leave --performance.cuda_graph out",
         )
 
     def _check_pretrained(self) -> None:

@@ -148,6 +148,7 @@ class Gradients:
         self._parameters = [place.parameter for place in places]
         self.views = [place.of(self.buffer) for place in places]
         """The part of each parameter, in its shape."""
+        self.ends = [place.end for place in places]
         self.has_some = False
         """Whether the buffer has gradients of this step; otherwise the next ones overwrite it."""
 

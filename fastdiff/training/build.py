@@ -14,12 +14,14 @@ from fastdiff.buffered_writes import WholeFiles
 from fastdiff.checkpoint.async_saves import ANY_NUMBER, AsyncSaves
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.cuda_graph import Circumstances, require_static
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json, claim, plugins, versions
 from fastdiff.config.trackers import require_usable
 from fastdiff.console import log
 from fastdiff.data.loading.batches import Batches
+from fastdiff.data.loading.bucket_order import BucketOrder
 from fastdiff.data.loading.build import build_batches, build_order, choose_loader
 from fastdiff.data.loading.order import SampleOrder
 from fastdiff.data.loading.training_set import (
@@ -56,7 +58,7 @@ from fastdiff.training.callbacks.summary import announce
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
 from fastdiff.training.ema import Ema
 from fastdiff.training.engines import build as engines
-from fastdiff.training.forward_backward.build import build_forward_backward, require_capture, require_one_shape
+from fastdiff.training.forward_backward.build import build_forward_backward
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.memory import smaller_batch
 from fastdiff.training.memory.explanation import explaining_construction
@@ -268,7 +270,7 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
         progress=Progress(),
         heartbeat=parts.heartbeat,
         guard=guard,
-        forward_backward=build_forward_backward(config.performance, engine, objective, meters, guard),
+        forward_backward=build_forward_backward(config.performance, engine, objective, meters, guard, world),
         files=parts.files,
         ledger=parts.ledger,
     )
@@ -303,7 +305,8 @@ def _open_data(config: RunConfig, world: World, stack: ExitStack) -> tuple[Data,
     order = build_order(
         reader.info, seed=config.seed, window_shards=config.data.shuffle_shards, global_batch=config.batch.samples
     )
-    world.on_rank0(lambda: require_one_shape(config.performance, config.data.path, order))
+    sizes = len(order.buckets) if isinstance(order, BucketOrder) else 1
+    world.on_rank0(lambda: require_static(Circumstances(config=config, device=world.device.type, sizes=sizes)))
     return reader, order
 
 
@@ -349,8 +352,10 @@ def _choose_backends(
 ) -> str:
     """Force the backends of the run and report that of each op; fail on all ranks if one is unavailable on any."""
     manifest = None if saved is None else saved.manifest
-    kind = world.on_rank0(lambda: engines.choose(config.optim, config.performance, ds_config, manifest))
-    world.on_rank0(lambda: require_capture(config.performance, kind, world))
+    asked = config.optim, config.performance, ds_config, manifest
+    kind = world.on_rank0(lambda: engines.choose(*asked))
+    run = Circumstances(config=config, device=world.device.type, not_flat=engines.why_not_flat(*asked))
+    world.on_rank0(lambda: require_static(run))
     where = torch.device("cpu") if deepspeed_config.offloads_optimizer(ds_config) else world.device
 
     def choose() -> list[kernel_choice.Row]:

@@ -1,5 +1,7 @@
 """Passes captured in CUDA graphs: the losses of runs without, no memory allocated anew, resumes equal to the bit."""
 
+import os
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -9,14 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError
-from fastdiff.parallel.world import World
-from fastdiff.training.forward_backward import graph
+from fastdiff.parallel.world import World, start_world, stop_world
+from fastdiff.training.engines import flat_sum
+from fastdiff.training.engines.flat import FlatEngine
+from fastdiff.training.forward_backward import cuda_graphs
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.loop import train
 from tests.gpu.cases import Case, Inputs, deterministic, each, launch_of
 from tests.support.runs import assert_same_checkpoint, hexes, losses, newest, train_losses
+from tests.support.servers.ports import reserved_port
 
 CASES = [
     Case(family="dit", stage="0", precision="bf16"),
@@ -32,13 +38,13 @@ STEPS = 20
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry per capture."""
     found: list[int] = []
-    own = graph.CudaGraphs.__call__
+    own: Callable[..., Any] = cuda_graphs.CudaGraphs.__call__
 
-    def counted(self: graph.CudaGraphs, section: graph.Section) -> graph.Section:
+    def counted(self: cuda_graphs.CudaGraphs, section: Callable[[], Any]) -> Any:
         found.append(1)
         return own(self, section)
 
-    monkeypatch.setattr(graph.CudaGraphs, "__call__", counted)
+    monkeypatch.setattr(cuda_graphs.CudaGraphs, "__call__", counted)
     return found
 
 
@@ -57,7 +63,7 @@ def test_the_losses_are_those_of_a_run_without_it(
     for name in ("graph", "eager"):
         config = inputs.run(case, tmp_path / name, STEPS, **options(case, captured=name == "graph"))
         train(config, launch_of("0"), world)
-    assert len(captures) == 2
+    assert len(captures) == 3, "of both passes, at first and again, and of the update"
     assert hexes(losses(tmp_path / "graph")) == hexes(losses(tmp_path / "eager"))
     assert_same_checkpoint(tmp_path / "graph", tmp_path / "eager")
 
@@ -73,7 +79,7 @@ def test_a_resumed_run_is_equal_to_the_bit(
     for steps in (5, 12):
         config = inputs.run(case, tmp_path / "parts", steps, **options(case, captured=True))
         train(config, replace(launch_of("0"), allow_change=("samples",)), world)
-    assert len(captures) == 3 * 2
+    assert len(captures) == 3 * 3
     assert hexes(losses(tmp_path / "parts")) == hexes(whole)
     assert newest(tmp_path / "parts").manifest["files"] == newest(tmp_path / "whole").manifest["files"]
 
@@ -95,16 +101,66 @@ def test_the_allocator_gets_no_more_memory_after_the_captures(
     monkeypatch.setattr(StepGuard, "take_step", watched)
     config = inputs.run(case, tmp_path, STEPS, **options(case, captured=True, accumulation=accumulation))
     train(config, launch_of("0"), world)
-    assert len(captures) == min(2, accumulation)
+    assert len(captures) == min(2, accumulation) + 1
     assert len(segments) == STEPS
     assert segments[8] == segments[-1]
+
+
+@pytest.mark.parametrize(("on", "case"), each(CASES[:2], []), indirect=["on"])
+def test_captured_passes_go_with_sums_in_chunks(
+    on: torch.device, case: Case, world: World, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's, of the one rank that a GPU can have: its stream and that of the captures wait for each other."""
+    build: Callable[..., None] = FlatEngine.__init__
+
+    def built(self: FlatEngine, *given: Any) -> None:
+        build(self, *given)
+        self._sum = flat_sum.FlatSum(self._gradients.buffer)
+
+    monkeypatch.setattr(flat_sum, "_CHUNK_BYTES", 2**14)
+    train(inputs.run(case, tmp_path / "eager", STEPS, **options(case, captured=False)), launch_of("0"), world)
+    monkeypatch.setattr(FlatEngine, "__init__", built)
+    train(inputs.run(case, tmp_path / "graph", STEPS, **options(case, captured=True)), launch_of("0"), world)
+    assert hexes(losses(tmp_path / "graph")) == hexes(losses(tmp_path / "eager"))
+    assert_same_checkpoint(tmp_path / "graph", tmp_path / "eager")
+
+
+def train_on_a_gpu_each(rank: int, port: int, configs: list[RunConfig]) -> None:
+    """Train the runs one after the other as one of two ranks."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    world = start_world()
+    for config in configs:
+        train(config, launch_of("0"), world)
+    stop_world()
+
+
+@pytest.mark.parametrize(("on", "case"), each(CASES[:2], []), indirect=["on"])
+def test_the_losses_of_two_ranks_are_those_of_two_without_it(
+    on: torch.device, case: Case, inputs: Inputs, tmp_path: Path
+) -> None:
+    """To the bit, with weights, moments and averages: a sum of two numbers has no order."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("this machine has one GPU")
+    named = {name: options(case, captured=name == "graph") | {"batch__micro": 4} for name in ("graph", "eager")}
+    configs = [inputs.run(case, tmp_path / name, STEPS, **own) for name, own in named.items()]
+    with ProcessPoolExecutor(2, get_context("spawn")) as ranks:
+        port = reserved_port()
+        for ended in [ranks.submit(train_on_a_gpu_each, rank, port, configs) for rank in range(2)]:
+            ended.result(timeout=300)
+    assert hexes(losses(tmp_path / "graph")) == hexes(losses(tmp_path / "eager"))
+    assert_same_checkpoint(tmp_path / "graph", tmp_path / "eager")
+
+
+def alone() -> World:
+    return World(rank=0, size=1, device=torch.device("cuda"))
 
 
 def capture_a_read() -> float:
     """Try to capture a read by the host; return the number that is read after the error."""
     number = torch.ones((), device="cuda")
     with pytest.raises(ConfigError, match=r"cannot be captured \(.*\); leave the flag out"):
-        graph.CudaGraphs()(lambda: number * number.item())
+        cuda_graphs.CudaGraphs(alone())(lambda: number * number.item())
     return number.item()
 
 
@@ -119,7 +175,7 @@ def test_a_read_by_the_host_cannot_be_captured(world: World) -> None:
 def test_two_graphs_share_their_memory(world: World) -> None:
     """And each has its own result."""
     number = torch.ones(2**20, device=world.device)
-    capture = graph.CudaGraphs()
+    capture = cuda_graphs.CudaGraphs(world)
     first, second = capture(lambda: (number + 1).sum()), capture(lambda: (number + 2).sum())
     for factor in (1, 3):
         number.fill_(factor)

@@ -35,10 +35,11 @@ class PerformanceConfig:
     stage 0 (--deepspeed_config ddp); deepspeed: DeepSpeed, for every stage. auto: flat where it can train the run;
     a resumed run keeps its engine. Losses of the two differ by rounding, and checkpoints of both fit both."""
     cuda_graph: bool = False
-    """Capture the forward and backward pass of a micro-batch, noise and losses included, in a CUDA graph after three
-    micro-batches, and replay it: the host then launches one graph instead of thousands of kernels, which matters where
-    it is slower than the GPU (small micro-batches). Losses are the same. For one GPU, the
-    flat engine and micro-batches of one shape; everything else is refused."""
+    """Capture the forward and backward pass of a micro-batch, noise and losses included, in a CUDA graph in the third
+    step, and the update in another: the host then launches two graphs instead of thousands of kernels, which matters
+    where it is slower than the GPU (small micro-batches). Losses are the same; on more than two ranks, which add up
+    their gradients behind the passes instead of beside them, up to the order of these sums. For GPUs, the flat engine
+    (--deepspeed_config ddp) and micro-batches of one shape; everything else is refused."""
     allow_tf32: bool = False
     """Let fp32 matrix products and convolutions round their inputs to TF32 (Ampere and newer)."""
     fp8: bool = False
@@ -73,21 +74,6 @@ class PerformanceConfig:
             self.grad_accum_dtype in (None, "fp32", self.precision),
             f"--performance.grad_accum_dtype {self.grad_accum_dtype} with --performance.precision {self.precision}: "
             f"{' or '.join(dict.fromkeys(['fp32', self.precision]))}",
-        )
-        if self.cuda_graph:
-            self._check_graph()
-
-    def _check_graph(self) -> None:
-        given = "--performance.cuda_graph with --performance."
-        require(self.device != "cpu", f"{given}device cpu: a graph holds the work of a GPU; leave one of them out")
-        require(
-            self.engine != "deepspeed",
-            f"{given}engine deepspeed, whose hooks run on the host: use flat (ZeRO stage 0), or leave the graph out",
-        )
-        require(
-            not self.profile,
-            f"{given}profile {self.profile}: a replayed graph has none of the ranges that a profile names; profile the "
-            "run without the graph",
         )
 
     @property

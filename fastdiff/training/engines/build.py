@@ -44,9 +44,21 @@ def choose(
     require(wanted != "flat" or reason is None, f"--performance.engine flat {reason}")
     if wanted != "auto":
         return wanted
-    if saved is not None and saved.get("zero_stage") == 0 and saved.get("engine", "deepspeed") == "deepspeed":
-        return "deepspeed"
-    return "flat" if reason is None else "deepspeed"
+    return "deepspeed" if reason is not None or _keeps_deepspeed(saved) else "flat"
+
+
+def why_not_flat(
+    optim: OptimConfig, performance: PerformanceConfig, ds_config: DsConfig, saved: Mapping[str, Any] | None = None
+) -> str:
+    """Return why ``choose`` takes DeepSpeed, and the remedy; empty: it takes the flat engine."""
+    if choose(optim, performance, ds_config, saved) == "flat":
+        return ""
+    kept = "with a run that DeepSpeed has begun: use --performance.engine flat, whose losses differ by rounding"
+    return _unsupported(optim, performance, ds_config) or kept
+
+
+def _keeps_deepspeed(saved: Mapping[str, Any] | None) -> bool:
+    return saved is not None and saved.get("zero_stage") == 0 and saved.get("engine", "deepspeed") == "deepspeed"
 
 
 def _unsupported(optim: OptimConfig, performance: PerformanceConfig, ds_config: DsConfig) -> str | None:

@@ -23,8 +23,9 @@ from fastdiff.training.buffers import Gradients, Part, Place, fragments_of, move
 from fastdiff.training.ema import Ema
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.engines.data_parallel import DataParallel
+from fastdiff.training.engines.flat_sum import FlatSum
 from fastdiff.training.optimizer.build import build_lr_schedule, build_optimizer, forget, set_lr_step
-from fastdiff.training.optimizer.update import Update
+from fastdiff.training.optimizer.update import Captured, Update
 
 
 class FlatEngine(Engine):
@@ -53,9 +54,11 @@ class FlatEngine(Engine):
         self._parts = self._cut(ranges_of(self._places, world))
         self.flats = [part.flat for part in self._parts]
         assert family.flat_update is not None
-        self._update: Update = resolve_name(family.flat_update)(config.optim, self._parts, self._gradients.views)
+        self._update: Update = resolve_name(family.flat_update)(config.optim, self._parts, self._gradients)
         self._update.create_state(self.optimizer, self.shapes, world)
-        self._ranks = DataParallel(model, self._places, self._gradients) if world.size > 1 else None
+        captured, several = config.performance.cuda_graph, world.size > 1
+        self._ranks = DataParallel(model, self._places, self._gradients) if several and not captured else None
+        self._sum = FlatSum(self._gradients.buffer) if several and captured else None
         self._schedule = build_lr_schedule(self.optimizer, config.optim, config.steps)
         self._micro = self._applied = self._steps = 0
         self.lr = 0.0
@@ -141,10 +144,14 @@ class FlatEngine(Engine):
         """Move the averages in the update."""
         self._update.averages, averages.in_the_update = averages, True
 
+    def capture_update(self, captured: Captured) -> None:
+        """Let CUDA graphs hold what of the update the device does by itself."""
+        self._update.capture(captured)
+
     @torch.no_grad()
     def check_grads(self) -> Tensor:
         """Take the norm of the gradient; return whether it is not finite."""
-        return self._update.examine(self._gradients.buffer)
+        return self._update.examine([self._gradients.buffer.numel()] if self._sum is None else self._sum.arrived())
 
     def optimizer_step(self) -> None:
         """Take the optimizer step, unless the gradient is not finite."""

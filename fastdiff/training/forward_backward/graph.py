@@ -4,77 +4,61 @@ The graph has everything from the random numbers to the sums of gradients and lo
 micro-batches enters through a batch of static tensors; weights, sums and tables stay where they are. The first
 micro-batch of a step, which overwrites the sums of gradients, has a graph of its own.
 
-The update of the weights is not in it: between it and the passes the ranks exchange their flags, whose numbers, like
-the learning rate, come from the host.
+Neither has a collective: the ranks add up their gradients behind the last micro-batch (``engines.flat_sum``). The
+update of the weights is another graph, whose learning rate and shares of averages the host sends; between it and the
+passes the ranks exchange their flags.
 """
 
-import gc
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
 from fastdiff.diffusion.objective import Objective
-from fastdiff.errors import ConfigError, require
-from fastdiff.models.cost.memory import exhausted
+from fastdiff.errors import require
+from fastdiff.parallel.world import World
 from fastdiff.training.engines.flat import FlatEngine
+from fastdiff.training.forward_backward.cuda_graphs import CudaGraphs
 from fastdiff.training.forward_backward.micro_batch import ForwardBackward
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
 
-WARM_UP = 3
-"""Micro-batches of a process that run operation by operation before the first capture.
-
-They load and tune all kernels: those of the first micro-batch of a step, and those of the others.
-"""
-Section = Callable[[], Tensor]
-"""Work of the device alone; returns the losses ``[micro]``."""
-
 
 class GraphForwardBackward(ForwardBackward):
-    """Both passes of a micro-batch, captured once and then replayed, on one GPU.
+    """Both passes of a micro-batch, captured once and then replayed; it lets the engine capture its update, too.
 
     Args:
         engine: of the run.
         objective: of the run; its timesteps do not learn from losses.
         meters: of the run.
         guard: of the run.
+        world: the ranks.
     """
 
     _engine: FlatEngine
 
-    def __init__(self, engine: FlatEngine, objective: Objective, meters: Meters, guard: StepGuard) -> None:
+    def __init__(
+        self, engine: FlatEngine, objective: Objective, meters: Meters, guard: StepGuard, world: World
+    ) -> None:
         super().__init__(engine, objective, meters, guard)
-        self._capture = CudaGraphs()
-        self._replays: dict[bool, Section] = {}
+        graphs = CudaGraphs(world)
+        self._passes = {begins: graphs.later(self._section) for begins in (True, False)}
         """By whether the micro-batch is the first of its step."""
         self._static: Batch | None = None
-        self._taken = 0
+        engine.capture_update(graphs.later)
 
     def __call__(self, batch: Batch) -> None:
         """Take the passes of one micro-batch; ConfigError if the passes cannot be captured."""
         with self._meters.phase("forward"):
             self._load(batch)
-            losses = self._take().clone()  # the next replay overwrites them
+            losses = self._passes[self._engine.begins_step]().clone()  # the next replay overwrites them
             self._engine.end_micro_batch()
         self._meters.note(batch.position, losses)
         if self._guard.observe(losses):
             self._engine.discard()
 
-    def _take(self) -> Tensor:
-        """Run, or capture and replay; return the losses."""
-        self._taken += 1
-        if self._taken <= WARM_UP:
-            return self._capture.warm_up(self._section)
-        begins = self._engine.begins_step
-        if begins not in self._replays:
-            self._replays[begins] = self._capture(self._section)
-        return self._replays[begins]()
-
     def _section(self) -> Tensor:
-        """Run the passes of the static batch."""
+        """Run the passes of the static batch; return its losses ``[micro]``."""
         assert self._static is not None
         losses, drawn = self.forward(self._static)
         self._meters.count(losses, drawn.levels, drawn.importance, self._objective.parts)
@@ -104,52 +88,3 @@ def _tensors(batch: Batch) -> Iterator[Tensor]:
     yield batch.position
     for name in sorted(batch.condition):
         yield batch.condition[name]
-
-
-class CudaGraphs:
-    """Captures sections; their graphs share memory, as only one runs at a time and only its losses outlive it.
-
-    Sections warm up on the stream of the captures, as torch demands (https://docs.pytorch.org/docs/stable/notes/cuda.html):
-    autograd binds the nodes that accumulate gradients to the stream on which they were made.
-    """
-
-    def __init__(self) -> None:
-        self._pool: Any = None
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def warm_up(self, section: Section) -> Tensor:
-        """Run a section on the stream of the captures, between the work before and behind it; return its losses."""
-        own = torch.cuda.current_stream()
-        self._stream.wait_stream(own)
-        with torch.cuda.stream(self._stream):
-            losses = section()
-        own.wait_stream(self._stream)
-        return losses
-
-    def __call__(self, section: Section) -> Section:
-        """Capture a section and return its replay, whose losses keep their memory; ConfigError: no graph can do it."""
-        if self._pool is None:
-            gc.collect()  # a cycle may keep nodes of autograd alive that are bound to another stream
-        graph = torch.cuda.CUDAGraph()
-        own = torch.cuda.current_stream()
-        self._stream.wait_stream(own)
-        try:
-            # Only this thread is checked: others load data and write checkpoints meanwhile, on streams of their own.
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                losses = section()
-        except RuntimeError as error:
-            if exhausted(error):
-                raise
-            # The end of a capture that failed is an error, too, and says less.
-            reason = " ".join(str(error.__context__ or error).split())[:300]
-            raise ConfigError(
-                f"--performance.cuda_graph: this run cannot be captured ({reason}); leave the flag out"
-            ) from error
-        own.wait_stream(self._stream)
-        self._pool = graph.pool()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return losses
-
-        return replay

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.config.optimizers.adamw import AdamWConfig
-from fastdiff.training.buffers import Part
+from fastdiff.training.buffers import Gradients, Part
 from fastdiff.training.optimizer.update import Update
 from fastdiff_kernels.adamw import adamw, step_numbers
 from fastdiff_kernels.dispatch import choose
@@ -24,20 +24,24 @@ class AdamWUpdate(Update):
 
     config: AdamWConfig
 
-    def __init__(self, config: AdamWConfig, parts: Sequence[Part], views: Sequence[Tensor]) -> None:
-        super().__init__(config, parts, views)
-        chosen = choose("adamw", parts[0].flat.master)
-        self.by_host = parts[0].grad.device.type == "cpu" and chosen == "reference"
-        self._numbers = torch.zeros(NUMBERS, device=parts[0].grad.device)
+    def __init__(self, config: AdamWConfig, parts: Sequence[Part], gradients: Gradients) -> None:
+        super().__init__(config, parts, gradients)
+        device, chosen = gradients.buffer.device, choose("adamw", parts[0].flat.master)
+        self.by_host = device.type == "cpu" and chosen == "reference"
+        self._numbers = torch.zeros(NUMBERS, device=device)
 
-    def _take(self, number: int, lr: float, shares: Sequence[float]) -> None:
-        if not self.by_host:
-            config = self.config
-            numbers = step_numbers(number, lr, config.betas, config.eps, config.weight_decay)
-            self._numbers = send([*numbers, *shares], self._numbers)
+    def _send(self, number: int, lr: float, shares: Sequence[float]) -> None:
+        if self.by_host:
+            self._step = number, lr, shares
+            return
+        config = self.config
+        numbers = step_numbers(number, lr, config.betas, config.eps, config.weight_decay)
+        self._numbers = send([*numbers, *shares], self._numbers)
+
+    def _move(self) -> None:
         for index, part in enumerate(self.parts):
             if self.by_host:
-                self._take_on_cpu(index, part, shares, lr, number)
+                self._take_on_cpu(index, part, *self._step)
             else:
                 self._take_on_device(index, part)
 
@@ -48,7 +52,7 @@ class AdamWUpdate(Update):
             self.factor, self.skip, part.copy, averages, self._numbers[NUMBERS:] if averages else None,
         )  # fmt: skip
 
-    def _take_on_cpu(self, index: int, part: Part, shares: Sequence[float], lr: float, number: int) -> None:
+    def _take_on_cpu(self, index: int, part: Part, number: int, lr: float, shares: Sequence[float]) -> None:
         state, config = part.flat.state, self.config
         numbers = [torch.tensor(float(number))]
         torch._fused_adamw_(

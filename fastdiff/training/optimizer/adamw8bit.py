@@ -6,12 +6,11 @@ On a CPU plain torch and the compiled update get their numbers and the answer to
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from fastdiff.config.optimizers.adamw import ADAMW8BIT, AdamWConfig
 from fastdiff.parallel.fragments import Flat
 from fastdiff.parallel.world import World
-from fastdiff.training.buffers import Part
+from fastdiff.training.buffers import Gradients, Part
 from fastdiff.training.optimizer.adamw import NUMBERS, send
 from fastdiff.training.optimizer.update import Update
 from fastdiff_kernels.adamw import step_numbers
@@ -37,25 +36,27 @@ class AdamW8bitUpdate(Update):
 
     config: AdamWConfig
 
-    def __init__(self, config: AdamWConfig, parts: Sequence[Part], views: Sequence[Tensor]) -> None:
-        super().__init__(config, parts, views)
-        device, chosen = parts[0].grad.device, choose("adamw8bit", parts[0].flat.master)
+    def __init__(self, config: AdamWConfig, parts: Sequence[Part], gradients: Gradients) -> None:
+        super().__init__(config, parts, gradients)
+        device, chosen = gradients.buffer.device, choose("adamw8bit", parts[0].flat.master)
         self.by_host = device.type == "cpu" and chosen in ("reference", "compile")
         self._numbers = torch.zeros(NUMBERS, device=device)
         self._number = torch.zeros((), dtype=torch.int64, device=device)
         self._blocks = [build_blocks(part.flat.fragments, device) for part in parts]
 
-    def _take(self, number: int, lr: float, shares: Sequence[float]) -> None:
+    def _send(self, number: int, lr: float, shares: Sequence[float]) -> None:
         config = self.config
         numbers = with_shrink(step_numbers(number, lr, config.betas, config.eps, config.weight_decay))
         self._numbers = send([*numbers, *shares], self._numbers)
         self._number.fill_(number)
         beta1, _, beta2, _, shrink, rate, correction, eps = numbers
-        step: Step | DeviceStep = DeviceStep(number=self._number, numbers=self._numbers[:NUMBERS])
+        self._step: Step | DeviceStep = DeviceStep(number=self._number, numbers=self._numbers[:NUMBERS])
         if self.by_host:
-            step = Step(
+            self._step = Step(
                 number=number, beta1=beta1, beta2=beta2, shrink=shrink, rate=rate, correction=correction, eps=eps
             )
+
+    def _move(self) -> None:
         for index, (part, blocks) in enumerate(zip(self.parts, self._blocks, strict=True)):
             averages = self.own_averages(index)
             extras = Extras(
@@ -66,4 +67,4 @@ class AdamW8bitUpdate(Update):
                 skip=None if self.by_host else self.skip,
             )
             moments = Moments(*(part.flat.state[name] for name in _STATE))
-            adamw8bit(part.flat.master, part.grad, moments, blocks, step, extras)
+            adamw8bit(part.flat.master, part.grad, moments, blocks, self._step, extras)

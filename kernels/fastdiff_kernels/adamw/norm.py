@@ -55,23 +55,75 @@ def _adamw_norm_kernel(norm_ptr, partials_ptr, programs, BLOCK_PROGRAMS: tl.cons
     tl.store(norm_ptr, tl.math.sqrt_rn(total.to(tl.float32)))
 
 
-@torch.library.custom_op("fastdiff::adamw_norm", mutates_args=())
-def _norm_triton(grad: Tensor) -> Tensor:
-    blocks = -(-grad.numel() // _BLOCK)
+def _cut(numel: int) -> tuple[int, int]:
+    """Return the blocks of a program, and the programs, of a gradient of ``numel`` elements."""
+    blocks = -(-numel // _BLOCK)
     each = max(1, -(-blocks // _PROGRAMS))
-    programs = -(-blocks // each)
-    partials, out = grad.new_empty(programs, dtype=torch.float64), grad.new_empty((), dtype=torch.float32)
+    return each, -(-blocks // each)
+
+
+@torch.library.custom_op("fastdiff::adamw_squares", mutates_args=("partials",))
+def _squares_triton(partials: Tensor, grad: Tensor, blocks: int) -> None:
+    _squares(partials, grad, blocks)
+
+
+def _squares(partials: Tensor, grad: Tensor, blocks: int) -> None:
     run(
-        _adamw_squares_kernel, (programs,), partials, grad, grad.numel(), each,
+        _adamw_squares_kernel, (partials.numel(),), partials, grad, grad.numel(), blocks,
         BLOCK_ELEMENTS=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    run(_adamw_norm_kernel, (1,), out, partials, programs, BLOCK_PROGRAMS=_PROGRAMS, num_warps=4)
+
+
+@torch.library.custom_op("fastdiff::adamw_norm", mutates_args=("partials",))
+def _norm_triton(partials: Tensor, grad: Tensor, blocks: int) -> Tensor:
+    """The norm of a gradient, of which ``grad`` is what the last partial sums are still to be taken of."""
+    rest = -(-grad.numel() // (blocks * _BLOCK))
+    _squares(partials[partials.numel() - rest :], grad, blocks)
+    out = partials.new_empty((), dtype=torch.float32)
+    run(_adamw_norm_kernel, (1,), out, partials, partials.numel(), BLOCK_PROGRAMS=_PROGRAMS, num_warps=4)
     return out
 
 
 @_norm_triton.register_fake
-def _(grad: Tensor) -> Tensor:
-    return grad.new_empty((), dtype=torch.float32)
+def _(partials: Tensor, grad: Tensor, blocks: int) -> Tensor:
+    return partials.new_empty((), dtype=torch.float32)
+
+
+class ArrivingNorm:
+    """``norm`` of a flat gradient, whose ranges are added up as they arrive; equal to it to the bit.
+
+    Plain torch has no ranges: it adds up the whole at the end.
+
+    Args:
+        grad: as for ``norm``.
+        backend: as for ``norm``.
+    """
+
+    def __init__(self, grad: Tensor, backend: Backend | None = None) -> None:
+        check("grad", grad, (grad.numel(),), (torch.float32, torch.bfloat16), grad.device)
+        self._grad, self._chosen = grad, choose("adamw", grad, backend)
+        self._each, programs = _cut(grad.numel())
+        self._partials = grad.new_empty(programs, dtype=torch.float64)
+        self._added = 0
+        """Programs that have run."""
+
+    def add(self, end: int) -> None:
+        """Add up the ranges that end at or before element ``end`` and are not added up yet; ``take`` adds the last."""
+        if self._chosen != "triton" or end == self._grad.numel():
+            return
+        size, first = self._each * _BLOCK, self._added
+        self._added = end // size
+        if self._added > first:
+            arrived = self._grad[first * size : self._added * size]
+            _squares_triton(self._partials[first : self._added], arrived, self._each)
+
+    def take(self) -> Tensor:
+        """Add up the others, and return the norm, an fp32 scalar on the device of the gradient; begin anew."""
+        rest, self._added = self._grad[self._added * self._each * _BLOCK :], 0
+        if self._chosen == "triton":
+            return _norm_triton(self._partials, rest, self._each)  # type: ignore[no-any-return]
+        whole: Tensor = plain(norm_reference, self._chosen)(self._grad)
+        return whole
 
 
 def norm(grad: Tensor, backend: Backend | None = None) -> Tensor:
@@ -85,10 +137,7 @@ def norm(grad: Tensor, backend: Backend | None = None) -> Tensor:
         ValueError: another shape, dtype or stride.
         RuntimeError: Triton was requested and cannot run here.
     """
-    check("grad", grad, (grad.numel(),), (torch.float32, torch.bfloat16), grad.device)
-    chosen = choose("adamw", grad, backend)
-    result: Tensor = _norm_triton(grad) if chosen == "triton" else plain(norm_reference, chosen)(grad)
-    return result
+    return ArrivingNorm(grad, backend).take()
 
 
 def clip(norm: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch import nn
 from fastdiff_bench.correctness.accuracy import assert_no_worse
 from fastdiff_kernels import launch
 from fastdiff_kernels.adamw import _adamw_triton, adamw, adamw_reference, step_numbers
-from fastdiff_kernels.adamw.norm import _BLOCK, _norm_triton, clip, norm
+from fastdiff_kernels.adamw.norm import _BLOCK, ArrivingNorm, _norm_triton, _squares_triton, clip, norm
 
 BACKENDS = ("reference", "triton")
 NUMEL = 2 * 1024 + 77
@@ -155,6 +155,19 @@ def test_the_norm_is_that_of_fp64_rounded_once(device, backend, dtype):
         assert abs(found.double() - expected) <= 2.0**-23 * expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_norm_of_what_arrives_in_parts_is_that_of_the_whole_to_the_bit(device, backend, dtype):
+    """Parts end within the range of a program, or add none; each step takes it anew."""
+    grad = long_gradient(dtype, device)
+    arriving = ArrivingNorm(grad, backend)
+    for factor in (1, 3):
+        grad *= factor
+        for end in (5, _BLOCK, 3 * _BLOCK + 7, 3 * _BLOCK + 8, 700 * _BLOCK, grad.numel()):
+            arriving.add(end)
+        assert torch.equal(arriving.take(), norm(grad, backend))
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_clipping_and_skipping_follow_from_the_norm(device, backend):
@@ -183,7 +196,9 @@ def test_the_ops_pass_opcheck(device):
     averages, shares = [state["average0"], state["average1"]], torch.tensor([0.1, 0.2], device=device)
     for more in ((state["copy"], averages, shares), (None, [], None)):
         torch.library.opcheck(_adamw_triton, (*flats, numbers(1, device), *flags, *more))
-    torch.library.opcheck(_norm_triton, (values(1).to(device),))
+    partials = torch.zeros(1, dtype=torch.float64, device=device)
+    torch.library.opcheck(_squares_triton, (partials, values(1).to(device), 1))
+    torch.library.opcheck(_norm_triton, (partials, values(1).to(device), 1))
 
 
 def test_bytes_moved_are_those_of_the_docstrings():

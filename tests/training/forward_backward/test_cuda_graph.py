@@ -5,10 +5,11 @@ Without a GPU a replay runs the captured section again, operation by operation, 
 work on other streams.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,26 +17,32 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
+from fastdiff.config.cuda_graph import Circumstances, require_static
+from fastdiff.config.deepspeed import resolve
+from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import DdpmConfig, FlowConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
-from fastdiff.data.loading.build import build_order
-from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
 from fastdiff.plugins.promises import HostSyncError
+from fastdiff.training import build as building
+from fastdiff.training.engines import flat_sum
+from fastdiff.training.engines.build import why_not_flat
 from fastdiff.training.forward_backward import graph
-from fastdiff.training.forward_backward.build import require_capture, require_one_shape
+from fastdiff.training.forward_backward.cuda_graphs import WARM_UP, CudaGraphs
 from fastdiff.training.loop import train
 from tests.gpu.cases import ADM, HYBRID
 from tests.support.dispatch_modes import Replay
-from tests.support.inputs import captioned
+from tests.support.forked import forked_ranks, values
 from tests.support.nights import by_day
-from tests.support.runs import assert_same_checkpoint, launch, records, tiny
+from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, records, tiny
 from tests.training.callbacks.test_divergence import in_step, marred
 
+T = TypeVar("T")
 SMALL = DiTConfig(depth=1, hidden=32, heads=2, patch=4, channels=1, size=8, classes=10)
 EVERY_NOISE = DdpmConfig(
     condition_dropout=0.3, noise_offset=0.1, input_perturbation=0.1, multires_noise_iterations=2, dream=True,
@@ -45,39 +52,57 @@ RUNS: dict[str, dict[str, Any]] = {
     "recomputed": {"performance__recompute": True, "objective": EVERY_NOISE},
     "flow": {"objective": FlowConfig(cosine_weight=0.5), "timesteps": TimestepConfig(stratified=True)},
     "adm": {"model": ADM, "objective": HYBRID, "performance__precision": "bf16"},
-    "kernels": {"model": SMALL, "performance__kernels": "triton", "performance__precision": "bf16", "batch__micro": 2},
+    "kernels": {"model": SMALL, "performance__kernels": "triton", "performance__precision": "bf16"},
+    "update": {"performance__kernels": "auto,adamw=triton", "ema__power_stds": (0.1,)},
+    "update-8bit": {"model": SMALL, "optim__name": "adamw8bit", "performance__kernels": "auto,adamw8bit=triton"},
 }
+UPDATES = {"kernels": "fastdiff::adamw", "update": "fastdiff::adamw", "update-8bit": "fastdiff::adamw8bit"}
+"""Runs whose update a graph holds, with its op; plain torch on a CPU asks the host whether to skip."""
 
 
-class Watched:
-    """In place of ``CudaGraphs``: watches each replay."""
+class Watched(CudaGraphs):
+    """Captures on a CPU: each replay runs its section again, is watched, and leaves its result where the first did."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
+        self._world = world
         self.replays: list[list[Replay]] = []
         """Of each section that was captured."""
 
-    def __call__(self, section: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def __call__(self, section: Callable[[], T]) -> Callable[[], T]:
         own: list[Replay] = []
+        results: list[T] = []
         self.replays.append(own)
 
-        def replay() -> Tensor:
+        def replay() -> T:
             own.append(Replay())
             with own[-1]:
-                return section()
+                results.append(section())
+            kept, *new = results
+            if isinstance(kept, Tensor) and new:
+                kept.copy_(new.pop())  # type: ignore[arg-type]
+            results[:] = [kept]
+            return kept
 
         return replay
 
-    def warm_up(self, section: Callable[[], Tensor]) -> Tensor:
+    def warm_up(self, section: Callable[[], T]) -> T:
         return section()
 
 
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    """The captures of the runs of a test, which a CPU may do."""
-    found = Watched()
-    monkeypatch.setattr(graph, "CudaGraphs", lambda: found)
-    monkeypatch.setattr("fastdiff.training.build.require_capture", lambda *given: None)
-    return found
+@contextmanager
+def watching(kind: type[Watched] = Watched) -> Iterator[list[Watched]]:
+    """Let a CPU capture; yield the captures of each run."""
+    found: list[Watched] = []
+
+    def watched(world: World) -> Watched:
+        found.append(kind(world))
+        return found[-1]
+
+    with (
+        mock.patch.object(graph, "CudaGraphs", watched),
+        mock.patch.object(building, "require_static", return_value=None),
+    ):
+        yield found
 
 
 def names(replay: Replay) -> set[str]:
@@ -91,44 +116,89 @@ def with_graph(data: Path, folder: Path, steps: int = 6, **changes: Any) -> Any:
     return tiny(data, folder, steps, **options | changes)
 
 
-@pytest.mark.parametrize("name", by_day(["dit", "recomputed"], "flow", "adm", "kernels"))
-def test_every_replay_is_the_same_work_on_the_same_memory(
-    world: World, digits: Path, tmp_path: Path, watched: Watched, name: str
-) -> None:
-    """Equal operations, shapes, strides and numbers; no read by the host; and every input has its address for good."""
-    steps, options = 6, RUNS[name]
+def options_of(name: str, ranks: int) -> dict[str, Any]:
+    options = RUNS[name]
     if name == "kernels":  # the interpreter takes as long as there are samples
-        steps, options = 3, options | {"batch__samples": 4, "samples": 3 * 4}
-    config = with_graph(digits, tmp_path, steps, **options)
-    train(config, launch(0), world)
-    accumulation = config.batch.accumulation(1)
-    assert sum(map(len, watched.replays)) == steps * accumulation - graph.WARM_UP
-    assert len(watched.replays) == 2, "of the first micro-batch of a step, and of the others"
+        options = options | {"batch__samples": 4, "samples": 4 * 4}
+    return options | {"batch__micro": options.get("batch__samples", 16) // ranks // 2}
+
+
+def watch_replays(world: World, data: Path, folder: Path, name: str) -> None:
+    """Train, and compare all replays of each section."""
+    steps = 6
+    with watching() as found:
+        config = with_graph(data, folder, steps, **options_of(name, world.size))
+        train(config, launch(0), world)
+    (watched,) = found
+    accumulation, steps = config.batch.accumulation(world.size), config.steps
+    passes = [own for own in watched.replays if len(own[0].operations) > 50]
+    assert sum(map(len, passes)) == steps * accumulation - WARM_UP * 2
+    assert len(passes) == 2, "of the first micro-batch of a step, and of the others"
+    updates = [own for own in watched.replays if own not in passes]
+    assert len(updates) == (name in UPDATES)
     for replays in watched.replays:
+        assert len(replays) > 1
         first, *others = replays
-        assert len(first.operations) > 50
         for other in others:
             assert other.operations == first.operations
             assert other.found.keys() == first.found.keys()
-    assert any(len(replays) > 1 for replays in watched.replays)
-    sums = [{name for name in names(own[0]) if name.startswith("_foreach_")} for own in watched.replays]
+            assert not any("c10d" in operation for operation in other.operations), "no collective"
+    sums = [{name for name in names(own[0]) if name.startswith("_foreach_")} for own in passes]
     assert sorted(map(sorted, sums)) == [["_foreach_add_.List"], ["_foreach_copy_"]], "the first one overwrites"
+    for own in updates:
+        assert {found for found in names(own[0]) if "::" in found} == {UPDATES[name]}
 
 
-@pytest.mark.parametrize(("policy", "accumulation"), by_day([("skip", 2)], ("skip", 1), ("log", 1), ("log", 2)))
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    by_day(
+        [("dit", 1), ("recomputed", 1), ("update", 2)],
+        *[(name, 1) for name in ("flow", "adm", "kernels", "update", "update-8bit")],
+        *[(name, 2) for name in ("dit", "recomputed", "flow", "adm", "kernels", "update-8bit")],
+    ),
+)
+def test_every_replay_is_the_same_work_on_the_same_memory(
+    world: World, digits: Path, tmp_path: Path, name: str, ranks: int
+) -> None:
+    """Equal operations, shapes, strides and numbers, no read by the host, and every input has its address for good."""
+    if ranks == 1:
+        watch_replays(world, digits, tmp_path, name)
+    else:
+        values(forked_ranks(watch_replays, digits, tmp_path, name, ranks=ranks))
+
+
+def train_both(world: World, data: Path, folder: Path, options: dict[str, Any]) -> int:
+    """Train with and without graphs, the gradients in several chunks; return the number of captures."""
+    with watching() as found, mock.patch.object(flat_sum, "_CHUNK_BYTES", 2**14):
+        for name in ("graph", "eager"):
+            own = with_graph(data, folder / name, 10, **options, performance__cuda_graph=name == "graph")
+            train(own, launch(0), world)
+    return len(found[0].replays)
+
+
+@pytest.mark.parametrize(
+    ("policy", "accumulation", "ranks", "kernels"),
+    by_day(
+        [("skip", 2, 1, "auto"), ("skip", 2, 2, "auto,adamw=triton")],
+        *[("skip", 1, 1, "auto,adamw=triton"), ("log", 1, 1, "auto"), ("log", 2, 1, "auto,adamw=triton")],
+        *[("log", 1, 2, "auto"), ("log", 2, 2, "auto,adamw=triton")],
+    ),
+)
 def test_its_numbers_are_those_of_a_run_without_it(
-    world: World, tmp_path: Path, watched: Watched, policy: str, accumulation: int
+    world: World, tmp_path: Path, policy: str, accumulation: int, ranks: int, kernels: str
 ) -> None:
     """Losses, log and checkpoint to the bit, with a spike, a step that is not finite, and an average."""
     data = marred(tmp_path / "data", {in_step(3, 11): np.nan, in_step(8, 9): 100.0})
+    # In bf16 Triton's interpreter would round the copy in another way than torch; fp32 has none.
     options = {
-        "batch__micro": 16 // accumulation, "divergence__policy": policy, "divergence__window": 8,
-        "performance__precision": "bf16",
+        "batch__micro": 16 // accumulation // ranks, "divergence__policy": policy, "divergence__window": 8,
+        "performance__precision": "fp32" if "triton" in kernels else "bf16", "performance__kernels": kernels,
     }  # fmt: skip
-    for name in ("graph", "eager"):
-        config = with_graph(data, tmp_path / name, 10, **options, performance__cuda_graph=name == "graph")
-        train(config, launch(0), world)
-    assert len(watched.replays) == accumulation
+    if ranks == 1:
+        captures = train_both(world, data, tmp_path, options)
+    else:
+        captures = values(forked_ranks(train_both, data, tmp_path, options, ranks=ranks))[0]
+    assert captures == accumulation + ("triton" in kernels)
     found, expected = (records(tmp_path / name) for name in ("graph", "eager"))
     timeless = [key for key in expected[0] if not key.endswith(("_ms", "_per_s", "_gib", "mfu", "time"))]
     for ours, theirs in zip(found, expected, strict=True):
@@ -139,6 +209,43 @@ def test_its_numbers_are_those_of_a_run_without_it(
     assert_same_checkpoint(tmp_path / "graph", tmp_path / "eager")
 
 
+def test_a_run_that_goes_from_one_rank_to_two_and_back_is_that_without_it(
+    world: World, digits: Path, tmp_path: Path
+) -> None:
+    """Each start warms up and captures anew; weights, moments and averages are equal to the bit."""
+    options = {"batch__micro": 4, "ema__power_stds": (0.1,), "performance__kernels": "auto,adamw=triton"}
+    for name in ("graph", "eager"):
+        for steps, ranks in ((4, 1), (8, 2), (12, 1)):
+            config = with_graph(digits, tmp_path / name, steps, **options, performance__cuda_graph=name == "graph")
+            if ranks == 1:
+                train_watched(world, config)
+            else:
+                values(forked_ranks(train_watched, config, ranks=ranks))
+    assert hexes(losses(tmp_path / "graph")) == hexes(losses(tmp_path / "eager"))
+    assert_same_checkpoint(tmp_path / "graph", tmp_path / "eager")
+
+
+def train_watched(world: World, config: RunConfig) -> list[Watched]:
+    with watching() as found:
+        train(config, launch(0), world)
+    return found if world.size == 1 else []
+
+
+def test_a_rewind_leaves_all_memory_where_the_graphs_find_it(world: World, tmp_path: Path) -> None:
+    """Weights, moments, averages and the sums of the log."""
+    data = marred(tmp_path / "data", {in_step(7): 100.0})
+    options: dict[str, Any] = {
+        "output__checkpoint_every": 4, "divergence__policy": "rewind", "divergence__window": 8,
+        "performance__kernels": "auto,adamw=triton",
+    }  # fmt: skip
+    (watched,) = train_watched(world, with_graph(data, tmp_path / "run", 10, **options))
+    assert (tmp_path / "run" / "spikes.jsonl").read_text()
+    assert len(watched.replays) == 3
+    for first, *others in watched.replays:
+        assert len(others) > 4
+        assert all(other.found.keys() == first.found.keys() for other in others)
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -146,10 +253,11 @@ def test_its_numbers_are_those_of_a_run_without_it(
         (Batch(torch.zeros(4, 1, 8, 8).half(), torch.zeros(4), {}), r"torch\.float16, expected .* torch\.float32 "),
     ],
 )
-def test_another_batch_than_the_first_is_refused(watched: Watched, other: Batch, message: str) -> None:
+def test_another_batch_than_the_first_is_refused(other: Batch, message: str) -> None:
     """``copy_`` would broadcast or cast it."""
-    none: Any = None
-    passes = graph.GraphForwardBackward(none, none, none, none)
+    none: Any = mock.Mock()
+    with watching():
+        passes = graph.GraphForwardBackward(none, none, none, none, none)
     passes._load(Batch(torch.zeros(4, 1, 8, 8), torch.zeros(4), {}))
     with pytest.raises(ConfigError, match=message + "as in the first; leave the flag out"):
         passes._load(other)
@@ -158,34 +266,37 @@ def test_another_batch_than_the_first_is_refused(watched: Watched, other: Batch,
 class Changed(Watched):
     """Watches a section that reads a number of the host, which is another one in each replay."""
 
-    def __call__(self, section: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        return super().__call__(lambda: section() * float(sum(map(len, self.replays))))
+    def __call__(self, section: Callable[[], T]) -> Callable[[], T]:
+        tensor: Any = section
+        return super().__call__(lambda: tensor() * float(sum(map(len, self.replays))))
 
 
 def test_the_watch_sees_what_a_graph_would_freeze(
-    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: Watched
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A number that changes, a tensor that is elsewhere, and a read by the host."""
-    changed = Changed()
-    monkeypatch.setattr(graph, "CudaGraphs", lambda: changed)
-    train(with_graph(digits, tmp_path / "number", batch__micro=16), launch(0), world)
-    first, second, _ = changed.replays[0]
+    """A number that changes, a tensor that is elsewhere, a collective, and a read by the host."""
+    with watching(Changed) as found:
+        train(with_graph(digits, tmp_path / "number", batch__micro=16), launch(0), world)
+    first, second, *_ = found[0].replays[0]
     assert first.operations != second.operations
     assert first.found.keys() == second.found.keys()
 
-    monkeypatch.setattr(graph, "CudaGraphs", lambda: watched)
     monkeypatch.setattr(graph.GraphForwardBackward, "_load", lambda self, batch: setattr(self, "_static", batch))
-    train(with_graph(digits, tmp_path / "address", batch__micro=16), launch(0), world)
-    first, second, _ = watched.replays[0]
+    with watching() as found:
+        train(with_graph(digits, tmp_path / "address", batch__micro=16), launch(0), world)
+    first, second, *_ = found[0].replays[0]
     assert first.operations == second.operations
     assert first.found.keys() != second.found.keys()
+    with Replay() as replay:
+        torch.distributed.all_reduce(torch.ones(2))
+    assert ["c10d" in operation for operation in replay.operations].count(True) == 1
     with pytest.raises(HostSyncError, match="reads a number from the device"), Replay():
         torch.ones(()).item()
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"performance__device": "cpu"}, "--performance.cuda_graph with --performance.device cpu: .* leave one"),
-    ({"performance__engine": "deepspeed"}, "cuda_graph with --performance.engine deepspeed.*: use flat"),
+    ({"performance__device": "cpu"}, "--performance.cuda_graph on a cpu: .* leave the flag out"),
+    ({"performance__engine": "deepspeed"}, "there is none with --performance.engine deepspeed: use flat"),
     ({"performance__profile": "1:2"}, "cuda_graph with --performance.profile 1:2: .* without the graph"),
     ({"timesteps": TimestepConfig(density="importance")}, "with --timesteps.density importance: .* another density"),
     (
@@ -209,22 +320,41 @@ def test_a_cpu_is_refused_before_anything_is_written(world: World, digits: Path,
     assert not (tmp_path / "run").exists()
 
 
+BEGUN = {"zero_stage": 0, "engine": "deepspeed"}
+
+
 @pytest.mark.parametrize(
-    ("engine", "ranks", "message"), [("flat", 4, "on 4 ranks: .* one GPU"), ("deepspeed", 1, "flat")]
+    ("options", "start", "saved", "message"),
+    [
+        (
+            {},
+            launch(1),
+            None,
+            "with ZeRO stage 1: .*; use --deepspeed_config ddp, or leave",
+        ),
+        ({"performance__precision": "fp16"}, launch(0), None, "with --performance.precision fp16: .*use bf16 or fp32"),
+        ({"optim__name": "adamw8bit-bnb"}, launch(0), None, "with --optim.name adamw8bit-bnb: use adamw or adamw8bit"),
+        ({}, launch(0), BEGUN, "with a run that DeepSpeed has begun: use --performance.engine flat"),
+    ],
 )
-def test_other_engines_and_several_ranks_are_refused_on_a_gpu(
-    digits: Path, tmp_path: Path, engine: Any, ranks: int, message: str
+def test_runs_of_deepspeed_are_refused_with_the_way_to_the_flat_engine(
+    digits: Path, tmp_path: Path, options: dict[str, Any], start: Launch, saved: dict[str, Any] | None, message: str
 ) -> None:
-    there: Any = SimpleNamespace(device=torch.device("cuda"), size=ranks)
-    with pytest.raises(ConfigError, match=f"--performance.cuda_graph .*{message}"):
-        require_capture(with_graph(digits, tmp_path).performance, engine, there)
-    alone: Any = SimpleNamespace(device=there.device, size=1)
-    require_capture(with_graph(digits, tmp_path).performance, "flat", alone)
+    config = with_graph(digits, tmp_path, performance__engine="auto", **options)
+    reason = why_not_flat(config.optim, config.performance, resolve(start.deepspeed, config, 2), saved)
+    with pytest.raises(ConfigError, match=f"cuda_graph needs the flat engine, .*; there is none {message}"):
+        require_static(Circumstances(config=config, device="cuda", not_flat=reason))
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_any_number_of_ranks_is_accepted_on_gpus(digits: Path, tmp_path: Path, ranks: int) -> None:
+    config = with_graph(digits, tmp_path, performance__engine="auto", batch__micro=2)
+    reason = why_not_flat(config.optim, config.performance, resolve(launch(0).deepspeed, config, ranks))
+    assert reason == ""
+    require_static(Circumstances(config=config, device="cuda", not_flat=reason))
 
 
 def test_latents_of_several_sizes_are_refused(digits: Path, tmp_path: Path) -> None:
-    captioned.encode(tmp_path, 48)
-    with LatentReader(tmp_path) as reader:
-        order = build_order(reader.info, seed=0, window_shards=1, global_batch=8)
-    with pytest.raises(ConfigError, match=r"--performance\.cuda_graph .* several sizes: .* encode with one size"):
-        require_one_shape(with_graph(digits, tmp_path).performance, str(tmp_path), order)
+    config = with_graph(digits, tmp_path)
+    with pytest.raises(ConfigError, match=r"--performance\.cuda_graph with .* have 2 sizes: .* encode with one size"):
+        require_static(Circumstances(config=config, device="cuda", sizes=2))
