@@ -1,15 +1,17 @@
-"""``bench aot``: compile every kernel for GPUs that are not present, and read the assembler's report.
+"""``bench aot``: compile every kernel for GPUs that are not present, and read the assembler's report and machine code.
 
 The launches of each case are recorded instead of run. Triton's own launcher code derives types, constants and
 alignments from their arguments, so the result is what a GPU would launch at that shape. Compilation uses Triton's
 cache; its key covers the source and everything that it calls.
+
+Instructions, waves and least times are those of a launch with the batch of a training step (``Case.build_large``).
 """
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +22,9 @@ from fastdiff_bench.cases import KERNELS, add_choice, chosen
 from fastdiff_bench.cases.case import Case, as_sequence
 from fastdiff_bench.correctness import assembly
 from fastdiff_bench.correctness.baseline import Baseline, add_baseline
+from fastdiff_bench.instructions.bounds import Launched
+from fastdiff_bench.instructions.gpus import GPUS
+from fastdiff_bench.instructions.launches import Launching, compiled_for, counted, given, specialise
 from fastdiff_bench.records import record
 from fastdiff_bench.records.record import Failure, Log, Measurement
 from fastdiff_bench.records.tables import progress, table
@@ -35,6 +40,8 @@ _TENSOR_COLUMNS = 512
 """Columns of 32 bits and 128 lanes in the tensor memory of a processor of sm_100."""
 _STREAMS_BYTES = 2**18
 _SIDES: tuple[assembly.Side, ...] = ("loads", "stores")
+_Quantity: TypeAlias = tuple[str, str, float, record.Better, dict[str, record.Fact]]
+"""Name, unit, value, direction of an improvement, facts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,8 @@ class Compiled:
     """Sides (loads, stores) that access a large tensor at this shape."""
     tensor_columns: int = 0
     """Columns of tensor memory; a kernel that wants more than there are compiles to nothing, without an error."""
+    launched: Launched | None = None
+    """The launch with the batch of a training step, counted; None: its kernel does not fit the GPU."""
 
     @property
     def problems(self) -> list[str]:
@@ -75,22 +84,37 @@ class Compiled:
     def rows(self) -> Iterator[Measurement | Failure]:
         """Yield the lines of the record."""
         case = f"{self.case} sm_{self.arch}"
-        loads: dict[str, record.Fact] = {"bits": _counts(self.load_bits)}
-        stores: dict[str, record.Fact] = {"bits": _counts(self.store_bits)}
-        quantities: list[tuple[str, str, float, record.Better, dict[str, record.Fact]]] = [
+        loads: dict[str, record.Fact] = {"bits": _widths(self.load_bits)}
+        stores: dict[str, record.Fact] = {"bits": _widths(self.store_bits)}
+        quantities: list[_Quantity] = [
             ("registers", "1", self.registers, "lower", {}),
             ("spilled", "B", self.spill_bytes, "lower", {}),
             ("shared", "B", self.shared_bytes, "lower", {}),
             ("wide loads", "1", wide_share(self.load_bits), "higher", loads),
             ("wide stores", "1", wide_share(self.store_bits), "higher", stores),
         ]
-        for quantity, unit, value, better, facts in quantities:
+        for quantity, unit, value, better, facts in [*quantities, *self._counts()]:
             yield Measurement.of(BENCH, case, self.kernel, quantity, unit, value, better, facts=facts)
         for problem in self.problems:
             yield Failure(bench=BENCH, case=case, provider=self.kernel, reason=problem)
 
+    def _counts(self) -> Iterator[_Quantity]:
+        """Yield what binds the launch."""
+        if self.launched is None or not self.launched.counted:
+            return
+        one, gpu = self.launched, GPUS[self.arch]
+        facts: dict[str, record.Fact] = {"programs": one.programs, "warps": one.warps, "elements": one.elements}
+        by, seconds = one.bound(gpu)
+        times = {f"{name}, us": round(1e6 * time, 3) for name, time in one.seconds(gpu).items()}
+        yield "waves", "1", round(one.waves(gpu), 3), "neither", facts
+        yield "warps per processor", "1", round(one.warps_per_processor(gpu), 2), "higher", facts
+        yield "instructions", "1/element", round(one.per_element, 3), "lower", facts
+        yield "special functions", "1/element", round(one.special_per_element, 3), "lower", facts
+        yield "masked lanes", "1", round(one.masked, 3), "lower", facts
+        yield "least time", "us", round(1e6 * seconds, 3), "lower", {"by": by, **times}
 
-def _counts(bits: dict[int, int]) -> str:
+
+def _widths(bits: dict[int, int]) -> str:
     return " ".join(f"{width}x{count}" for width, count in bits.items()) or "-"
 
 
@@ -132,7 +156,7 @@ def read_baseline(path: Path, cases: Sequence[Case], architectures: Sequence[int
 
 
 def compile_all(cases: Sequence[Case], architectures: Sequence[int]) -> Iterator[Compiled]:
-    """Yield every kernel of every case for every architecture, without duplicates.
+    """Yield every kernel of every case for every architecture, without duplicates of code and trips of its loops.
 
     Raises:
         BenchError: Triton is missing, or runs its interpreter, which cannot compile.
@@ -140,13 +164,18 @@ def compile_all(cases: Sequence[Case], architectures: Sequence[int]) -> Iterator
     _refuse_what_cannot_compile()
     seen = set()
     for case in cases:
-        for recorded in record_launches(case):
+        for small, large in zip(record_launches(case), large_launches(case), strict=True):
             for arch in (arch for arch in architectures if arch >= case.least_arch):
-                source, options = specialise(recorded, arch)
-                key = (source.hash(), tuple(sorted((name, str(value)) for name, value in options.items())))
+                source, options = specialise(small, arch)
+                key = (source.hash(), str(sorted(options.items(), key=str)), large.grid, _numbers(large))
                 if key not in seen:
                     seen.add(key)
-                    yield _compile(case, recorded, source, options, arch)
+                    yield _compile(case, small, large, source, options, arch)
+
+
+def _numbers(recorded: Launch) -> tuple[Any, ...]:
+    """Return the arguments of a launch that are numbers: they decide how often its loops run."""
+    return tuple(argument for argument in recorded.args if isinstance(argument, int | float))
 
 
 def _refuse_what_cannot_compile() -> None:
@@ -165,26 +194,19 @@ def record_launches(case: Case) -> list[Launch]:
     return launches
 
 
-def specialise(recorded: Launch, arch: int) -> tuple[Any, dict[str, Any]]:
-    """Return the kernel with its arguments specialized by Triton's launcher, and its compile options."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    kernel = recorded.kernel
-    backend = make_backend(GPUTarget("cuda", arch, 32))
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    given = {"debug": False} | recorded.options
-    bound, specialization, _ = bind(*recorded.args, **given)
-    options, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialization, None)
-    return ASTSource(kernel, signature, constants, attributes), options.__dict__
+def large_launches(case: Case) -> list[Launch]:
+    """Return the same with the batch of a training step, on tensors without memory."""
+    inputs = (case.build_large or case.build)("meta")
+    with launch.recording() as launches, Launching():
+        outputs = as_sequence(case.call(inputs, "triton"))
+        case.gradients(inputs, outputs, [torch.empty_like(output) for output in outputs])
+    return launches
 
 
-def _compile(case: Case, recorded: Launch, source: Any, options: dict[str, Any], arch: int) -> Compiled:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import compile as compile_kernel
-
-    compiled = compile_kernel(source, target=GPUTarget("cuda", arch, 32), options=options)
+def _compile(
+    case: Case, recorded: Launch, large: Launch, source: Any, options: dict[str, Any], arch: int
+) -> Compiled:  # fmt: skip
+    compiled = compiled_for(arch, source, options)
     ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
     usage = assembly.resources(compiled.asm["cubin"])
     loads, stores = (assembly.access_widths(ptx, side) - assembly.single_widths(ttgir, side) for side in _SIDES)
@@ -200,36 +222,42 @@ def _compile(case: Case, recorded: Launch, source: Any, options: dict[str, Any],
         store_bits=dict(sorted(stores.items())),
         must_be_wide=() if name in case.narrow else _streamed(recorded, source, ttgir),
         tensor_columns=getattr(compiled.metadata, "tmem_size", None) or 0,
+        launched=counted(large, arch),
     )
 
 
 def _streamed(recorded: Launch, source: Any, ttgir: str) -> tuple[assembly.Side, ...]:
     """Return the sides on which the kernel accesses blocks of a tensor that is large at this shape."""
-    pairs = _one_by_one(zip(recorded.args, source.signature.values(), strict=False))
-    given = [a for a, kind in pairs if kind != "constexpr"]
-    large = {i for i, a in enumerate(given) if isinstance(a, Tensor) and a.nbytes >= _STREAMS_BYTES}
+    arguments = enumerate(given(recorded, source))
+    large = {i for i, a in arguments if isinstance(a, Tensor) and a.nbytes >= _STREAMS_BYTES}
     # An unknown origin (-1) counts as a large tensor.
     return tuple(side for side in _SIDES if assembly.block_pointers(ttgir, side) & (large | {-1}))
-
-
-def _one_by_one(pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Yield arguments with their types; the members of a tuple are arguments of the compiled kernel."""
-    for argument, kind in pairs:
-        if isinstance(kind, tuple):
-            yield from zip(argument, kind, strict=True)
-        else:
-            yield argument, kind
 
 
 def report(rows: Sequence[Compiled]) -> str:
     """Format the table for the terminal."""
     cells: list[Sequence[str]] = [
-        ("kernel", "arch", "regs", "spill B", "smem B", "load bits x count", "store bits x count", "case")
-    ]
+        (
+            "kernel", "arch", "regs", "spill B", "smem B", "waves", "warps/SM", "instr/elem", "MUFU/elem", "masked",
+            "least us", "by", "load bits x count", "store bits x count", "case",
+        )
+    ]  # fmt: skip
     for row in rows:
         numbers = (str(n) for n in (row.arch, row.registers, row.spill_bytes, row.shared_bytes))
-        cells.append((row.kernel, *numbers, _counts(row.load_bits), _counts(row.store_bits), str(row.case)))
-    return table(cells, "<>>>><<<")
+        widths = _widths(row.load_bits), _widths(row.store_bits)
+        cells.append((row.kernel, *numbers, *_launch_cells(row), *widths, str(row.case)))
+    return table(cells, "<>>>>>>>>>><<<<")
+
+
+def _launch_cells(row: Compiled) -> Sequence[str]:
+    if row.launched is None or not row.launched.counted:
+        return ("-",) * 7  # a loop depends on data
+    one, gpu = row.launched, GPUS[row.arch]
+    by, seconds = one.bound(gpu)
+    return (
+        f"{one.waves(gpu):.2f}", f"{one.warps_per_processor(gpu):.1f}", f"{one.per_element:.2f}",
+        f"{one.special_per_element:.2f}", f"{one.masked:.2f}", f"{1e6 * seconds:.1f}", by,
+    )  # fmt: skip
 
 
 def main(cases: Sequence[Case], architectures: Sequence[int], log: Log, baseline: Baseline | None = None) -> int:

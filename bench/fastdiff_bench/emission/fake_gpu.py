@@ -12,12 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-GPUS: dict[int, dict[str, Any]] = {
-    80: {"name": "NVIDIA A100-SXM4-80GB", "processors": 108, "memory_gib": 80, "shared_kib": 163, "l2_mib": 40},
-    90: {"name": "NVIDIA H200", "processors": 132, "memory_gib": 141, "shared_kib": 227, "l2_mib": 50},
-    100: {"name": "NVIDIA B200", "processors": 148, "memory_gib": 180, "shared_kib": 227, "l2_mib": 126},
-}
-"""GPU of each compute capability; from NVIDIA's data sheets and CUDA's table of compute capabilities."""
+from fastdiff_bench.instructions.gpus import GPUS
 
 
 def install(arch: int) -> None:
@@ -56,20 +51,20 @@ def _properties(arch: int) -> types.SimpleNamespace:
     gpu = GPUS[arch]
     major, minor = divmod(arch, 10)
     return types.SimpleNamespace(
-        name=gpu["name"],
+        name=gpu.name,
         major=major,
         minor=minor,
-        multi_processor_count=gpu["processors"],
-        total_memory=gpu["memory_gib"] * 2**30,
+        multi_processor_count=gpu.processors,
+        total_memory=gpu.memory_gib * 2**30,
         regs_per_multiprocessor=2**16,
         max_threads_per_multi_processor=2048,
         max_threads_per_block=1024,
         warp_size=32,
         gcnArchName="",
         shared_memory_per_block=48 * 2**10,
-        shared_memory_per_block_optin=gpu["shared_kib"] * 2**10,
-        shared_memory_per_multiprocessor=(gpu["shared_kib"] + 1) * 2**10,
-        L2_cache_size=gpu["l2_mib"] * 2**20,
+        shared_memory_per_block_optin=gpu.shared_kib * 2**10,
+        shared_memory_per_multiprocessor=(gpu.shared_kib + 1) * 2**10,
+        L2_cache_size=gpu.l2_mib * 2**20,
         is_integrated=0,
         uuid="",
     )

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdiff_bench.emission.blocks import Opaque
+from fastdiff_bench.instructions.launches import launcher
 from fastdiff_kernels import launch
 
 
@@ -24,20 +25,12 @@ def launched(node: fx.Node) -> Opaque:
     """Run the launcher of a custom op on blanks in the layouts of its arguments, and count."""
     arguments, options = pytree.tree_map(blank, (node.args, node.kwargs))
     operator: Any = node.target
-    launcher = _launcher(operator)
     with torch.no_grad(), launch.recording() as launches, Seen() as seen:
-        launcher(*arguments, **options)
+        launcher(operator)(*arguments, **options)
     moved = sum(_bytes(one.args) for one in launches)
     return Opaque(
         str(operator), len(launches) + seen.kernels, moved + seen.bytes, seen.copies, seen.copied_bytes
     )  # fmt: skip
-
-
-def _launcher(operator: Any) -> Any:
-    """Return the function that a custom op of torch.library wraps."""
-    from torch._library.custom_ops import OPDEFS
-
-    return OPDEFS[f"{operator.namespace}::{operator._opname}"]._init_fn
 
 
 def blank(value: Any) -> Any:
