@@ -4,6 +4,7 @@ import math
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastdiff.config.networks.dit import DiTConfig
@@ -20,14 +21,29 @@ class PatchEmbed(nn.Module):
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(config.channels, config.hidden, kernel_size=config.patch, stride=config.patch)
+        self.proj = PatchConv2d(config.channels, config.hidden, kernel_size=config.patch, stride=config.patch)
 
     def forward(self, latents: Tensor) -> Tensor:
         """``[B, C, H, W] -> [B, T, D]`` contiguous, both in the dtype of the weights."""
         maps = cast(Tensor, self.proj(latents))
         tokens = maps.flatten(2).transpose(1, 2)  # [B, D, H/p, W/p] -> [B, D, T] -> [B, T, D]
-        # Sums keep the strides of their first operand: every block would write and read transposed tokens.
+        # With an adapter, sums may have other strides: every block would write and read transposed tokens.
         return tokens.contiguous()
+
+
+class PatchConv2d(nn.Conv2d):
+    """Convolution whose stride is the size of its kernel, as one matrix product with the patches.
+
+    torch's writes maps, of which the tokens, and in the backward pass the maps' gradient, are strided copies. Here only
+    the patches are copied, which have ``C * p * p`` numbers where a token has D.
+    """
+
+    def forward(self, latents: Tensor) -> Tensor:
+        """``[B, C, H, W] -> [B, D, H/p, W/p]``, a view of ``[B, H/p, W/p, D]``."""
+        (batch, channels, height, width), (down, across) = latents.shape, self.kernel_size
+        cut = latents.reshape(batch, channels, height // down, down, width // across, across)
+        patches = cut.permute(0, 2, 4, 1, 3, 5).flatten(3)  # -> [B, H/p, W/p, C * p * p]
+        return F.linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
 class TimestepEmbedder(nn.Module):

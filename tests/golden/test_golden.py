@@ -2,7 +2,9 @@
 
 ``runs/NAME/config.json`` is the configuration of a run of six steps at commit acc60a6, ``losses.json`` its losses (OMP
 with one thread), ``runs/NAME/at-step-3`` the run folder in the middle, and ``shards`` what ``fastdiff encode`` made of
-``sources``. Where torch's operations round as on the machine of the record, losses are equal to the bit; elsewhere they
+``sources``. Losses of the DiT in fp32 were recorded again when a product of patches took the place of a convolution,
+which moved them by at most 6.7e-8 of their value; ``resumed`` are those of a run that continues from the folder, where
+they differ. Where torch's operations round as on the machine of the record, losses are equal to the bit; elsewhere they
 are close.
 """
 
@@ -82,13 +84,14 @@ def train_flagged(world: World, flags: list[str]) -> str:
     return probe()
 
 
-def check_losses(name: str, place: Path, folder: Path) -> None:
+def check_losses(name: str, place: Path, folder: Path, kind: str = "losses") -> None:
     """Run to the end and compare the losses of all steps with the record."""
     record = RECORD["runs"][name]
+    recorded = record.get(kind, record["losses"])
     [found, *_] = values(forked_ranks(train_flagged, flags_of(name, place, folder), ranks=record["ranks"]))
-    expected = [float.fromhex(text) for text in record["losses"]]
+    expected = [float.fromhex(text) for text in recorded]
     if found == RECORD["probe"]:
-        assert [loss.hex() for loss in losses(folder)] == record["losses"]
+        assert [loss.hex() for loss in losses(folder)] == recorded
     else:
         assert losses(folder) == pytest.approx(expected, rel=1e-3)
 
@@ -103,7 +106,7 @@ def test_a_checkpoint_of_the_record_resumes(name: str, place: Path, tmp_path: Pa
     folder = tmp_path / name
     shutil.copytree(HERE / "runs" / name / "at-step-3", folder)
     assert Run(folder).config.samples == 48  # its run.json opens
-    check_losses(name, place, folder)
+    check_losses(name, place, folder, "resumed")
 
 
 def members(folder: Path) -> dict[str, bytes]:
