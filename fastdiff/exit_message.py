@@ -17,11 +17,12 @@ message of its own. A supervisor reports on every node who failed first and why 
 import fcntl
 import os
 import re
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from fastdiff.private_folders import local_folder
 
 NODE_FOLDER = "FASTDIFF_NODE_FOLDER"
 """Environment variable: the supervisor's private folder on this node."""
@@ -78,7 +79,7 @@ def on_first_node() -> bool:
 
 def _file() -> Path:
     """Return the file of this job on this node, of all its ranks; remove those of ended jobs. OSError: it cannot."""
-    folder = private_folder()
+    folder = local_folder()
     job = "-".join(re.sub(r"[^\w.]", "_", os.environ.get(name, "")) for name in ("MASTER_ADDR", "MASTER_PORT"))
     mine = f"{_LAUNCHER}-{job}"
     for path in folder.glob("*-*"):
@@ -86,16 +87,6 @@ def _file() -> Path:
         if path.name != mine and str(started_s(process)) != started:
             path.unlink(missing_ok=True)
     return folder / mine
-
-
-def private_folder() -> Path:
-    """Return a folder of this user alone for files between the ranks of a node; OSError: there is none."""
-    folder = Path(tempfile.gettempdir()) / f"fastdiff-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o7777 != 0o700:
-        raise PermissionError(f"{folder}: of another user, or open to others")
-    return folder
 
 
 def started_s(process: int | str) -> float:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fastdiff import errors, exit_message
+from fastdiff import errors
 from fastdiff.errors import DataError
 from fastdiff.exit_message import say_once
 from fastdiff.parallel import heartbeat
@@ -227,7 +228,7 @@ def test_a_rank_that_loses_a_killed_one_says_so(digits: Path, tmp_path: Path) ->
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the files of a job of two ranks."""
-    monkeypatch.setattr(exit_message.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("WORLD_SIZE", "2")
     return tmp_path / f"fastdiff-{os.getuid()}"
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdiff.errors import ConfigError
-from fastdiff.exit_message import private_folder, started_s
+from fastdiff.exit_message import started_s
 from fastdiff.files import publish
+from fastdiff.private_folders import local_folder
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
@@ -128,7 +129,7 @@ def _note() -> Path | None:
             return None
         if b"\0deepspeed.launcher.launch\0" in command:
             with suppress(OSError):
-                return private_folder() / f"{process}-{started_s(process)}-port"
+                return local_folder() / f"{process}-{started_s(process)}-port"
             return None
         process = int(status.rpartition(")")[2].split()[1])
     return None

@@ -49,13 +49,14 @@ from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
 from fastdiff.starting import starting
 from fastdiff.training import resume
-from fastdiff.training.callbacks.base import Callbacks
+from fastdiff.training.callbacks.base import Callback, Callbacks
 from fastdiff.training.callbacks.build import build_callbacks
 from fastdiff.training.callbacks.divergence import Rewind
 from fastdiff.training.callbacks.log import planned
 from fastdiff.training.callbacks.saving import CHECKPOINT, save_checkpoint
 from fastdiff.training.callbacks.summary import announce
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
+from fastdiff.training.compiled_code import compiled_code
 from fastdiff.training.ema import Ema
 from fastdiff.training.engines import build as engines
 from fastdiff.training.forward_backward.build import build_forward_backward
@@ -97,6 +98,7 @@ class _Parts:
     metadata: dict[str, Any]
     background: AsyncSaves
     checkpoints: Checkpoints
+    keep_code: Callback
 
 
 class Run:
@@ -191,6 +193,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
         # Refuses a loader that does not work before anything is built; DALI is tried on the device of each rank.
         world.on_all_ranks(lambda: choose_loader(config.data, world.device))
     world.on_rank0(lambda: require_usable(config.output.report_to))
+    keep_code = stack.enter_context(compiled_code(config, world))
     stack.enter_context(deterministic(config.performance.deterministic))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.performance.allow_tf32
     folder = Path(config.output.folder)
@@ -221,6 +224,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
         metadata=_metadata(config, reader, world),
         background=background,
         checkpoints=Checkpoints(folder / "checkpoints", config.output.keep, background.world, config.output.pinned_gib),
+        keep_code=keep_code,
     )
 
 
@@ -289,7 +293,7 @@ def _restore(parts: _Parts, state: TrainState, saved: Checkpoint | None) -> Prog
 def _open_callbacks(
     state: TrainState, parts: _Parts, trackers: Trackers, stack: ExitStack, plan: Figures | None
 ) -> Callbacks:
-    callbacks = build_callbacks(state, parts.checkpoints, parts.background, trackers, plan)
+    callbacks = [*build_callbacks(state, parts.checkpoints, parts.background, trackers, plan), parts.keep_code]
     for callback in callbacks:
         stack.callback(callback.close)
     return Callbacks(callbacks)

@@ -1,0 +1,125 @@
+"""Compiled code of a run on all ranks: taken from an earlier run at the start, kept after the first step."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from fastdiff.config.run import RunConfig
+from fastdiff.config.run_record import as_json
+from fastdiff.console import log
+from fastdiff.models import kernel_choice
+from fastdiff.models.compile_cache.cache import VARIABLES, CompileCache, open_cache
+from fastdiff.models.compile_cache.environment import describe, key_of
+from fastdiff.parallel.world import World
+from fastdiff.training.callbacks.base import Callback
+from fastdiff.training.state import TrainState
+
+_SECTIONS = ("model", "lora", "performance")
+"""What decides which code a run compiles. Sizes of batches and latents only add to it."""
+
+
+@contextmanager
+def compiled_code(config: RunConfig, world: World) -> Iterator[Callback]:
+    """Use the code of an earlier run, if this one compiles any, and yield the callback that keeps it; on all ranks.
+
+    A folder that cannot be used, or that the environment names, is told and costs no more than the time of
+    compilation.
+    """
+    if not (world.device.type == "cuda" or kernel_choice.compiles(config.performance, world.device)):
+        yield Callback()
+        return
+    if given := _given():
+        if world.is_first:
+            log.info(f"compiled code: in {given}, as the environment says; fastdiff keeps no copy")
+        yield Callback()
+        return
+    facts = {**describe(world.device), **_of_run(config)}
+    with ExitStack() as stack:
+        cache, problem = _open(facts, stack)
+        key = key_of(facts)
+        others = world.gather((key, problem))
+        if world.is_first:
+            _tell(cache, list(dict.fromkeys(found for _, found in others if found)))
+        is_keeper = [other for other, _ in others].index(key) == world.rank
+        yield Callback() if cache is None else KeepCode(cache, is_keeper=is_keeper, tells=world.is_first)
+
+
+def _given() -> str:
+    """Return the settings of the user, in words; torch sets the first variable itself, to its default."""
+    default = None
+    if "torch._inductor" in sys.modules:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+        default = default_cache_dir()
+    given = {name: value for name in VARIABLES if (value := os.environ.get(name))}
+    return " and ".join(
+        f"{name}={value}" for name, value in given.items() if default is None or not Path(value).is_relative_to(default)
+    )
+
+
+def _of_run(config: RunConfig) -> dict[str, Any]:
+    recorded = as_json(config)
+    return {name: recorded[name] for name in _SECTIONS} | {"optimizer": config.optim.name}
+
+
+def _open(facts: dict[str, Any], stack: ExitStack) -> tuple[CompileCache | None, str | None]:
+    """Return the cache and what is wrong with its pack, or with the cache."""
+    try:
+        cache = stack.enter_context(open_cache(facts))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return None, f"{where}{error.strerror or error}"
+    return cache, cache.problem
+
+
+def _tell(cache: CompileCache | None, problems: list[str]) -> None:
+    for problem in problems:
+        log.warning(f"compiled code: not taken from an earlier run: {problem}")
+    if cache is None:
+        return
+    if cache.source is None:
+        log.info("compiled code: none for this network and machine yet; compiling for the first time")
+    else:
+        log.info(f"compiled code: {cache.kernels} kernels from {cache.source}")
+
+
+class KeepCode(Callback):
+    """Writes the pack after the first step, which has compiled everything, and again at the end if there is more."""
+
+    def __init__(self, cache: CompileCache, *, is_keeper: bool, tells: bool) -> None:
+        self._cache = cache
+        self._is_keeper = is_keeper
+        self._tells = tells
+        self._has_stepped = False
+
+    def on_step(self, state: TrainState) -> None:
+        """Keep the code once."""
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._cache.complete()
+            self._keep()
+
+    def close(self) -> None:
+        """Keep what was compiled since the first step."""
+        if self._has_stepped:
+            self._keep()
+
+    def _keep(self) -> None:
+        if not self._is_keeper:
+            return
+        try:
+            kept = self._cache.keep()
+        except (OSError, ValueError) as error:
+            self._is_keeper = False
+            reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+            log.warning(
+                f"compiled code: {self._cache.pack} cannot be written ({reason}); the next start compiles again"
+            )
+            return
+        if kept is not None and self._tells:
+            removed = f"; removed {kept.removed} old packs" if kept.removed else ""
+            size = kept.size / 2**20
+            log.info(f"compiled code: {kept.kernels} kernels kept in {self._cache.pack} ({size:.1f} MiB){removed}")
