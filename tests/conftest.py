@@ -121,6 +121,14 @@ def fast_interpreter() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep compiled code out of the cache folder of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("FASTDIFF_CACHE", str(tmp_path_factory.mktemp("cache") / "own"))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _as_for_the_first_test() -> Iterator[None]:
     """Undo what a run leaves in its process.

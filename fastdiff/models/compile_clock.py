@@ -30,6 +30,23 @@ class CompileClock:
 
         return int(counters["stats"]["unique_graphs"])
 
+    @property
+    def from_cache(self) -> int:
+        """Parts of graphs, forward and backward, that this process took compiled from a cache."""
+        return self._inductor("fxgraph_cache_hit")
+
+    @property
+    def anew(self) -> int:
+        """Parts of graphs that it compiled."""
+        return self._inductor("fxgraph_cache_miss") + self._inductor("fxgraph_cache_bypass")
+
+    def _inductor(self, name: str) -> int:
+        if not self._was_started:
+            return 0
+        from torch._dynamo.utils import counters
+
+        return int(counters["inductor"][name])
+
     def read_seconds(self) -> float:
         """Return the seconds since the last read."""
         seconds, self._seconds = self._seconds, 0.0

@@ -44,7 +44,7 @@ def rehearse(state: TrainState, callbacks: Callbacks) -> None:
 
 
 def _rehearse_sizes(state: TrainState) -> None:
-    began, graphs = time.perf_counter(), compiled.graphs
+    began, graphs, anew, from_cache = time.perf_counter(), compiled.graphs, compiled.anew, compiled.from_cache
     info, order, device = state.reader.info, state.order, state.world.device
     buckets = order.buckets if isinstance(order, BucketOrder) else (info.shards[0].bucket,)
     for number, bucket in enumerate(buckets, 1):
@@ -61,7 +61,9 @@ def _rehearse_sizes(state: TrainState) -> None:
         torch.cuda.empty_cache()  # of sizes whose blocks fit no other
     if state.world.is_first and compiled.graphs > graphs:
         seconds = time.perf_counter() - began
-        log.info(f"compiled {compiled.graphs - graphs} graphs in {seconds:.1f} s; latent sizes: {len(buckets)}")
+        loaded = compiled.anew == anew and compiled.from_cache > from_cache
+        told = "loaded" if loaded else "compiled"
+        log.info(f"{told} {compiled.graphs - graphs} graphs in {seconds:.1f} s; latent sizes: {len(buckets)}")
 
 
 def _rehearse_step(state: TrainState, batch: Batch) -> None:

@@ -61,10 +61,15 @@ def write(path: Path, folder: Path, names: set[str], facts: Mapping[str, Any]) -
         archive.comment = json.dumps(facts, sort_keys=True).encode()
         for name in sorted(names, key=_complete_first):
             archive.writestr(name, (folder / name).read_bytes())
-            if content.tell() > LARGEST:
-                raise ValueError(f"it would be larger than {LARGEST / 2**20:.0f} MiB")
+            _require_small(content.tell())
+    _require_small(content.tell())
     publish(path, content.getvalue(), 0o600, masked=False)
     return content.tell()
+
+
+def _require_small(size: int) -> None:
+    if size > LARGEST:
+        raise ValueError(f"it would be larger than {LARGEST / 2**20:.0f} MiB")
 
 
 def _complete_first(name: str) -> tuple[bool, str]:
