@@ -5,9 +5,13 @@ DeepSpeed's launcher, one rank each, and the script by Python and by ``accelerat
 over all processes. The rehearsal, which the scripts do not have, is shown by itself, too. A tiny pipeline and small
 images leave the start alone. fastdiff's flags are those that ``fastdiff compat`` translates from the script's. The
 first round, which fills the caches of the file system, does not count.
+
+The cases of one network compare two starts of its compilation on the CPU: cold, with an empty cache of compiled code,
+and warm, on another node, as after a preemption: processor time, processes of compilers, and kernels of Triton.
 """
 
 import argparse
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,15 +27,19 @@ from fastdiff.models.pretrained import tiny_pipeline
 from fastdiff.version import PACKAGE
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_cases, add_output, cases, open_log
+from fastdiff_bench.measure import warm_start
 from fastdiff_bench.measure.first_step import Start, environment, start
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.records.record import Fact, Failure, Measurement
 from fastdiff_bench.records.tables import figures, progress
 from fastdiff_bench.trainers import images
+from fastdiff_bench.trainers.compiled_pass import NETWORKS
 from fastdiff_bench.trainers.scripts import diffusers
 
 BENCH = "startup"
-CASES = ("t2i", "t2i-lora")
+SCRIPTS = ("t2i", "t2i-lora")
+CASES = (*SCRIPTS, *NETWORKS)
+COLD, WARM = "cold", "warm, another node"
 OURS = ("fastdiff, launch local", "fastdiff, python", "fastdiff, deepspeed")
 SCRIPT_MODULE = "fastdiff_bench.trainers.scripts.first_step"
 SCRIPT, SCRIPT_LAUNCHED = "script, python", "script, accelerate launch"
@@ -65,11 +73,16 @@ def _run(arguments: argparse.Namespace) -> int:
         raise BenchError(f"--rounds {rounds}: at least 2")
     failed = False
     with tempfile.TemporaryDirectory(prefix="fastdiff-bench-") as folder, open_log(arguments, BENCH) as log:
-        tiny_pipeline.build(Path(folder) / "pipeline")
-        images.write(Path(folder) / "images", _IMAGES, tiny_pipeline.IMAGE_SIZE)
+        if not NETWORKS.keys() >= set(chosen):
+            tiny_pipeline.build(Path(folder) / "pipeline")
+            images.write(Path(folder) / "images", _IMAGES, tiny_pipeline.IMAGE_SIZE)
         for case in chosen:
-            starts, failures = _measure(case, Path(folder), rounds, environment(arguments.threads))
-            rows = list(_measurements(case, starts, arguments.threads))
+            variables = environment(arguments.threads)
+            if case in NETWORKS:
+                rows, failures = _compilations(case, Path(folder), rounds, variables)
+            else:
+                starts, failures = _measure(case, Path(folder), rounds, variables)
+                rows = list(_measurements(case, starts, arguments.threads))
             log.write(*rows)
             for name, reason in failures.items():
                 log.write(Failure(bench=BENCH, case=case, provider=name, reason=reason.splitlines()[0]))
@@ -101,6 +114,39 @@ def _measure(
                 starts.setdefault(program.name, []).append(replace(found, rehearsal=_rehearsal(program.mark.parent)))
     progress("")
     return starts, failures
+
+
+def _compilations(
+    case: str, folder: Path, rounds: int, variables: dict[str, str]
+) -> tuple[list[Measurement], dict[str, str]]:
+    """Return the figures of cold and warm compilations of a network, or why one failed."""
+    pairs = []
+    for number in range(rounds):
+        progress(f"{case}, round {number + 1} of {rounds}")
+        place = folder / f"{case}-{number}"
+        try:
+            pairs.append(warm_start.pair(case, place, variables))
+        except BenchError as error:
+            progress("")
+            return [], {COLD: str(error)}
+        shutil.rmtree(place)
+    progress("")
+    return list(_compared(case, pairs)), {}
+
+
+def _compared(
+    case: str, pairs: Sequence[tuple[warm_start.Compilation, warm_start.Compilation]]
+) -> Iterator[Measurement]:
+    """Yield the figures of both starts, of counts the largest, and their ratio."""
+    row = partial(Measurement.of, BENCH, case, better="lower")
+    for name, found in zip((COLD, WARM), zip(*pairs, strict=True), strict=True):
+        facts: dict[str, Fact] = {"graphs": found[0].graphs, "kernels": found[0].kernels}
+        yield row(name, "processor time", "s", Timing.of([one.cpu_seconds for one in found]), facts=facts)
+        yield row(name, "processes of compilers", "1", float(max(one.compilers for one in found)), facts=facts)
+        yield row(name, "kernels compiled by Triton", "1", float(max(one.triton for one in found)), facts=facts)
+        yield row(name, "parts of graphs compiled", "1", float(max(one.anew for one in found)), facts=facts)
+    ratio = Timing.of([warm.cpu_seconds / cold.cpu_seconds for cold, warm in pairs])
+    yield row(WARM, f"processor time / {COLD}", "1", ratio)
 
 
 def _rehearsal(run: Path) -> tuple[float, float] | None:

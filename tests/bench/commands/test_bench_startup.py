@@ -8,6 +8,7 @@ from fastdiff.models.pretrained import tiny_pipeline
 from fastdiff_bench.__main__ import main
 from fastdiff_bench.commands import startup
 from fastdiff_bench.measure.first_step import Start
+from fastdiff_bench.measure.warm_start import Compilation
 from fastdiff_bench.records import record
 from fastdiff_bench.trainers import images
 from tests.support.processes import run
@@ -61,6 +62,26 @@ def test_ratios_are_of_one_round() -> None:
     given = {"fastdiff, python": starts(1.0, 9.0), startup.SCRIPT: starts(2.0, 18.0)}
     [ratio] = [row for row in startup._measurements("t2i", given, 1) if "/" in row.quantity]
     assert (ratio.provider, ratio.value, ratio.p20, ratio.p80) == ("fastdiff, python", 0.5, 0.5, 0.5)
+
+
+@pytest.mark.nightly
+def test_a_warm_start_on_another_node_compiles_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["startup", "dit-s-2", "--smoke", "--out", str(tmp_path)]) == 0, capsys.readouterr().err
+    found = {(row.provider, row.quantity): row.value for row in record.read(tmp_path / "startup.jsonl").measurements}
+    for quantity in ("processes of compilers", "parts of graphs compiled"):
+        assert found[startup.COLD, quantity] > 0
+        assert found[startup.WARM, quantity] == 0
+    assert found[startup.WARM, "kernels compiled by Triton"] == 0
+
+
+def test_counts_are_the_largest_and_the_ratio_is_of_one_round() -> None:
+    def compilation(cpu: float, compilers: int) -> Compilation:
+        return Compilation(cpu, compilers, triton=0, graphs=1, anew=2, kernels=6)
+
+    pairs = [(compilation(20.0, 40), compilation(5.0, 0)), (compilation(40.0, 41), compilation(10.0, 1))]
+    found = {(row.provider, row.quantity): row.value for row in startup._compared("dit-s-2", pairs)}
+    assert found[startup.WARM, "processes of compilers"] == 1, "one round that compiled is not hidden by the others"
+    assert found[startup.WARM, "processor time / cold"] == 0.25
 
 
 def test_the_rehearsal_has_rows_of_its_own() -> None:
