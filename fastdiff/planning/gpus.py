@@ -54,6 +54,16 @@ class Gpu:
         """Dense operations per second in 16 bits, by which MFU is counted; None: the table has no such rate."""
         return self.rates.get("bf16", self.rates.get("fp16"))
 
+    @property
+    def issue(self) -> float:
+        """Warp instructions per second at the clock of ``rates``, with 128 lanes for fp32 per four schedulers."""
+        return self.rates["fp32"] / 64
+
+    @property
+    def special(self) -> float:
+        """Special functions per second at that clock: 16 lanes per four schedulers."""
+        return 4 * self.issue
+
 
 @dataclass(frozen=True, slots=True)
 class Gpus:

@@ -5,10 +5,17 @@ from typing import Literal
 
 from fastdiff.models.cost.traced import Traced
 from fastdiff.planning.gpus import Gpu
-from fastdiff.planning.rates import Shares
+from fastdiff.planning.rates import CLOCK, COPY, Shares
 
-Kind = Literal["matmul", "convolution", "attention", "short_attention", "streaming", "eager", "copies"]
-"""Field of ``Shares`` with the rate: of operations for the first four, of bytes for the others."""
+Kind = Literal["matmul", "convolution", "attention", "short_attention", "streaming", "eager", "copies", "counted"]
+"""Field of ``Shares`` with the rate: of operations for the first four, of bytes for the others; of bytes, instructions
+and special functions for the last."""
+_OVERLAP = 3.0
+"""Order of the norm of the times by bytes, instructions and special functions: the largest binds, and is lengthened by
+another that is close. 3 fits the kernels of a DiT block on an H200
+(``bench/results/nvidia-h200/2026-11-26_kernels``), of which only GELU's backward has all three close."""
+_GAP_S = 1.8e-6
+"""Seconds between two kernels without a CUDA graph: what 1,872 launches of that step leave unused."""
 
 _FUSED = 3.1
 """Bytes that the kernels of compiled blocks move beside products, per byte that a forward pass saves. ``fastdiff bench
@@ -24,6 +31,14 @@ class Kernels:
     """Floating-point operations of products, whose bytes are hidden behind them."""
     bytes: float = 0.0
     """Bytes that are read and written, each operand once."""
+    instructions: float = 0.0
+    """Warp instructions of counted kernels."""
+    special: float = 0.0
+    """Special functions of counted kernels."""
+    idle: float = 1.0
+    """How much longer counted kernels take because their last wave leaves processors idle."""
+    launches: float = 0.0
+    """Counted launches, for the gaps between them."""
     dtype: str | None = None
     """Key of the GPU's rates; None: that of the run."""
     name: str = ""
@@ -38,7 +53,17 @@ class Kernels:
             shares: of the GPU's rates that are reached.
         """
         share: float = getattr(shares, self.kind)
+        if self.kind == "counted":
+            return self._bound(gpu) / share + self.launches * _GAP_S
         return self.operations / (share * gpu.rates[self.dtype or dtype]) + self.bytes / (share * gpu.bandwidth)
+
+    def _bound(self, gpu: Gpu) -> float:
+        times = (
+            self.bytes / (COPY * gpu.bandwidth),
+            self.instructions / (CLOCK * gpu.issue),
+            self.special / (CLOCK * gpu.special),
+        )
+        return float(self.idle * sum(time**_OVERLAP for time in times) ** (1 / _OVERLAP))
 
 
 def of_traced(traced: Traced, *, fused: bool, recompute: bool) -> tuple[Kernels, ...]:

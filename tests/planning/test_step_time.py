@@ -1,15 +1,18 @@
 """The model of a step beside published scaling, and where the host or the links limit it."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fastdiff.planning import gpus
 from fastdiff.planning.kernels import Kernels
 from fastdiff.planning.options import OF_STAGE
-from fastdiff.planning.rates import MIDDLE
+from fastdiff.planning.rates import MIDDLE, SUSTAINED
 from fastdiff.planning.scaling.zero import Zero
-from fastdiff.planning.step_time import StepTime, Work, messages, step_time, update_seconds
+from fastdiff.planning.step_time import Factors, StepTime, Work, messages, step_time, update_seconds
 
 DIT_XL, LLAMA = (675_129_632, 292), (8_030_261_248, 291)
 _TOKENS = 2 * 8192
@@ -72,3 +75,44 @@ def test_smaller_state_saves_bytes_of_the_update() -> None:
     whole = work(0, DIT_XL, 0.365, on)
     saved = update_seconds(whole, on, MIDDLE) - update_seconds(replace(whole, state_bytes=2), on, MIDDLE)
     assert saved == pytest.approx(2 * 6 * sum(whole.parameters) / (MIDDLE.update * 4.8e12))
+
+
+H200 = gpus.parse("H200", gpus.known())
+RECORD = Path(__file__).parents[2] / "bench" / "results" / "nvidia-h200" / "2026-11-26_gpu" / "step.jsonl"
+AS_MEASURED: dict[str, Any] = json.loads(Path(__file__).with_name("dit_xl_as_measured.json").read_text())
+"""Counts of DiT-XL/2 at the code that an H200 measured; they stay while the kernels improve."""
+ROWS = tuple(Kernels(**row) for row in AS_MEASURED["kernels"])
+
+
+@pytest.mark.parametrize("name", AS_MEASURED["measured"])
+def test_counted_kernels_of_a_block_take_what_an_h200_measured(name: str) -> None:
+    """Within 20 %, with the same constants for all; of four blocks in milliseconds."""
+    rows = [row for row in ROWS if row.name.endswith(f" {name}")]
+    seconds = sum(row.seconds(H200.kind, "bf16", MIDDLE) for row in rows)
+    milliseconds = 1e3 * seconds * AS_MEASURED["batch"] * 4 / AS_MEASURED["blocks"]
+    assert milliseconds == pytest.approx(AS_MEASURED["measured"][name], rel=0.2)
+
+
+def test_the_step_of_counted_kernels_takes_what_an_h200_measured() -> None:
+    lines = [json.loads(line).get("measurement", {}) for line in RECORD.read_text().splitlines()]
+    measured = next(1e-3 * line["value"] for line in lines if line.get("quantity") == "step time")
+    count, tensors = AS_MEASURED["parameters"], AS_MEASURED["tensors"]
+    step = replace(
+        work(1, (count, tensors), 0.0, H200), kernels=ROWS, micro=AS_MEASURED["batch"]
+    )  # fmt: skip
+    whole = step_time(step, H200, Factors(passes=SUSTAINED)).whole
+    assert whole.middle == pytest.approx(measured, rel=0.05)
+    assert whole.low < measured < whole.high
+
+
+def test_the_resource_that_binds_decides_and_a_close_one_lengthens() -> None:
+    gpu = H200.kind
+    by_bytes = Kernels(kind="counted", bytes=1e9)
+    alone = by_bytes.seconds(gpu, "bf16", MIDDLE)
+    slots = 1e9 / (0.887 * gpu.bandwidth) * 0.886 * gpu.issue  # of the same time
+    few = replace(by_bytes, instructions=0.3 * slots).seconds(gpu, "bf16", MIDDLE)
+    as_many = replace(by_bytes, instructions=slots).seconds(gpu, "bf16", MIDDLE)
+    assert few == pytest.approx(alone, rel=0.01)
+    assert as_many == pytest.approx(2 ** (1 / 3) * alone)
+    assert replace(by_bytes, idle=1.55).seconds(gpu, "bf16", MIDDLE) == pytest.approx(1.55 * alone)
+    assert Kernels(kind="counted", launches=1000).seconds(gpu, "bf16", MIDDLE) == pytest.approx(1.8e-3)

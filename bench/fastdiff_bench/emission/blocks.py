@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, TypeAlias
 
+from fastdiff_bench.instructions.bounds import Launched
+
 Way: TypeAlias = Literal["forward", "backward"]
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "float64": 8, "bool": 1, "uint8": 1}
 _SIZES |= {"float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -36,6 +38,8 @@ class Opaque:
     """Shape of each tensor that the op copies into another layout before it works on it."""
     copied_bytes: int = 0
     """Bytes read and written by these copies."""
+    kernels: list[Launched] = field(default_factory=list)
+    """Its kernels, if they were compiled and counted."""
 
     @property
     def attends(self) -> bool:
@@ -88,6 +92,18 @@ class Pass:
     opaque: list[Opaque]
     products: list[Product]
     code: str
+    written: list[Launched] = field(default_factory=list)
+    """Launches of the kernels that Inductor wrote, if they were compiled and counted."""
+
+    @property
+    def kernels_counted(self) -> list[Launched]:
+        """Launches that were compiled and counted: Inductor's and fastdiff's."""
+        return [*self.written, *(kernel for op in self.opaque for kernel in op.kernels)]
+
+    @property
+    def elementwise(self) -> list[Launched]:
+        """Those without attention, whose rate is that of the tensor cores."""
+        return [*self.written, *(kernel for op in self.opaque if not op.attends for kernel in op.kernels)]
 
     @property
     def launches(self) -> int:
@@ -163,3 +179,5 @@ class Emission:
     """Operations of a training step on one sample, blocks and all else."""
     outside_bytes: float
     """Bytes per sample of the operands of all kernels outside the blocks, forward and backward, without the loss."""
+    instructions: bool = False
+    """Whether the kernels of the blocks were compiled and counted."""

@@ -11,11 +11,13 @@ from fastdiff.models.cost.traced import SHORT
 from fastdiff.planning import gpus
 from fastdiff.planning.kernels import Kernels, Kind
 from fastdiff.planning.options import OF_STAGE
-from fastdiff.planning.rates import LEVELS
+from fastdiff.planning.rates import LEVELS, SUSTAINED
 from fastdiff.planning.scaling.zero import Zero, width_of
-from fastdiff.planning.step_time import Work, step_time, update_seconds
+from fastdiff.planning.step_time import Factors, Work, step_time, update_seconds
 from fastdiff_bench import BenchError
 from fastdiff_bench.emission.blocks import Block, Emission, Product
+from fastdiff_bench.instructions.gpus import GPUS
+from fastdiff_bench.instructions.walk import WARP
 from fastdiff_bench.records.record import Measurement
 from fastdiff_bench.records.tables import table
 
@@ -89,11 +91,30 @@ def kernels(network: Emission) -> tuple[Kernels, ...]:
         Kernels(name="attention", kind="attention", operations=total("attention")),
         Kernels(name="short attention", kind="short_attention", operations=total("short_attention")),
         Kernels(name="convolutions", kind="convolution", operations=total("convolution")),
-        Kernels(name="kernels in blocks", kind="streaming", bytes=streamed),
+        *_elementwise(network, streamed),
         Kernels(name="transposing copies", kind="copies", bytes=copied),
         Kernels(name="products outside the blocks", kind="convolution", operations=outside),
         Kernels(name="kernels outside the blocks", kind="eager", bytes=network.outside_bytes),
     )
+
+
+def _elementwise(network: Emission, streamed: float) -> Iterator[Kernels]:
+    """Yield the rows of the kernels in blocks: one for each launch that was counted, else one for all bytes."""
+    if not network.instructions:
+        yield Kernels(name="kernels in blocks", kind="streaming", bytes=streamed)
+        return
+    gpu = GPUS[90]
+    for block in network.blocks:
+        calls = len(block.names) / network.batch
+        for way, one in block.passes:
+            for launched in one.elementwise:
+                issued = calls * launched.programs
+                yield Kernels(
+                    name=f"{way} {launched.kernel}", kind="counted", bytes=calls * launched.bytes,
+                    instructions=issued * launched.instructions, special=issued * WARP * launched.special,
+                    idle=launched.idle(gpu),
+                )  # fmt: skip
+            yield Kernels(name=f"{way} gaps", kind="counted", launches=calls * one.launches)
 
 
 def _products(blocks: Sequence[Block]) -> Iterator[tuple[int, Product]]:
@@ -124,7 +145,8 @@ def _work(network: Emission, batch: int, engine: str) -> Work:
 
 def rates(network: Emission, batch: int, engine: str) -> dict[str, float]:
     """Return the predicted samples per second by level."""
-    found = step_time(_work(network, batch, engine), gpus.parse("H200", gpus.known())).whole.under(batch)
+    factors = Factors(passes=SUSTAINED) if network.instructions else None
+    found = step_time(_work(network, batch, engine), gpus.parse("H200", gpus.known()), factors).whole.under(batch)
     return {"low": found.low, "mid": found.middle, "high": found.high}
 
 
@@ -133,8 +155,13 @@ def tabulate(network: Emission, batch: int) -> str:
     h200, levels = gpus.parse("H200", gpus.known()), tuple(reversed(LEVELS))
     work = _work(network, batch, next(iter(ENGINES)))
     cells: list[Sequence[str]] = [("ms per sample", *levels)]
+    totals: dict[str, list[float]] = {}
     for row in work.kernels:
-        cells.append((row.name, *(f"{1e3 * row.seconds(h200.kind, work.dtype, LEVELS[one]):.3f}" for one in levels)))
+        name = row.name.split()[-1] if row.kind == "counted" else row.name
+        before = totals.get(name, [0.0] * len(levels))
+        times = (1e3 * row.seconds(h200.kind, work.dtype, LEVELS[one]) for one in levels)
+        totals[name] = [earlier + time for earlier, time in zip(before, times, strict=True)]
+    cells += [(name[:60], *(f"{time:.4f}" for time in times)) for name, times in totals.items()]
     update = (1e3 * update_seconds(work, h200, LEVELS[level]) / batch for level in levels)
     cells.append(("optimizer", *(f"{one:.3f}" for one in update)))
     for name in ENGINES:

@@ -1,8 +1,9 @@
 """``bench emit``: the code that Inductor writes for the compiled blocks on a GPU that is not present, counted.
 
 Dynamo, AOTAutograd and Inductor are the real ones, on the preset's network without memory for its weights; the code is
-scheduled and written, and not compiled. Bytes are those of the operands of each kernel, each counted once, without the
-libraries' products. Counts, so the result does not depend on the machine; it depends on the version of torch.
+scheduled and written; with ``--instructions`` its kernels are compiled, and their machine code is counted. Bytes are
+those of the operands of each kernel, each counted once, without the libraries' products. Counts, so the result does not
+depend on the machine; it depends on the version of torch.
 """
 
 import argparse
@@ -43,6 +44,11 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--fp8", action="store_true", help="count the wide linear layers in FP8, as with --performance.fp8"
     )
+    parser.add_argument(
+        "--instructions",
+        action="store_true",
+        help="compile the kernels of the blocks, and record instead what binds each; a second per kernel",
+    )
     parser.add_argument("--budget", action="store_true", help="predict the images per second of a step from the counts")
     parser.add_argument("--code", type=Path, metavar="FOLDER", help="write the code of each block there, to be read")
     add_baseline(parser)
@@ -69,16 +75,19 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 def _emit(subject: Subject, arguments: argparse.Namespace, log: record.Log) -> list[Measurement]:
     """Emit, print and record the blocks of a network."""
-    emission = emitted(subject, arguments.batch, arguments.arch)
+    emission = emitted(subject, arguments.batch, arguments.arch, instructions=arguments.instructions)
     name, blocks = subject.name, emission.blocks
     progress("")
     print(f"{name}, batch {arguments.batch}, sm_{arguments.arch}\n{report.tabulate(blocks)}\n")
+    if arguments.instructions:
+        print("".join(f"{report.tabulate_launches(block, arguments.arch)}\n\n" for block in blocks))
     batch = BUDGET_BATCHES.get(name, arguments.batch)
     if arguments.budget:
         print(f"predicted on one H200, batch {batch}, counted at {arguments.batch} samples")
         print(f"{budget.tabulate(emission, batch)}\n")
     facts: dict[str, record.Fact] = {"batch": arguments.batch, "arch": arguments.arch, "depth": arguments.depth}
-    rows = list(report.rows(name, blocks, facts))
+    bound = report.launch_rows(name, blocks, arguments.arch)
+    rows = list(bound if arguments.instructions else report.rows(name, blocks, facts))
     predicted = list(budget.rows(name, emission, batch)) if arguments.budget else []
     log.write(*rows, *predicted)
     for block in blocks if arguments.code else ():

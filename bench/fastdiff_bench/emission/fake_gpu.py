@@ -110,6 +110,11 @@ def _install_driver(arch: int, properties: Any) -> None:
             return torch.cuda
 
     triton.runtime.driver.set_active(Driver())
+    # Inductor's kernels would set a driver that they look for among the installed ones.
+    from torch._inductor.runtime import triton_helpers
+
+    helpers: Any = triton_helpers
+    helpers.set_driver_to_gpu = _constant(None)
 
 
 def _install_cudnn_layouts() -> None:

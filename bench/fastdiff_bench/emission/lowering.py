@@ -13,7 +13,7 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor, fx
 
-from fastdiff_bench.emission import fake_gpu
+from fastdiff_bench.emission import fake_gpu, written
 from fastdiff_bench.emission.blocks import Block, Layout, Node, Opaque, Pass, Product
 from fastdiff_bench.emission.opaque import blank, launched, of_fastdiff
 
@@ -23,7 +23,9 @@ META, GPU = torch.device("meta"), torch.device("cuda", 0)
 class Emitter:
     """Collector of the blocks of one network."""
 
-    def __init__(self) -> None:
+    def __init__(self, arch: int | None = None) -> None:
+        """Begin without blocks; ``arch``: compile the kernels for this compute capability, and count them, too."""
+        self.arch = arch
         self.blocks: dict[int, Block] = {}
         """By the number of the graph."""
         self.running = ("", "")
@@ -52,7 +54,8 @@ class Emitter:
         block = self.blocks.setdefault(number, Block(self.running[0]))
         _propagate(graph, inputs)
         outputs = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in _outputs(graph)]
-        found = lower(graph, inputs, backward=backward, parameters=set(options.get("static_input_idxs", ())))
+        parameters = set(options.get("static_input_idxs", ()))
+        found = lower(graph, inputs, backward=backward, parameters=parameters, arch=self.arch)
         if backward:
             block.backward = found
         else:
@@ -91,8 +94,10 @@ def _outputs(graph: fx.GraphModule) -> list[Any]:
     return list(graph.graph.find_nodes(op="output")[0].args[0])
 
 
-def lower(graph: fx.GraphModule, inputs: Sequence[Any], *, backward: bool, parameters: set[int]) -> Pass:
-    """Let Inductor schedule and write the code of a graph, and count it."""
+def lower(
+    graph: fx.GraphModule, inputs: Sequence[Any], *, backward: bool, parameters: set[int], arch: int | None = None
+) -> Pass:  # fmt: skip
+    """Let Inductor schedule and write the code of a graph, and count it; ``arch``: its instructions, too."""
     from torch._inductor.compile_fx import (
         _recursive_post_grad_passes,
         _recursive_record_original_output_strides,
@@ -109,10 +114,13 @@ def lower(graph: fx.GraphModule, inputs: Sequence[Any], *, backward: bool, param
         lowering = GraphLowering(graph, shape_env=mode.shape_env, is_backward=backward, is_inference=False)
         with V.set_graph_handler(lowering), fake_gpu.present():
             lowering.run(*inputs)
-            written, _ = lowering.codegen()
+            code, _ = lowering.codegen()
             nodes = [_node(node) for node in lowering.scheduler.nodes]
-    opaque = [launched(node) for node in graph.graph.nodes if of_fastdiff(node)]
-    return _counted(graph, written.value, nodes, opaque, backward, parameters, user_outputs)
+    opaque = [launched(node, arch) for node in graph.graph.nodes if of_fastdiff(node)]
+    found = _counted(graph, code.value, nodes, opaque, backward, parameters, user_outputs)
+    if arch is not None:
+        found.written = written.counted(code.value, [n.bytes for n in nodes if n and n.kind == "triton"], arch)
+    return found
 
 
 def _counted(

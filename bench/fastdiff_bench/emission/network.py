@@ -30,7 +30,13 @@ _TRITON: Backend = "triton"
 
 
 def emit(
-    config: ModelConfig, batch: int, arch: int, dtype: torch.dtype = torch.bfloat16, *, fp8: bool = False
+    config: ModelConfig,
+    batch: int,
+    arch: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    fp8: bool = False,
+    instructions: bool = False,
 ) -> Emission:
     """Return the counts of a network; ``fake_gpu.install`` must have been called.
 
@@ -40,8 +46,9 @@ def emit(
         arch: compute capability of the GPU: 90 is sm_90.
         dtype: of weights and activations.
         fp8: the wide linear layers of the blocks multiply in FP8, as with ``--performance.fp8``.
+        instructions: compile the kernels of the blocks, and count their instructions.
     """
-    emitter = Emitter()
+    emitter = Emitter(arch if instructions else None)
     with torch.device(META):
         model = build_model(config).to(dtype)
     _lay_out(model, dtype)
@@ -73,6 +80,7 @@ def emit(
         tensors=len(parameters),
         flops=training_flops(config),
         outside_bytes=moved / batch,
+        instructions=instructions,
     )
 
 

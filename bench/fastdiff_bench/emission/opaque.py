@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdiff_bench.emission.blocks import Opaque
-from fastdiff_bench.instructions.launches import launcher
+from fastdiff_bench.instructions.launches import counted, launcher
 from fastdiff_kernels import launch
 
 
@@ -21,15 +21,22 @@ def of_fastdiff(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "namespace", "") == "fastdiff"
 
 
-def launched(node: fx.Node) -> Opaque:
-    """Run the launcher of a custom op on blanks in the layouts of its arguments, and count."""
+def launched(node: fx.Node, arch: int | None = None) -> Opaque:
+    """Run the launcher of a custom op on blanks in the layouts of its arguments, and count.
+
+    Args:
+        node: of the graph.
+        arch: compute capability for which its kernels are compiled and counted; None: they are not.
+    """
     arguments, options = pytree.tree_map(blank, (node.args, node.kwargs))
     operator: Any = node.target
     with torch.no_grad(), launch.recording() as launches, Seen() as seen:
         launcher(operator)(*arguments, **options)
     moved = sum(_bytes(one.args) for one in launches)
+    kernels = [] if arch is None else [counted(one, arch) for one in launches]
     return Opaque(
-        str(operator), len(launches) + seen.kernels, moved + seen.bytes, seen.copies, seen.copied_bytes
+        str(operator), len(launches) + seen.kernels, moved + seen.bytes, seen.copies, seen.copied_bytes,
+        [kernel for kernel in kernels if kernel is not None],
     )  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from fastdiff_bench.emission.blocks import Block, Layout, Pass, Way
+from fastdiff_bench.instructions.bounds import Launched
+from fastdiff_bench.instructions.gpus import GPUS
 from fastdiff_bench.records.record import Fact, Measurement
 from fastdiff_bench.records.tables import table
 
@@ -92,3 +94,62 @@ def tabulate(blocks: Sequence[Block]) -> str:
                 )
             )  # fmt: skip
     return table(cells, "<<>>>>>><")
+
+
+def launch_rows(preset: str, blocks: Sequence[Block], arch: int) -> Iterator[Measurement]:
+    """Yield what binds each counted kernel of each block, and the sum of a pass."""
+    for block in blocks:
+        for way, one in block.passes:
+            name = f"{case(preset, block)}, batch {block.output.shape[0]}"
+            for kernel, launched in _named(one.kernels_counted):
+                yield from _launch(name, f"{way} {kernel}", launched, arch)
+            if one.kernels_counted:
+                total = sum(launched.bound(GPUS[arch])[1] for launched in one.elementwise)
+                yield Measurement.of(BENCH, name, way, "least time", "us", round(1e6 * total, 2), "lower")
+
+
+def _named(launches: Sequence[Launched]) -> Iterator[tuple[str, Launched]]:
+    """Yield launches with names; the second of a kernel has a number."""
+    seen: dict[str, int] = {}
+    for one in launches:
+        seen[one.kernel] = seen.get(one.kernel, 0) + 1
+        yield one.kernel + (f" {seen[one.kernel]}" if seen[one.kernel] > 1 else ""), one
+
+
+def _launch(name: str, kernel: str, one: Launched, arch: int) -> Iterator[Measurement]:
+    gpu = GPUS[arch]
+    by, seconds = one.bound(gpu)
+    facts: dict[str, Fact] = {"by": by, "programs": one.programs, "warps": one.warps, "registers": one.registers}
+    facts |= {f"{resource}, us": round(1e6 * time, 3) for resource, time in one.seconds(gpu).items()}
+    if one.counted:
+        yield Measurement.of(BENCH, name, kernel, "waves", "1", round(one.waves(gpu), 3), "neither", facts=facts)
+        for quantity, unit, value in (
+            ("instructions", "1/element", one.per_element),
+            ("special functions", "1/element", one.special_per_element),
+            ("masked lanes", "1", one.masked),
+            ("least time", "us", 1e6 * seconds),
+        ):
+            yield Measurement.of(BENCH, name, kernel, quantity, unit, round(value, 3), "lower", facts=facts)
+
+
+def tabulate_launches(block: Block, arch: int) -> str:
+    """Format what binds each counted kernel of a block."""
+    gpu = GPUS[arch]
+    cells: list[Sequence[str]] = [
+        (
+            f"kernel of {block.kind}", "", "programs", "warps", "regs", "waves", "warps/SM", "instr/elem", "MUFU/elem",
+            "masked", "bytes us", "issue us", "MUFU us", "by",
+        )
+    ]  # fmt: skip
+    for way, passed in block.passes:
+        for kernel, one in _named(passed.kernels_counted):
+            seconds = one.seconds(gpu)
+            times = (f"{1e6 * seconds[name]:.1f}" for name in ("bytes", "issue", "special"))
+            cells.append(
+                (
+                    kernel[:48], way, str(one.programs), str(one.warps), str(one.registers), f"{one.waves(gpu):.2f}",
+                    f"{one.warps_per_processor(gpu):.1f}", f"{one.per_element:.2f}", f"{one.special_per_element:.2f}",
+                    f"{one.masked:.2f}", *times, one.bound(gpu)[0] if one.counted else "a loop depends on data",
+                )
+            )  # fmt: skip
+    return table(cells, "<<>>>>>>>>>>><")

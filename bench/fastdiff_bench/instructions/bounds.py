@@ -77,6 +77,11 @@ class Launched:
             "special": WARP * self.programs * self.special / gpu.special,
         }
 
+    def idle(self, gpu: Gpu) -> float:
+        """Return how much longer a launch takes because its last wave, or a small grid, leaves processors idle."""
+        waves = self.waves(gpu)
+        return ceil(waves) / waves if waves > 1 else max(1.0, gpu.processors / self.programs)
+
     def bound(self, gpu: Gpu) -> tuple[Resource, float]:
         """Return the resource that binds, and its time."""
         return max(self.seconds(gpu).items(), key=lambda pair: pair[1])

@@ -1,11 +1,9 @@
 """Counts of one launch of a kernel that Triton compiled, without a GPU."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from math import prod
 from typing import Any
-
-from torch import Tensor
 
 from fastdiff_bench.correctness import assembly
 from fastdiff_bench.instructions import arguments, sass
@@ -15,7 +13,9 @@ from fastdiff_bench.instructions.walk import walk
 _disassembled = cache(sass.disassemble)
 
 
-def count(kernel: str, compiled: Any, arch: int, grid: Sequence[int], given: Sequence[Any]) -> Launched:
+def count(
+    kernel: str, compiled: Any, arch: int, grid: Sequence[int], given: Sequence[Any], *, moved: int, elements: int
+) -> Launched:  # fmt: skip
     """Count what a launch issues.
 
     Args:
@@ -24,26 +24,22 @@ def count(kernel: str, compiled: Any, arch: int, grid: Sequence[int], given: Seq
         arch: compute capability for which it is compiled: 90 is sm_90.
         grid: programs along each axis.
         given: arguments of its parameters in order, without constexprs.
+        moved: bytes of its operands, each once.
+        elements: of its largest operand.
     """
     warps, cubin = compiled.metadata.num_warps, compiled.asm["cubin"]
     constants = arguments.constants(compiled.asm["ptx"], arch, given, grid, warps)
     issued = walk(_disassembled(cubin), warps, arguments.middle_program(grid), constants)
-    tensors = list(_distinct(given))
     return Launched(
         kernel=kernel,
         programs=prod(grid),
         warps=warps,
         registers=assembly.resources(cubin)["REG"],
         shared=compiled.metadata.shared,
-        bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-        elements=max((tensor.numel() for tensor in tensors), default=0),
+        bytes=moved,
+        elements=elements,
         instructions=issued.instructions,
         special=issued.special,
         masked=issued.masked,
         counted=not issued.unknown,
     )
-
-
-def _distinct(given: Sequence[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments, each once."""
-    yield from {id(one): one for one in given if isinstance(one, Tensor)}.values()

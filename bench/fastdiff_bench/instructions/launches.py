@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdiff_bench.instructions.bounds import Launched
@@ -71,4 +72,10 @@ def counted(recorded: Launch, arch: int) -> Launched | None:
     compiled = compiled_for(arch, source, options)
     if not compiled.asm.get("cubin"):
         return None
-    return count(recorded.kernel.__name__, compiled, arch, recorded.grid, given(recorded, source))
+    arguments = given(recorded, source)
+    tensors = list({id(one): one for one in arguments if isinstance(one, Tensor)}.values())
+    return count(
+        recorded.kernel.__name__, compiled, arch, recorded.grid, arguments,
+        moved=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        elements=max((tensor.numel() for tensor in tensors), default=0),
+    )  # fmt: skip

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from fastdiff_bench.emission.blocks import Block, Emission, Layout, Node, Pass, 
 from fastdiff_bench.emission.command import PRESETS
 from fastdiff_bench.emission.subject import Subject
 from fastdiff_bench.emission.worker import emitted
+from fastdiff_bench.instructions.bounds import Launched
 from fastdiff_bench.records.fingerprint import ROOT
 from fastdiff_bench.records.record import RESULTS, Measurement, read_all
 from tests.support.waiting import LIMIT_S
@@ -55,8 +57,12 @@ def test_a_wide_dit_is_not_worse_than_kept(fp8: bool) -> None:
 
 
 def against_kept(name: str, emission: Emission, *, totals: bool) -> None:
+    """Compare with the newest record."""
+    not_worse_than_kept([row for row in report.rows(name, emission.blocks, {}) if totals or row.provider != "step"])
+
+
+def not_worse_than_kept(rows: Sequence[Measurement]) -> None:
     """Compare with the newest record, if it is of this torch: another one writes other code."""
-    rows = [row for row in report.rows(name, emission.blocks, {}) if totals or row.provider != "step"]
     cases = {row.case for row in rows}
     kept = [one.fingerprint for one in read_all([KEPT]) if cases & {row.case for row in one.measurements}]
     if max(kept, key=lambda fingerprint: fingerprint.date).torch != torch.__version__:
@@ -222,6 +228,47 @@ def test_less_copying_and_a_leaner_engine_are_faster() -> None:
     by_engine = [budget.rates(toy, 256, engine)["mid"] for engine in budget.ENGINES]
     assert by_engine == sorted(by_engine)
     assert all(name in budget.tabulate(toy, 256) for name in (*budget.ENGINES, "transposing copies", "optimizer"))
+
+
+def counted(programs: int = 1056) -> Launched:
+    """A kernel of 4 warps and 64 registers, of which 1,056 programs are one wave."""
+    return Launched("kernel", programs, 4, 64, 0, 10**9, 10**8, 1000.0, 10.0, 0.25)
+
+
+def test_counted_kernels_have_rows_of_their_own_and_their_gaps() -> None:
+    found = block()
+    assert found.forward is not None
+    found.forward.written = [counted(), counted(1584)]
+    rows = [one for one in budget.kernels(Emission([found], 2, 0, 0, 1e15, 0.0, True)) if one.kind == "counted"]
+    first, second, gaps, _ = rows
+    assert (first.name, gaps.name) == ("forward kernel", "forward gaps")
+    assert first.instructions == 2 / 2 * 1056 * 1000
+    assert first.special == 1056 * 10 * 32
+    assert first.idle == 1.0
+    assert second.idle == pytest.approx(2 / 1.5)
+    assert gaps.launches == 2
+
+
+def test_counted_kernels_are_in_the_record_and_the_table() -> None:
+    found = block()
+    assert found.forward is not None
+    found.forward.written = [counted(), counted(1584)]
+    rows = {(row.provider, row.quantity): row for row in report.launch_rows("toy", [found], 90)}
+    assert rows["forward kernel", "waves"].value == 1
+    assert rows["forward kernel 2", "waves"].value == 1.5
+    assert rows["forward kernel", "instructions"].value == round(32 * 1056 * 1000 / 10**8, 3)
+    assert rows["forward kernel", "masked lanes"].value == 0.25
+    sum_of_both = rows["forward kernel", "least time"].value + rows["forward kernel 2", "least time"].value
+    assert rows["forward", "least time"].value == pytest.approx(sum_of_both, abs=0.01)
+    assert "kernel 2" in report.tabulate_launches(found, 90)
+
+
+@pytest.mark.nightly
+def test_what_binds_the_kernels_of_a_dit_block_is_not_worse_than_kept() -> None:
+    emission = emitted(Subject("dit-xl-2-256", depth=2), 256, 90, instructions=True)
+    rows = list(report.launch_rows("dit-xl-2-256", emission.blocks, 90))
+    assert {row.provider for row in rows} >= {"forward", "backward", "backward adaln_bwd_kernel"}
+    not_worse_than_kept(rows)
 
 
 def test_products_in_fp8_have_their_own_rate() -> None:
