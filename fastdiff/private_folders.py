@@ -37,7 +37,14 @@ def local_folder() -> Path:
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of what later runs use again, usually in a home directory that all nodes see."""
-    if given := environment.get(OWN_CACHE):
-        return Path(given).expanduser()
-    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdiff"
+    """Return the folder of what later runs use again, usually in a home directory that all nodes see.
+
+    Raises:
+        FileNotFoundError: the environment names none, and the user has no home directory.
+    """
+    try:
+        if given := environment.get(OWN_CACHE):
+            return Path(given).expanduser()
+        return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdiff"
+    except RuntimeError:
+        raise FileNotFoundError(f"there is no home directory; set {OWN_CACHE} to a folder") from None

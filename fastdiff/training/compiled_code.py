@@ -11,7 +11,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
 from fastdiff.console import log
 from fastdiff.models import kernel_choice
-from fastdiff.models.compile_cache.cache import VARIABLES, CompileCache, open_cache
+from fastdiff.models.compile_cache.cache import SUFFIX, VARIABLES, CompileCache, open_cache
 from fastdiff.models.compile_cache.environment import describe, key_of
 from fastdiff.parallel.world import World
 from fastdiff.training.callbacks.base import Callback
@@ -40,10 +40,13 @@ def compiled_code(config: RunConfig, world: World) -> Iterator[Callback]:
     with ExitStack() as stack:
         cache, problem = _open(facts, stack)
         key = key_of(facts)
-        others = world.gather((key, problem))
+        others = world.gather((key, problem, None if cache is None else cache.source))
         if world.is_first:
-            _tell(cache, list(dict.fromkeys(found for _, found in others if found)))
-        is_keeper = [other for other, _ in others].index(key) == world.rank
+            # Of the ranks of a node, one has unpacked, and the others have found its folder full.
+            sources = [source for other, _, source in others if other == key and source is not None]
+            source = next((path for path in sources if path.suffix == SUFFIX), next(iter(sources), None))
+            _tell(cache, source, list(dict.fromkeys(found for _, found, _ in others if found)))
+        is_keeper = [other for other, *_ in others].index(key) == world.rank
         yield Callback() if cache is None else KeepCode(cache, is_keeper=is_keeper, tells=world.is_first)
 
 
@@ -75,15 +78,15 @@ def _open(facts: dict[str, Any], stack: ExitStack) -> tuple[CompileCache | None,
     return cache, cache.problem
 
 
-def _tell(cache: CompileCache | None, problems: list[str]) -> None:
+def _tell(cache: CompileCache | None, source: Path | None, problems: list[str]) -> None:
     for problem in problems:
         log.warning(f"compiled code: not taken from an earlier run: {problem}")
     if cache is None:
         return
-    if cache.source is None:
+    if source is None:
         log.info("compiled code: none for this network and machine yet; compiling for the first time")
     else:
-        log.info(f"compiled code: {cache.kernels} kernels from {cache.source}")
+        log.info(f"compiled code: {cache.kernels} kernels from {source}")
 
 
 class KeepCode(Callback):

@@ -126,6 +126,12 @@ def test_a_progress_bar_is_shown_once_a_second() -> None:
         assert list(hosts._lines(source)) == [b"begin", b"step 999", b"end", b"last"]
 
 
+def test_the_cache_folder_is_forwarded() -> None:
+    assert hosts.forwarded({"FASTDIFF_CACHE": "/shared/me", "FASTDIFF_PREFLIGHT": "1"}) == {
+        "FASTDIFF_CACHE": "/shared/me"
+    }
+
+
 def test_devices_of_this_machine_are_not_forwarded() -> None:
     assert hosts.forwarded({"CUDA_VISIBLE_DEVICES": "3", "CUDA_HOME": "/cuda"}) == {"CUDA_HOME": "/cuda"}
 

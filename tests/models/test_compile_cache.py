@@ -128,6 +128,8 @@ def test_the_cache_folder_is_the_users() -> None:
     assert cache_folder({"FASTDIFF_CACHE": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
     assert cache_folder({"XDG_CACHE_HOME": "/b"}) == Path("/b/fastdiff")
     assert cache_folder({}) == Path.home() / ".cache" / "fastdiff"
+    with pytest.raises(FileNotFoundError, match="set FASTDIFF_CACHE"):
+        cache_folder({"FASTDIFF_CACHE": "~nobody-has-this-name/cache"})
 
 
 def step(cache: CompileCache, *names: str) -> None:

@@ -21,11 +21,12 @@ from fastdiff.cluster.launchers.job import SUPERVISOR, Job, random_port
 from fastdiff.cluster.supervisor.signals import STOP, heeded
 from fastdiff.console import write_line
 from fastdiff.errors import ConfigError, Preempted
+from fastdiff.private_folders import OWN_CACHE
 from fastdiff.version import PACKAGE
 
 _FORWARDED = ("CUDA_", "DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTHON", "TORCH", "TRACKIO_", "TRITON_", "WANDB_")
 """Prefixes of the environment variables to forward; a remote login does not set them."""
-_ALSO = ("PATH", "LD_LIBRARY_PATH", "NETRC")
+_ALSO = ("PATH", "LD_LIBRARY_PATH", "NETRC", OWN_CACHE)
 _LOCAL = ("CUDA_VISIBLE_DEVICES",)
 """Variables that hold for this machine only; its devices may differ from those of the hosts."""
 _GRACE_S = 30.0

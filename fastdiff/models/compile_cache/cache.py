@@ -25,6 +25,8 @@ VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"
 _COMPLETE, _LOCK = ".complete", ".lock"
 """Entries of the folder: code of a run that has taken a step is there, and the lock of those who use it."""
 _FOLDER = "compiled"
+SUFFIX = ".zip"
+"""Of the name of a pack."""
 _MOST_BYTES, _MOST_FOLDERS = 2**31, 16
 """What packs may take together, and how many folders a node keeps; the least recently used ones are removed."""
 _KILLED_S = 3600.0
@@ -111,7 +113,7 @@ def open_cache(facts: Mapping[str, Any]) -> Iterator[CompileCache]:
     key = key_of(facts)
     packs = private(cache_folder() / _FOLDER)
     folders = private(local_folder() / _FOLDER)
-    cache = CompileCache(private(folders / key), packs / f"{key}.zip", facts)
+    cache = CompileCache(private(folders / key), packs / f"{key}{SUFFIX}", facts)
     with ExitStack() as stack:
         lock = open_lock(cache.folder / _LOCK)
         stack.callback(os.close, lock)
@@ -198,10 +200,10 @@ def _remove_old(own: Path) -> int:
     removed, left = 0, _MOST_BYTES - own.stat().st_size
     for path in sorted(own.parent.iterdir(), key=_used, reverse=True):
         with suppress(FileNotFoundError):
-            if is_temporary(path.name, path.name.partition(".zip")[0] + ".zip"):
+            if is_temporary(path.name, path.name.partition(SUFFIX)[0] + SUFFIX):
                 if time.time() - _used(path) > _KILLED_S:
                     path.unlink()
-            elif path.suffix == ".zip" and path != own:
+            elif path.suffix == SUFFIX and path != own:
                 left -= path.stat().st_size
                 if left < 0:
                     path.unlink()
