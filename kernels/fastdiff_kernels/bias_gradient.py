@@ -161,27 +161,6 @@ def _joined(dq: Tensor, dk: Tensor, dv: Tensor, packed: bool) -> tuple[Tensor, T
     return dq.new_empty((batch, length, *order, width)), dq.new_empty(3 * heads * width)
 
 
-class _SummedByTorch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, u: Tensor, bias: Tensor) -> Tensor:
-        ctx.columns = bias.numel()
-        return u.view_as(u)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor]:
-        (du,) = upstream
-        return du, du.reshape(-1, ctx.columns).sum(0)
-
-
-def summed_by_torch(u: Tensor, bias: Tensor) -> Tensor:
-    """``u [..., *C]``, contiguous, as it is; torch sums the gradient of ``bias``, ``C`` flat, as behind a linear layer.
-
-    ``u + (bias - bias.detach())`` without a pass over ``u``.
-    """
-    out: Tensor = _SummedByTorch.apply(u, bias)  # type: ignore[no-untyped-call]
-    return out
-
-
 class _Unpacked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, u: Tensor, _: Tensor) -> tuple[Tensor, ...]:

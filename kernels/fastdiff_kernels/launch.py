@@ -42,6 +42,8 @@ class Launch:
 
 
 _recorded: list[Launch] | None = None
+_NEWEST_MEASURED = 90
+_architecture = _NEWEST_MEASURED
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -92,17 +94,21 @@ def trial(device: torch.device) -> str | None:
 
 
 @contextmanager
-def recording() -> Iterator[list[Launch]]:
+def recording(capability: int = _NEWEST_MEASURED) -> Iterator[list[Launch]]:
     """Collect launches instead of running them, so that they can be compiled without a GPU.
 
     Inside, CPU tensors stand for GPU tensors, and the ops return uninitialised memory.
+
+    Args:
+        capability: compute capability of the GPU that they stand for, such as 90 for sm_90.
     """
-    global _recorded
-    outer, _recorded = _recorded, []
+    global _recorded, _architecture
+    outer = _recorded, _architecture
+    _recorded, _architecture = [], capability
     try:
         yield _recorded
     finally:
-        _recorded = outer
+        _recorded, _architecture = outer
 
 
 def runs_on(tensor: Tensor) -> bool:
@@ -113,3 +119,11 @@ def runs_on(tensor: Tensor) -> bool:
 def processors(tensor: Tensor) -> int:
     """Number of streaming multiprocessors of the tensor's device; that of an H200 for a CPU tensor."""
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 132
+
+
+def architecture(tensor: Tensor) -> int:
+    """Compute capability of the tensor's device, 90 for sm_90; of a CPU tensor that of ``recording``, or 90."""
+    if not tensor.is_cuda:
+        return _architecture
+    major, minor = torch.cuda.get_device_capability(tensor.device)
+    return 10 * major + minor

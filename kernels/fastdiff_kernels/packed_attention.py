@@ -5,8 +5,11 @@ and takes views of queries, keys and values. ``short`` asked for runs wherever s
 elsewhere. ``auto`` takes ``short`` where a measurement has it fastest (``FASTEST``), and in 16 bits where torch wants
 deterministic algorithms, because of the others only slower forms add in a fixed order.
 
-Given the bias of the layer, its gradient is summed here: by the kernel of ``bias_gradient.py`` that joins the gradients
-of queries, keys and values, or by torch behind ``short``, which writes one gradient already.
+Given the bias of the layer, its gradient is summed here: by ``short``, or by the kernel of ``bias_gradient.py`` that
+joins the gradients of queries, keys and values. The other backends leave three, because torch gives no way to have them
+packed: the backward passes of cuDNN and flash allocate each as ``empty_like`` of its argument, which makes of a view of
+a packed projection a dense ``[B, T, H, D]``, and their ops have no form with outputs given. (CUTLASS's,
+``_efficient_attention_backward``, packs with ``shared_storage_dqdkdv``, and is slower by more than the join takes.)
 """
 
 from __future__ import annotations
@@ -20,15 +23,15 @@ from torch import Tensor
 from fastdiff_kernels import attention as general
 from fastdiff_kernels import launch
 from fastdiff_kernels.attention import Machine, machine
-from fastdiff_kernels.bias_gradient import summed_by_torch, unpacked
+from fastdiff_kernels.bias_gradient import unpacked
 from fastdiff_kernels.dispatch import Choice
 from fastdiff_kernels.names import AttentionBackend
 from fastdiff_kernels.short_attention import DTYPES, shape_problem, short_attention
 
 FASTEST: frozenset[tuple[tuple[int, int], int, int]] = frozenset()
 """Compute capability, tokens and head dim at which ``short`` is the fastest in 16 bits, forward and backward together,
-by a record of ``fastdiff bench op attention`` in ``bench/results``. Empty: on an H200 cuDNN is faster at
-256 tokens and head dim 72, and nothing else is measured.
+by a record of ``fastdiff bench op attention`` in ``bench/results``. Empty: no record has the present kernels, and on an
+H200 cuDNN was faster than those before, of seven products, at 256 tokens and head dim 72.
 """
 
 
@@ -79,7 +82,7 @@ def packed_attention(qkv: Tensor, *, bias: Tensor | None = None, backend: Attent
     if backend == "short":
         _refuse(qkv.dtype, here)
     if qkv.is_contiguous() and takes_packed(head_dim, length, qkv, backend):
-        return short_attention(qkv if bias is None else summed_by_torch(qkv, bias))
+        return short_attention(qkv, bias)
     if bias is None:
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, T, 3, H, D] -> 3 x [B, H, T, D]
     else:

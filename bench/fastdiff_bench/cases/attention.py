@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastdiff_bench.cases.case import Case, Inputs
+from fastdiff_kernels import dispatch, launch
 from fastdiff_kernels.attention import attention
 from fastdiff_kernels.names import ATTENTION_BACKENDS, AttentionBackend
 from fastdiff_kernels.packed_attention import packed_attention
@@ -20,7 +21,7 @@ _SHAPES = (
     ("sd2", 10, 1024, 64),
 )
 _PACKED = (("dit-xl", 16, 256, 72), ("dit-xl-4", 16, 64, 72), ("dit-b", 12, 256, 64))
-"""One projection for queries, keys and values, as ``short`` takes it."""
+"""One projection for queries, keys and values, as ``short`` takes it; all give one packed gradient, summed too."""
 
 
 def _build(device: str, samples: int, heads: int, queries: int, keys: int, head_dim: int) -> Inputs:
@@ -64,7 +65,14 @@ def _case(model: str, heads: int, queries: int, head_dim: int, keys: int) -> Cas
 
 
 def _build_packed(device: str, samples: int, heads: int, tokens: int, head_dim: int) -> Inputs:
-    return {"qkv": torch.randn(samples, tokens, 3, heads, head_dim, device=device).bfloat16().requires_grad_()}
+    shapes = {"qkv": (samples, tokens, 3, heads, head_dim), "bias": (3 * heads * head_dim,)}
+    return {n: torch.randn(shape, device=device).bfloat16().requires_grad_() for n, shape in shapes.items()}
+
+
+def _call_packed(inputs: Inputs, backend: AttentionBackend) -> Tensor:
+    """Call attention as a DiT block does: times include the packed gradient of ``qkv`` and that of its bias."""
+    with dispatch.forced(adaln="triton" if launch.runs_on(inputs["qkv"]) else "reference"):
+        return packed_attention(inputs["qkv"], bias=inputs["bias"], backend=backend)
 
 
 def _packed_operations(inputs: Inputs, products: int) -> int:
@@ -81,7 +89,8 @@ def _packed_case(model: str, heads: int, tokens: int, head_dim: int) -> Case:
         backends=ATTENTION_BACKENDS,
         build=partial(build, samples=1, heads=1),
         build_large=partial(build, samples=_QUERIES_LARGE // tokens, heads=heads),
-        call=lambda inputs, backend: packed_attention(inputs["qkv"], backend=backend),
+        call=_call_packed,
+        sums=("dbias",),
         forward_operations=partial(_packed_operations, products=2),
         backward_operations=partial(_packed_operations, products=4),
         arithmetic="bf16",

@@ -20,11 +20,12 @@ SHAPES = {
 
 def _build(device: str, model: str, dtype: torch.dtype) -> Inputs:
     heads, length, head_dim = SHAPES[model]
-    return {"qkv": torch.randn(4, length, 3, heads, head_dim, device=device).to(dtype).requires_grad_()}
+    shapes = {"qkv": (4, length, 3, heads, head_dim), "bias": (3 * heads * head_dim,)}
+    return {n: torch.randn(shape, device=device).to(dtype).requires_grad_() for n, shape in shapes.items()}
 
 
 def _call(inputs: Inputs, backend: Backend) -> Outputs:
-    return short_attention(inputs["qkv"]) if backend == "triton" else short_attention_reference(inputs["qkv"])
+    return (short_attention if backend == "triton" else short_attention_reference)(inputs["qkv"], inputs["bias"])
 
 
 def _case(model: str, dtype: torch.dtype) -> Case:
@@ -36,6 +37,7 @@ def _case(model: str, dtype: torch.dtype) -> Case:
         dtype=dtype,
         build=partial(_build, model=model, dtype=dtype),
         call=_call,
+        sums=("dbias",),
         arithmetic=str(dtype),
     )
 

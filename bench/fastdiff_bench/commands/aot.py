@@ -164,8 +164,8 @@ def compile_all(cases: Sequence[Case], architectures: Sequence[int]) -> Iterator
     _refuse_what_cannot_compile()
     seen = set()
     for case in cases:
-        for small, large in zip(record_launches(case), large_launches(case), strict=True):
-            for arch in (arch for arch in architectures if arch >= case.least_arch):
+        for arch in (arch for arch in architectures if arch >= case.least_arch):
+            for small, large in zip(record_launches(case, arch), large_launches(case, arch), strict=True):
                 source, options = specialise(small, arch)
                 key = (source.hash(), str(sorted(options.items(), key=str)), large.grid, _numbers(large))
                 if key not in seen:
@@ -185,19 +185,19 @@ def _refuse_what_cannot_compile() -> None:
         raise BenchError("TRITON_INTERPRET is set: the interpreter does not compile; unset it")
 
 
-def record_launches(case: Case) -> list[Launch]:
-    """Return the launches of the forward and the backward pass of a case."""
+def record_launches(case: Case, arch: int = 90) -> list[Launch]:
+    """Return the launches of the forward and the backward pass of a case on a GPU of compute capability ``arch``."""
     inputs = case.build("cpu")
-    with launch.recording() as launches:
+    with launch.recording(arch) as launches:
         outputs = as_sequence(case.call(inputs, "triton"))
         case.gradients(inputs, outputs, [torch.ones_like(output) for output in outputs])
     return launches
 
 
-def large_launches(case: Case) -> list[Launch]:
+def large_launches(case: Case, arch: int = 90) -> list[Launch]:
     """Return the same with the batch of a training step, on tensors without memory."""
     inputs = (case.build_large or case.build)("meta")
-    with launch.recording() as launches, Launching():
+    with launch.recording(arch) as launches, Launching():
         outputs = as_sequence(case.call(inputs, "triton"))
         case.gradients(inputs, outputs, [torch.empty_like(output) for output in outputs])
     return launches

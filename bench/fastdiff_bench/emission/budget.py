@@ -58,8 +58,8 @@ def _kind(product: Product) -> Kind:
 
 def _heads(product: Product) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of query and key, ``[B, H, T, head_dim]``."""
-    if product.op.startswith("short_attention"):  # the last argument is the packed projection
-        batch, tokens, _, heads, head_dim = product.shapes[-1]
+    if product.op.startswith("short_attention"):  # beside the packed projection it may have a bias
+        batch, tokens, _, heads, head_dim = next(shape for shape in product.shapes if len(shape) == 5)
         return (batch, heads, tokens, head_dim), (batch, heads, tokens, head_dim)
     first = 1 if product.op.endswith("_backward") else 0
     return product.shapes[first], product.shapes[first + 1]

@@ -52,6 +52,33 @@ def upstream(given):
 def test_as_accurate_as_eager(length, head_dim, dtype, samples, heads, device):
     given = qkv(length, head_dim, dtype, device, samples=samples, heads=heads)
     assert_as_accurate_as_eager(short_attention, short_attention_reference, given, upstream(given))
+    given["bias"] = torch.zeros(3 * heads * head_dim, dtype=dtype, device=device, requires_grad=True)
+    assert_as_accurate_as_eager(short_attention, short_attention_reference, given, upstream(given), sums={"dbias"})
+
+
+@pytest.mark.parametrize("capability", module.BLOCKS, ids="sm_{}".format)
+@pytest.mark.parametrize("length", [150, pytest.param(256, marks=pytest.mark.nightly)])
+def test_as_accurate_as_eager_by_the_blocks_of_every_gpu(capability, length, monkeypatch, device):
+    """Of more than one block of keys the later add to what the earlier wrote in 16 bits."""
+    monkeypatch.setattr(module, "architecture", lambda _: capability)
+    given = qkv(length, 72, torch.bfloat16, device, heads=1)
+    assert_as_accurate_as_eager(short_attention, short_attention_reference, given, upstream(given))
+
+
+def test_a_gpu_takes_the_blocks_of_the_newest_that_is_not_newer():
+    blocks = module.BLOCKS
+    assert [*blocks] == sorted(blocks, reverse=True)
+    assert [module.blocks_of(capability) for capability in (80, 86, 90, 120)] == [
+        blocks[known] for known in (80, 80, 90, 100)
+    ]
+
+
+def test_the_sum_of_the_gradients_of_keys_is_zero(device):
+    given = qkv(20, 64, torch.float32, device, samples=3)
+    given["bias"] = torch.zeros(3 * 2 * 64, device=device, requires_grad=True)
+    found = evaluate(short_attention, given, upstream(given))
+    assert not found["dbias"].view(3, 2, 64)[1].any()
+    torch.testing.assert_close(found["dbias"], found["dqkv"].sum((0, 1)).flatten(), atol=1e-4, rtol=1e-4)
 
 
 def test_large_scores_cost_no_accuracy_and_overflow_nothing(device):
@@ -137,9 +164,11 @@ def test_custom_ops_are_sound_and_one_node_each_under_compile(device):
     out.sum().backward()
     assert graphs == [["fastdiff.short_attention.default"], ["fastdiff.short_attention_backward.default"]]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(module._short_attention_triton, (given,), test_utils=checks)
-    out, lse = module._short_attention_triton(given.detach())
-    torch.library.opcheck(module._short_attention_backward_triton, (out, out, lse, given.detach()), test_utils=checks)
+    torch.library.opcheck(module._short_attention_triton, (given, given.new_zeros(384)), test_utils=checks)
+    out, lse = module._short_attention_triton(given.detach(), None)
+    for sums in (False, True):
+        arguments = (out, out, lse, given.detach(), sums)
+        torch.library.opcheck(module._short_attention_backward_triton, arguments, test_utils=checks)
 
 
 def test_no_samples_give_an_empty_output(device):
@@ -165,6 +194,12 @@ def test_refusals_say_what_was_given(given, message):
         short_attention(given)
 
 
+def test_a_bias_of_another_width_or_dtype_is_refused():
+    for bias in (torch.zeros(64), torch.zeros(192, dtype=torch.float16)):
+        with pytest.raises(ValueError, match=r"expected \(192,\) torch.float32, the channels and dtype of qkv"):
+            short_attention(torch.zeros(1, 8, 3, 1, 64), bias)
+
+
 # --- where it is chosen ---
 
 
@@ -185,7 +220,7 @@ def test_where_it_is_chosen(backend, dtype, here, why):
 
 
 def test_what_auto_takes_on_a_gpu_is_tried(monkeypatch):
-    def fails(qkv):
+    def fails(qkv, bias=None):
         raise OSError("no compiler")
 
     monkeypatch.setattr(packed, "machine", lambda device, backend: H200._replace(deterministic=True))
@@ -197,11 +232,12 @@ def test_what_auto_takes_on_a_gpu_is_tried(monkeypatch):
 def test_the_backward_pass_takes_any_strides(device):
     given, (dout,) = qkv(5, 64, torch.float32, device), upstream(qkv(5, 64, torch.float32, device))
     packed_qkv = given["qkv"].detach()
-    out, lse = torch.ops.fastdiff.short_attention(packed_qkv)
+    out, lse = torch.ops.fastdiff.short_attention(packed_qkv, None)
     backward = torch.ops.fastdiff.short_attention_backward
     strided = [value.mT.contiguous().mT for value in (dout, out, lse)]
     assert not any(value.is_contiguous() for value in strided)
-    assert torch.equal(backward(*strided, packed_qkv), backward(dout, out, lse, packed_qkv))
+    found, expected = (backward(*given, packed_qkv, True) for given in (strided, (dout, out, lse)))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def test_auto_takes_what_is_measured_fastest_and_nothing_near_it(monkeypatch):
