@@ -143,6 +143,7 @@ def step(cache: CompileCache, *names: str) -> None:
 def test_a_run_leaves_its_code_to_the_next_one_on_another_node(
     places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert caches.in_words() == f"none kept yet in {places}"
     with open_cache(FACTS) as first:
         assert first.source is None
         assert os.environ["TRITON_CACHE_DIR"] == str(first.folder / "triton")
@@ -152,6 +153,7 @@ def test_a_run_leaves_its_code_to_the_next_one_on_another_node(
         assert (kept.kernels, kept.removed) == (1, 0)
         assert first.keep() is None, "nothing is new"
     assert "TRITON_CACHE_DIR" not in os.environ
+    assert caches.in_words() == f"1 packs (0.0 MiB) in {places}"
     with open_cache(FACTS) as again:
         assert again.source == again.folder
     (tmp_path / "other").mkdir()

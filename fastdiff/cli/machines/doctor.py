@@ -16,6 +16,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.data.dali_trial import dali_installed, dali_problem
 from fastdiff.errors import ConfigError
 from fastdiff.models import kernel_choice
+from fastdiff.models.compile_cache import cache as compile_cache
 from fastdiff.models.toolchain import c_compiler, compiler_problem, cpp_compiler, python_header
 from fastdiff.parallel.devices import Capability, architecture_problem, precision_problem, select_device, usable_gpus
 from fastdiff.parallel.fragments import Flat, Fragment
@@ -64,6 +65,7 @@ def _facts() -> Iterator[str]:
     tools = {"C": c_compiler(), "C++": cpp_compiler(), "ninja": shutil.which("ninja"), "Python.h": _header()}
     yield "; ".join(f"{name}: {path or _MISSING}" for name, path in tools.items())
     yield "ninja is needed only by DeepSpeed's own optimizers, nvcc by nothing"
+    yield f"compiled code of earlier runs: {compile_cache.in_words()}"
 
 
 def _header() -> str | None:

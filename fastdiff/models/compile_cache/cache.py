@@ -130,6 +130,18 @@ def open_cache(facts: Mapping[str, Any]) -> Iterator[CompileCache]:
         yield cache
 
 
+def in_words() -> str:
+    """Return what earlier runs of the user have kept, or why it cannot be used."""
+    try:
+        folder = cache_folder() / _FOLDER
+        if not folder.exists():
+            return f"none kept yet in {folder}"
+        sizes = [path.stat().st_size for path in private(folder).glob(f"*{SUFFIX}")]
+    except OSError as error:
+        return f"cannot be kept: {error}"
+    return f"{len(sizes)} packs ({sum(sizes) / 2**20:.1f} MiB) in {folder}"
+
+
 def _is_first(lock: int) -> bool:
     """Lock for all others if nobody uses the folder; otherwise wait until it is filled, and share it."""
     try:
