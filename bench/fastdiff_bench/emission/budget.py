@@ -20,6 +20,7 @@ from fastdiff_bench.instructions.gpus import GPUS
 from fastdiff_bench.instructions.walk import WARP
 from fastdiff_bench.records.record import Measurement
 from fastdiff_bench.records.tables import table
+from fastdiff_bench.tracing.classes import CLASSES, IDLE, Class, of_kernel
 
 ENGINES = {"zero1": (1, "adamw"), "flat": (0, "adamw"), "flat, 8-bit moments": (0, "adamw8bit")}
 """ZeRO stage and optimizer of each predicted step."""
@@ -37,11 +38,11 @@ def operations(product: Product, attention_backward: float = 2.5) -> float:
         attention_backward: the same of attention: 2.5 as its kernels compute, since they repeat the scores; 2 as
             ``training_flops`` counts.
     """
-    if _kind(product).endswith("attention"):
+    if kind_of(product).endswith("attention"):
         query, key = _heads(product)
         forward = 4 * math.prod(query) * key[2]
         return forward * (attention_backward if product.op.endswith("_backward") else 1.0)
-    if _kind(product) == "convolution":
+    if kind_of(product) == "convolution":
         backward = product.op == "convolution_backward"
         weight, positions = (product.shapes[2], product.shapes[0]) if backward else (product.shapes[1], product.out)
         forward = 2 * math.prod(weight) * positions[0] * math.prod(positions[2:])
@@ -50,7 +51,8 @@ def operations(product: Product, attention_backward: float = 2.5) -> float:
     return 2.0 * math.prod(left) * right[-1]
 
 
-def _kind(product: Product) -> Kind:
+def kind_of(product: Product) -> Kind:
+    """Return the row to which a product belongs."""
     if product.op.startswith(("_scaled_dot_product", "short_attention")):
         return "attention" if _heads(product)[1][2] > SHORT else "short_attention"
     return "convolution" if product.op.startswith("convolution") else "matmul"
@@ -72,10 +74,10 @@ def kernels(network: Emission) -> tuple[Kernels, ...]:
         BenchError: the blocks have more operations than the network, so one of the counts is wrong.
     """
     samples = network.batch
-    found = list(_products(network.blocks))
+    found = list(products(network.blocks))
 
     def total(kind: Kind, *, scaled: bool = False) -> float:
-        of_kind = (pair for pair in found if _kind(pair[1]) == kind and (pair[1].op == _SCALED) == scaled)
+        of_kind = (pair for pair in found if kind_of(pair[1]) == kind and (pair[1].op == _SCALED) == scaled)
         return sum(calls * operations(product) for calls, product in of_kind) / samples
 
     inside = sum(calls * operations(product, attention_backward=2.0) for calls, product in found) / samples
@@ -117,7 +119,8 @@ def _elementwise(network: Emission, streamed: float) -> Iterator[Kernels]:
             yield Kernels(name=f"{way} gaps", kind="counted", launches=calls * one.launches)
 
 
-def _products(blocks: Sequence[Block]) -> Iterator[tuple[int, Product]]:
+def products(blocks: Sequence[Block]) -> Iterator[tuple[int, Product]]:
+    """Yield every product of the blocks, and how often a step calls it."""
     for block in blocks:
         for _, one in block.passes:
             yield from ((len(block.names), product) for product in one.products)
@@ -131,7 +134,33 @@ def _bytes(blocks: Sequence[Block]) -> tuple[float, float]:
     return copied, sum(count * one.streamed for count, one in calls) - inside
 
 
-def _work(network: Emission, batch: int, engine: str) -> Work:
+_CLASSES: dict[Kind, Class] = {
+    "matmul": "matrix products", "attention": "attention", "short_attention": "attention",
+    "convolution": "convolutions", "copies": "copies", "streaming": "elementwise", "eager": "elementwise",
+}  # fmt: skip
+"""Class in a trace of the rows that are no single kernels."""
+
+
+def by_class(network: Emission, batch: int) -> dict[str, float]:
+    """Return the predicted milliseconds of a step by the classes of ``bench step --trace``.
+
+    Of the flat engine, in the middle. Gaps between kernels are idle time.
+    """
+    h200, shares = gpus.parse("H200", gpus.known()), LEVELS["mid"]
+    longer = SUSTAINED if network.instructions else 1.0
+    work = work_of(network, batch, "flat")
+    found: dict[str, float] = dict.fromkeys((*CLASSES, IDLE), 0.0)
+    for row in work.kernels:
+        if row.kind == "counted":
+            kind = IDLE if row.launches else of_kernel(row.name.partition(" ")[2], None)
+        else:
+            kind = _CLASSES[row.kind]
+        found[kind] += 1e3 * longer * batch * row.seconds(h200.kind, work.dtype, shares)
+    found["optimizer"] += 1e3 * update_seconds(work, h200, shares)
+    return {kind: milliseconds for kind, milliseconds in found.items() if milliseconds}
+
+
+def work_of(network: Emission, batch: int, engine: str) -> Work:
     """Return a step in bf16 with one micro-batch of ``batch`` samples."""
     stage, optimizer = ENGINES[engine]
     size = network.parameters // network.tensors
@@ -146,14 +175,14 @@ def _work(network: Emission, batch: int, engine: str) -> Work:
 def rates(network: Emission, batch: int, engine: str) -> dict[str, float]:
     """Return the predicted samples per second by level."""
     factors = Factors(passes=SUSTAINED) if network.instructions else None
-    found = step_time(_work(network, batch, engine), gpus.parse("H200", gpus.known()), factors).whole.under(batch)
+    found = step_time(work_of(network, batch, engine), gpus.parse("H200", gpus.known()), factors).whole.under(batch)
     return {"low": found.low, "mid": found.middle, "high": found.high}
 
 
 def tabulate(network: Emission, batch: int) -> str:
     """Format the milliseconds per sample of each row of kernels by level, then the samples per second by engine."""
     h200, levels = gpus.parse("H200", gpus.known()), tuple(reversed(LEVELS))
-    work = _work(network, batch, next(iter(ENGINES)))
+    work = work_of(network, batch, next(iter(ENGINES)))
     cells: list[Sequence[str]] = [("ms per sample", *levels)]
     totals: dict[str, list[float]] = {}
     for row in work.kernels:
@@ -167,13 +196,19 @@ def tabulate(network: Emission, batch: int) -> str:
     for name in ENGINES:
         predicted = rates(network, batch, name)
         cells.append((f"samples/s, {name}", *(f"{predicted[level]:.0f}" for level in levels)))
-    return table(cells, "<>>>")
+    classes = [
+        ("ms per step, flat, mid", ""),
+        *((kind, f"{time:.2f}") for kind, time in by_class(network, batch).items()),
+    ]
+    return f"{table(cells, '<>>>')}\n\n{table(classes, '<>')}"
 
 
 def rows(preset: str, network: Emission, batch: int) -> Iterator[Measurement]:
     """Yield the prediction as lines of a record: samples per second by engine and level."""
     counted = "" if batch == network.batch else f", counted at {network.batch} samples"
+    case = f"{preset}, batch {batch}{counted}, predicted"
     for name in ENGINES:
         for level, value in rates(network, batch, name).items():
-            case = f"{preset}, batch {batch}{counted}, predicted"
             yield Measurement.of("emit", case, name, f"rate at {level}", "samples/s", round(value, 1), "higher")
+    for kind, milliseconds in by_class(network, batch).items():
+        yield Measurement.of("emit", case, "flat", f"time of {kind}", "ms", round(milliseconds, 3), "lower")

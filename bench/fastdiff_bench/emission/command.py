@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fastdiff_bench.arguments import Commands, add_output, open_log
 from fastdiff_bench.correctness.baseline import Baseline, add_baseline
-from fastdiff_bench.emission import budget, report
+from fastdiff_bench.emission import budget, outlook, report
 from fastdiff_bench.emission.subject import Subject
 from fastdiff_bench.emission.worker import emitted
 from fastdiff_bench.records import record
@@ -85,10 +85,14 @@ def _emit(subject: Subject, arguments: argparse.Namespace, log: record.Log) -> l
     if arguments.budget:
         print(f"predicted on one H200, batch {batch}, counted at {arguments.batch} samples")
         print(f"{budget.tabulate(emission, batch)}\n")
+        if arguments.instructions:
+            print(f"{outlook.tabulate(emission, batch)}\n")
     facts: dict[str, record.Fact] = {"batch": arguments.batch, "arch": arguments.arch, "depth": arguments.depth}
     bound = report.launch_rows(name, blocks, arguments.arch)
     rows = list(bound if arguments.instructions else report.rows(name, blocks, facts))
     predicted = list(budget.rows(name, emission, batch)) if arguments.budget else []
+    if arguments.budget and arguments.instructions:
+        predicted += outlook.rows(name, emission, batch)
     log.write(*rows, *predicted)
     for block in blocks if arguments.code else ():
         arguments.code.mkdir(parents=True, exist_ok=True)

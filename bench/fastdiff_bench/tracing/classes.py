@@ -4,8 +4,18 @@ import re
 from typing import Literal, TypeAlias, get_args
 
 Class: TypeAlias = Literal[
-    "matrix products", "attention", "convolutions", "norms", "elementwise", "copies", "communication", "optimizer"
+    "matrix products",
+    "attention",
+    "convolutions",
+    "group norms",
+    "norms",
+    "activations",
+    "elementwise",
+    "copies",
+    "communication",
+    "optimizer",
 ]
+"""Group norms are those of UNets, with the SiLU behind them; norms are all others; activations are GELU and GEGLU."""
 CLASSES: tuple[Class, ...] = get_args(Class)
 IDLE = "idle"
 """Time without any operation: on a CPU that of Python, on a GPU that in which no kernel runs."""
@@ -16,7 +26,9 @@ _OPERATORS: tuple[tuple[str, Class], ...] = (
     (r"adamw8bit|_fused_adam", "optimizer"),
     (r"nccl:|gloo:|c10d::", "communication"),
     (r"conv(olution|\d|_)", "convolutions"),
-    (r"adaln|(layer|group|batch)_?norm", "norms"),
+    (r"group_?norm", "group norms"),
+    (r"adaln|(layer|batch)_?norm", "norms"),
+    (r"::_?(gelu|geglu)", "activations"),
     (r"::(mm|bmm|addmm|addbmm|baddbmm|addmv|mv|dot|linear|matmul|_linear_\w+)$", "matrix products"),
     (r"::(copy_?|clone|contiguous|_?to(_copy)?|_reshape_copy|cat|stack|_foreach_copy_?|pin_memory)$", "copies"),
 )
@@ -30,12 +42,14 @@ _COMPILED = "## Call CompiledFxGraph"
 """Beginning of the range of compiled code on a CPU; what is not a call of an operator there is fused elementwise."""
 _KERNELS: tuple[tuple[str, Class], ...] = (
     # Inductor names a kernel by the operators it fuses, also if it has only their cast or bias.
+    (r"group_?norm", "group norms"),
     (r"triton_(poi|red|per)_.*norm", "norms"),
+    (r"gelu|geglu|triton_(poi|red|per)_.*(erf|sigmoid|tanh)", "activations"),
     (r"triton_(poi|red|per)_", "elementwise"),
     (r"nccl", "communication"),
     (r"flash|fmha|attention|sdpa", "attention"),
     (r"conv|[fdw]grad|fprop|winograd|implicit_gemm", "convolutions"),
-    (r"layer_?norm|group_?norm|adaln|batch_norm", "norms"),
+    (r"layer_?norm|adaln|batch_norm", "norms"),
     (r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma", "matrix products"),
     (r"adam|lerp", "optimizer"),
     (r"memcpy|copy|catarray|transpose|nchwtonhwc|nhwctonchw", "copies"),

@@ -24,11 +24,15 @@ from fastdiff_bench.correctness.assembly import Side, access_widths
 from fastdiff_bench.instructions import launches
 from fastdiff_bench.records import record
 from fastdiff_bench.records.fingerprint import ROOT
-from fastdiff_bench.records.record import Log, Measurement
+from fastdiff_bench.records.record import RESULTS, Log, Measurement
 from fastdiff_kernels import launch
 from fastdiff_kernels.launch import Launch
 from tests.support.benches.bench_kernels import LAUNCHING, square_kernel
 
+KEPT = RESULTS / "aot"
+"""After a kernel improves: ``python -m fastdiff_bench aot KERNEL`` writes a record, which replaces its figures."""
+OF_DIT = ("adaln", "bias_gradient", "gelu")
+"""Files with kernels of a DiT block."""
 COUNTS = ("waves", "warps per processor", "instructions", "special functions", "masked lanes", "least time")
 """Of a launch with the batch of a training step."""
 
@@ -182,7 +186,7 @@ def test_every_kernel_compiles(compiler: Run, tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_kernel_compiles_without_spills_and_with_wide_accesses(name: str, tmp_path: Path) -> None:
-    done = python("-m", "fastdiff_bench", "aot", name, "--out", str(tmp_path))
+    done = python("-m", "fastdiff_bench", "aot", name, "--out", str(tmp_path), "--baseline", str(KEPT))
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     assert done.stderr == ""
     found = record.read(tmp_path / "aot.jsonl")
@@ -197,6 +201,20 @@ def test_every_kernel_compiles_without_spills_and_with_wide_accesses(name: str, 
     assert {m.quantity for m in rows if m.case.endswith(" sm_90")} == resources | counts
     assert {m.value for m in rows if m.quantity == "spilled"} == {0}
     assert len({m.name for m in rows}) == len(rows)
+
+
+def kept(folder: Path) -> int:
+    """Compare the kernels of a DiT-XL/2 block in bf16, on sm_90, with the kept figures."""
+    of_block = [case for case in cases(OF_DIT) if case.shape.startswith("DiT-XL") and case.dtype == torch.bfloat16]
+    with Log(folder / "aot.jsonl") as log:
+        return aot.main(of_block, [90], log, aot.read_baseline(KEPT, of_block, [90]))
+
+
+def test_the_kernels_of_a_dit_block_are_not_worse_than_kept(compiler: Run, tmp_path: Path) -> None:
+    """Registers, waves, instructions, special functions and least times; by night of every kernel."""
+    code, output = compiler(told, kept, tmp_path)
+    assert code == 0, output[-5000:]
+    assert " 0 worse" in f" {output.splitlines()[-1]}"
 
 
 def test_a_spill_is_a_failure_in_the_record_and_of_the_run(compiler: Run, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from fastdiff.config.presets import preset
 from fastdiff_bench import BenchError
 from fastdiff_bench.correctness.baseline import Baseline
-from fastdiff_bench.emission import budget, report
+from fastdiff_bench.emission import budget, outlook, report
 from fastdiff_bench.emission.blocks import Block, Emission, Layout, Node, Pass, Product
 from fastdiff_bench.emission.command import PRESETS
 from fastdiff_bench.emission.subject import Subject
@@ -247,6 +247,39 @@ def test_counted_kernels_have_rows_of_their_own_and_their_gaps() -> None:
     assert first.idle == 1.0
     assert second.idle == pytest.approx(2 / 1.5)
     assert gaps.launches == 2
+
+
+def test_the_prediction_has_the_classes_of_a_trace() -> None:
+    found = block()
+    assert found.forward is not None
+    names = ("group_norm_fwd_apply_kernel", "geglu_backward_kernel", "triton_poi_fused_add_1")
+    found.forward.written = [replace(counted(), kernel=name) for name in names]
+    found.forward.products = [Product("convolution", ((2, 320, 64, 64), (640, 320, 3, 3)), (2, 640, 64, 64))]
+    predicted = budget.by_class(Emission([found], 2, 10**6, 10, 1e15, 0.0, True), 2)
+    assert predicted.keys() == {
+        "matrix products", "convolutions", "group norms", "activations", "elementwise", "optimizer", "idle",
+    }  # fmt: skip
+    assert predicted["group norms"] == predicted["activations"] == predicted["elementwise"] > 0
+
+
+def test_each_change_to_come_adds_to_the_rate() -> None:
+    found = block()
+    assert found.forward is not None
+    assert found.backward is not None
+    tokens, heads = (16_384, 1152), (64, 16, 256, 72)
+    forward = [Product("mm", (tokens, (1152, 4608)), (16_384, 4608)),
+               Product("_scaled_dot_product_cudnn_attention", (heads, heads, heads), heads)]  # fmt: skip
+    backward = [Product("mm", ((1152, 16_384), (16_384, 4608)), (1152, 4608))]
+    found.forward.products, found.backward.products = forward, backward
+    found.backward.written = [replace(counted(), kernel="bias_gradient_join_kernel")]
+    network = Emission([found], 64, 10**6, 10, 1e15, 0.0, True)
+    rates = outlook.rates(network, 64)
+    assert [name for name, _ in rates] == ["as counted", *(change.name for change in outlook.CHANGES)]
+    values = [rate for _, rate in rates]
+    assert values == sorted(values)
+    assert len(set(values)) == len(values)
+    assert values[0] == pytest.approx(budget.rates(network, 64, "flat")["mid"])
+    assert all(name in outlook.tabulate(network, 64) for name, _ in rates)
 
 
 def test_counted_kernels_are_in_the_record_and_the_table() -> None:

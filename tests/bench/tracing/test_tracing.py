@@ -27,7 +27,7 @@ def test_the_trace_of_a_run_adds_up(world: World, digits: Path, tmp_path: Path) 
     assert found.wall == pytest.approx(0.5e-6 * (end - begin))
     assert sum(found.seconds.values()) == pytest.approx(found.wall)
     assert min(found.seconds.values()) >= 0
-    own = {"matrix products", "attention", "convolutions", "norms", "elementwise", "copies", "optimizer", IDLE}
+    own = {"matrix products", "attention", "norms", "activations", "elementwise", "copies", "optimizer", IDLE}
     assert all(found.seconds[kind] > 0 for kind in own)
     assert sum(found.operations.values()) == pytest.approx(sum(found.launches.values()))
     assert all(found.launches[phase] > 0 for phase in ("forward", "backward", "step", "averages"))
@@ -81,7 +81,7 @@ def test_kernels_of_a_gpu_have_its_time() -> None:
     found = break_down(parse(events))
     assert found.on_device
     expected = {
-        "matrix products": 20, "attention": 10, "communication": 15, "elementwise": 5, "copies": 2, "optimizer": 20,
+        "matrix products": 20, "attention": 10, "communication": 15, "activations": 5, "copies": 2, "optimizer": 20,
         IDLE: 38,
     }  # fmt: skip
     assert microseconds(found.seconds) == expected
@@ -102,14 +102,17 @@ def microseconds(seconds: dict[str, float]) -> dict[str, float]:
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>", "matrix products"),
         ("void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits>", "attention"),
         ("_adaln_fwd_kernel", "norms"),
-        ("_group_norm_bwd_kernel", "norms"),
+        ("group_norm_bwd_apply_kernel", "group norms"),
+        ("geglu_backward_kernel", "activations"),
+        ("triton_poi_fused__to_copy_add_mul_sigmoid_view_3", "activations"),
+        ("triton_poi_fused_gelu_mul_split_2", "activations"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("Memset (Device)", "elementwise"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
         ("triton_red_fused_native_layer_norm_1", "norms"),
         ("triton_poi_fused__to_copy_add_mul_silu_3", "elementwise"),
         ("triton_poi_fused_convolution_5", "elementwise"),
-        ("triton_per_fused__to_copy_convolution_native_group_norm_2", "norms"),
+        ("triton_per_fused__to_copy_convolution_native_group_norm_2", "group norms"),
     ],
 )
 def test_kernels_by_name(name: str, kind: str) -> None:
@@ -120,10 +123,10 @@ def test_kernels_by_name(name: str, kind: str) -> None:
 def test_every_operator_of_torch_that_a_step_meets_has_a_class_or_no_work() -> None:
     assert of_operator("aten::_scaled_dot_product_flash_attention_for_cpu_backward", None) == "attention"
     assert of_operator("aten::convolution_backward", None) == "convolutions"
-    assert of_operator("aten::native_group_norm", None) == "norms"
+    assert of_operator("aten::native_group_norm", None) == "group norms"
     assert of_operator("aten::_to_copy", "attention") == "copies"
     assert of_operator("aten::as_strided", None) is None
-    assert of_operator("aten::gelu", None) == "elementwise"
+    assert of_operator("aten::gelu", None) == "activations"
     assert of_operator("backward", None) is None
 
 
