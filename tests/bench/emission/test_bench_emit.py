@@ -188,7 +188,7 @@ def test_operations_of_products_convolutions_and_attention() -> None:
     assert budget.operations(back) == 2.5 * budget.operations(forward)
     assert budget.operations(back, attention_backward=2.0) == 2 * budget.operations(forward)
     packed, out, lse = (2, 256, 3, 16, 72), (2, 256, 16 * 72), (2, 16, 256)
-    short = Product("short_attention", (packed,), out)
+    short = Product("short_attention", (packed, (3 * 64,)), out)
     assert budget.operations(short) == budget.operations(forward)
     short_back = Product("short_attention_backward", (out, out, lse, packed), packed)
     assert budget.operations(short_back) == budget.operations(back)

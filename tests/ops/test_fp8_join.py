@@ -1,0 +1,58 @@
+"""Gradients of queries, keys and values as one operand of FP8 products: numbers, sums, strides and forms."""
+
+import pytest
+import torch
+
+from fastdiff_bench.correctness.accuracy import poisoned_memory
+from fastdiff_kernels.fp8 import join as op
+from fastdiff_kernels.fp8.join import join, join_packed
+from fastdiff_kernels.fp8.values import Form
+
+FORMS = (Form(rows=True, columns=True), Form(rows=True, plain=True), Form(plain=True))
+
+
+def gradients(device: str, dtype: torch.dtype, layout: str) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    joined = torch.randn(2, 37, 3, 3, 24, generator=generator).to(device, dtype)
+    parts = list(joined.permute(2, 0, 3, 1, 4).unbind(0))  # [B, T, 3, H, D] -> 3 x [B, H, T, D]
+    if layout == "packed":
+        return parts
+    if layout == "expanded":
+        return [parts[0], torch.ones((), dtype=dtype, device=device).expand(parts[1].shape), parts[2]]
+    return [part.contiguous() for part in parts]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", ["heads first", "packed", "expanded"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_numbers_are_those_of_torch(device: str, dtype: torch.dtype, layout: str, form: Form) -> None:
+    (q, k, v), unit = gradients(device, dtype, layout), torch.tensor(2.0**-7, device=device)
+    with poisoned_memory():
+        ours, dbias = join(q, k, v, unit, form, backend="triton")
+    torchs, expected = join(q, k, v, unit, form, backend="reference")
+    for found, wanted in zip(ours[:3], torchs[:3], strict=True):
+        assert (found is None) == (wanted is None)
+        assert found is None or wanted is None or torch.equal(found.float(), wanted.float())
+        assert found is None or found.is_contiguous()
+    assert ours.maxima.amax() == torchs.maxima.amax()
+    torch.testing.assert_close(dbias, expected, rtol=0.01, atol=1e-4)
+
+
+def test_a_packed_gradient_is_its_own_plain_form(device: str) -> None:
+    packed = torch.randn(2, 9, 3, 2, 16, device=device).bfloat16()
+    unit, form = torch.tensor(2.0**-7, device=device), Form(rows=True, plain=True)
+    operand, dbias = join_packed(packed, unit, form)
+    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
+    expected, sums = join(q, k, v, unit, form)
+    assert operand.rows is not None
+    assert operand.plain is not None
+    assert expected.rows is not None
+    assert torch.equal(operand.rows.float(), expected.rows.float())
+    assert operand.plain.data_ptr() == packed.data_ptr()
+    assert torch.equal(dbias, sums)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_op_passes_opcheck(device: str, form: Form) -> None:
+    parts = gradients(device, torch.bfloat16, "packed")
+    torch.library.opcheck(op._join_triton, (*parts, torch.tensor(1.0, device=device), *form))
