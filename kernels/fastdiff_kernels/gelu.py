@@ -42,14 +42,26 @@ def gelu_reference(u: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @jit
-def _slope(u):  # type: ignore[no-untyped-def]
-    """Derivative of GELU, 0 and 1 far from 0."""
-    square = u * u
-    small = tl.exp2(-tl.abs(u * (_LINEAR_LOG2 + square * _CUBIC_LOG2)))  # in [0, 1]
+def _shares(u):  # type: ignore[no-untyped-def]
+    """The smaller and the larger of s and 1 - s; s is the smaller for negative u."""
+    small = tl.exp2(-tl.abs(u * (_LINEAR_LOG2 + u * u * _CUBIC_LOG2)))  # in [0, 1]
     larger = 1 / (1 + small)
-    smaller = small * larger
-    # s and 1 - s are the larger and the smaller, or the other way round. Their product is 0 before the cube overflows.
-    return tl.where(u < 0, smaller, larger) + u * smaller * larger * (_LINEAR_SLOPE + square * _CUBIC_SLOPE)
+    return small * larger, larger
+
+
+@jit
+def curve(u):  # type: ignore[no-untyped-def]
+    """GELU of fp32 numbers."""
+    smaller, larger = _shares(u)
+    return u * tl.where(u < 0, smaller, larger)
+
+
+@jit
+def slope(u):  # type: ignore[no-untyped-def]
+    """Derivative of GELU, 0 and 1 far from 0."""
+    smaller, larger = _shares(u)
+    # The product of both is 0 before the cube overflows.
+    return tl.where(u < 0, smaller, larger) + u * smaller * larger * (_LINEAR_SLOPE + u * u * _CUBIC_SLOPE)
 
 
 @jit
@@ -67,7 +79,7 @@ def gelu_backward_kernel(  # type: ignore[no-untyped-def]
         inside = (row < stop)[:, None] & (column < columns)[None, :]
         u = tl.load(u_ptr + at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        du = up * _slope(u)
+        du = up * slope(u)
         tl.store(du_ptr + at, du.to(du_ptr.dtype.element_ty), mask=inside)
         sums += du
     store_sums(sums_ptr, sums, column, columns)

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from fastdiff_bench.cases import cases
+from fastdiff_bench.correctness.accuracy import poisoned_memory
 from fastdiff_bench.correctness.check import providers, reason, run_checks
 from fastdiff_kernels.fp8 import products
 from fastdiff_kernels.fp8.cast import cast
-from fastdiff_kernels.fp8.values import E4M3, LARGEST, Form, Quantised, dequantised
+from fastdiff_kernels.fp8.gelu import gelu, gelu_backward
+from fastdiff_kernels.fp8.values import E4M3, LARGEST, Form, Quantised, dequantised, quantise
 
 BOTH = Form(rows=True, columns=True)
 ONE = torch.tensor(1.0)
@@ -100,3 +102,43 @@ def test_an_operand_without_the_form_of_a_product_is_named() -> None:
     empty = Quantised(None, None, None, ONE, ONE.view(1))
     with pytest.raises(ValueError, match="neither the FP8 form"):
         products.output(empty, empty)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (65, 48), (130, 200)])
+@pytest.mark.parametrize("ways", [(True, True, False), (True, False, True), (False, False, True), (True, True, True)])
+def test_gelu_writes_what_torch_makes_of_its_values(
+    device: str, shape: tuple[int, int], ways: tuple[bool, ...]
+) -> None:
+    """In fp32, the plain form holds the values before rounding."""
+    form, all_forms = Form(*ways), Form(rows=True, columns=True, plain=True)
+    unit = torch.tensor(2.0**-6, device=device)  # 448 of it is 7: some values are larger
+    u, dy = (3 * torch.randn(shape, device=device) for _ in range(2))
+
+    def operands(form: Form, backend: str) -> list[Quantised]:
+        backward, _ = gelu_backward(dy, u, unit, form, backend=backend)  # type: ignore[arg-type]
+        return [gelu(u, unit, form, backend=backend), backward]  # type: ignore[arg-type]
+
+    with poisoned_memory():
+        kernel, every = operands(form, "triton"), operands(all_forms, "triton")
+    for ours, full, torch_s in zip(kernel, every, operands(all_forms, "reference"), strict=True):
+        assert full.plain is not None
+        expected = quantise(full.plain, unit, form, torch.float32)
+        for found, right in zip(ours[:3], expected[:3], strict=True):
+            assert (found is None) == (right is None)
+            assert found is None or right is None or torch.equal(found.view(torch.uint8), right.view(torch.uint8))
+        assert ours.maxima.amax() == expected.maxima.amax()
+        torch.testing.assert_close(full.plain, torch_s.plain)
+
+
+def test_gelu_sums_the_gradient_of_the_bias_before_it_is_rounded(device: str) -> None:
+    unit, form = torch.tensor(2.0**-6, device=device), Form(rows=True, columns=True)
+    u, dy = (torch.randn(200, 72, device=device) for _ in range(2))
+    (_, kernel), (_, plain) = (gelu_backward(dy, u, unit, form, backend=b) for b in ("triton", "reference"))
+    torch.testing.assert_close(kernel, plain)
+
+
+def test_the_ops_of_gelu_pass_opcheck(device: str) -> None:
+    u, unit = torch.randn(70, 48, device=device).bfloat16(), torch.tensor(0.5, device=device)
+    for ways in ([True, True, False], [False, False, True]):
+        torch.library.opcheck(torch.ops.fastdiff.fp8_gelu.default, (u, unit, ways))
+        torch.library.opcheck(torch.ops.fastdiff.fp8_gelu_backward.default, (u, u, unit, ways))

@@ -9,8 +9,10 @@ from fastdiff_bench.cases.adaln import SAMPLES, SAMPLES_LARGE, TOKENS, WIDTHS
 from fastdiff_bench.cases.bias_gradient import HEADS
 from fastdiff_bench.cases.case import Case, Inputs, elements
 from fastdiff_kernels.fp8.cast import cast
+from fastdiff_kernels.fp8.gelu import gelu, gelu_backward
 from fastdiff_kernels.fp8.join import join
 from fastdiff_kernels.fp8.values import Form, Quantised
+from fastdiff_kernels.gelu import gelu_reference
 from fastdiff_kernels.names import Backend
 
 _FORM = Form(rows=True, columns=True)
@@ -93,8 +95,60 @@ def _join_case(letter: str) -> Case:
     )
 
 
+# Without the maxima: rounding one number in fp32 is a matter of chance, and tests compare them with the values.
+def _gelu_inputs(device: str, dtype: torch.dtype, samples: int) -> Inputs:
+    shape, unit = (samples * TOKENS, 4 * WIDTHS["XL"]), torch.tensor(_UNIT, device=device)
+    return {"u": torch.randn(shape, dtype=dtype, device=device), "unit": unit}
+
+
+def _gelu_gradients(device: str, dtype: torch.dtype, samples: int) -> Inputs:
+    given = _gelu_inputs(device, dtype, samples)
+    return {"dy": torch.randn_like(given["u"]), **given}
+
+
+def _gelu(inputs: Inputs, backend: Backend) -> list[Tensor]:
+    return written(gelu(inputs["u"], inputs["unit"], _FORM, backend=backend))[:2]
+
+
+def _gelu_exact(inputs: Inputs) -> list[Tensor]:
+    return numbers(gelu_reference(inputs["u"]), inputs["unit"])[:2]
+
+
+def _gelu_backward(inputs: Inputs, backend: Backend) -> list[Tensor]:
+    du, dbias = gelu_backward(inputs["dy"], inputs["u"], inputs["unit"], _FORM, backend=backend)
+    return [*written(du)[:2], dbias]
+
+
+def _gelu_backward_exact(inputs: Inputs) -> list[Tensor]:
+    u = inputs["u"].detach().requires_grad_()
+    (du,) = torch.autograd.grad(gelu_reference(u), u, inputs["dy"])
+    return [*numbers(du, inputs["unit"])[:2], du.sum(0)]
+
+
+def _gelu_case(way: str, dtype: torch.dtype) -> Case:
+    backward = way == "gelu-backward"
+    build = partial(_gelu_gradients if backward else _gelu_inputs, dtype=dtype)
+    return Case(
+        op="fp8",
+        shape=f"DiT-XL-{way}",
+        dtype=dtype,
+        least_arch=90,
+        build=partial(build, samples=1),
+        build_large=partial(build, samples=SAMPLES_LARGE),
+        call=_gelu_backward if backward else _gelu,
+        exact=_gelu_backward_exact if backward else _gelu_exact,
+        sums=("out2",) if backward else (),
+        forward_operations=elements("u", 19 if backward else 10),
+    )
+
+
 CASES = [
     *(_case(letter, torch.bfloat16) for letter in WIDTHS),
     *(_join_case(letter) for letter in HEADS),
     *(_case("XL", dtype) for dtype in (torch.float32, torch.float16)),
+    *(
+        _gelu_case(way, dtype)
+        for way in ("gelu", "gelu-backward")
+        for dtype in (torch.bfloat16, torch.float32, torch.float16)
+    ),
 ]
