@@ -71,8 +71,10 @@ def _build_packed(device: str, samples: int, heads: int, tokens: int, head_dim: 
 
 def _call_packed(inputs: Inputs, backend: AttentionBackend) -> Tensor:
     """Call attention as a DiT block does: times include the packed gradient of ``qkv`` and that of its bias."""
-    with dispatch.forced(adaln="triton" if launch.runs_on(inputs["qkv"]) else "reference"):
-        return packed_attention(inputs["qkv"], bias=inputs["bias"], backend=backend)
+    qkv = inputs["qkv"]
+    kernels = launch.runs_on(qkv) and qkv.dtype != torch.float64  # in fp64 it is the oracle
+    with dispatch.forced(adaln="triton" if kernels else "reference"):
+        return packed_attention(qkv, bias=inputs["bias"], backend=backend)
 
 
 def _packed_operations(inputs: Inputs, products: int) -> int:

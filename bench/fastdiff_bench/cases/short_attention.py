@@ -17,10 +17,13 @@ SHAPES = {
     "text": (12, 77, 64),
 }
 
+_TOKENS_LARGE = 2**16
+"""Of 256 samples of DiT/2 at 256 px."""
 
-def _build(device: str, model: str, dtype: torch.dtype) -> Inputs:
+
+def _build(device: str, model: str, dtype: torch.dtype, samples: int) -> Inputs:
     heads, length, head_dim = SHAPES[model]
-    shapes = {"qkv": (4, length, 3, heads, head_dim), "bias": (3 * heads * head_dim,)}
+    shapes = {"qkv": (samples, length, 3, heads, head_dim), "bias": (3 * heads * head_dim,)}
     return {n: torch.randn(shape, device=device).to(dtype).requires_grad_() for n, shape in shapes.items()}
 
 
@@ -30,12 +33,14 @@ def _call(inputs: Inputs, backend: Backend) -> Outputs:
 
 def _case(model: str, dtype: torch.dtype) -> Case:
     heads, length, head_dim = SHAPES[model]
+    build = partial(_build, model=model, dtype=dtype)
     return Case(
         op="short_attention",
         shape=f"{model}-{heads}x{length}x{head_dim}",
         backends=("triton", "reference"),
         dtype=dtype,
-        build=partial(_build, model=model, dtype=dtype),
+        build=partial(build, samples=4),
+        build_large=partial(build, samples=_TOKENS_LARGE // length),
         call=_call,
         sums=("dbias",),
         arithmetic=str(dtype),
