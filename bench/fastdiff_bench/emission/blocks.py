@@ -23,6 +23,8 @@ class Node:
     bytes: int
     """Bytes of its operands, each counted once; of an opaque op those of its launches and copies."""
     launches: int
+    writes: frozenset[str] = frozenset()
+    """Names of the buffers that it writes, in the code."""
 
 
 @dataclass(slots=True)

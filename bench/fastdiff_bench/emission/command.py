@@ -85,13 +85,13 @@ def _emit(subject: Subject, arguments: argparse.Namespace, log: record.Log) -> l
     if arguments.budget:
         print(f"predicted on one H200, batch {batch}, counted at {arguments.batch} samples")
         print(f"{budget.tabulate(emission, batch)}\n")
-        if arguments.instructions:
+        if outlook.applies(emission):
             print(f"{outlook.tabulate(emission, batch)}\n")
     facts: dict[str, record.Fact] = {"batch": arguments.batch, "arch": arguments.arch, "depth": arguments.depth}
     bound = report.launch_rows(name, blocks, arguments.arch)
     rows = list(bound if arguments.instructions else report.rows(name, blocks, facts))
     predicted = list(budget.rows(name, emission, batch)) if arguments.budget else []
-    if arguments.budget and arguments.instructions:
+    if arguments.budget and outlook.applies(emission):
         predicted += outlook.rows(name, emission, batch)
     log.write(*rows, *predicted)
     for block in blocks if arguments.code else ():

@@ -119,7 +119,7 @@ def lower(
     opaque = [launched(node, arch) for node in graph.graph.nodes if of_fastdiff(node)]
     found = _counted(graph, code.value, nodes, opaque, backward, parameters, user_outputs)
     if arch is not None:
-        found.written = written.counted(code.value, [n.bytes for n in nodes if n and n.kind == "triton"], arch)
+        found.written = written.counted(code.value, [n for n in nodes if n and n.kind == "triton"], arch)
     return found
 
 
@@ -183,7 +183,7 @@ def _node(node: Any) -> Node | None:
         return None
     moved = node.get_read_write_buffers_sizes()
     if not isinstance(node, ExternKernelSchedulerNode):
-        return Node(node.get_name(), "triton", moved, 1)
+        return Node(node.get_name(), "triton", moved, 1, frozenset(one.get_name() for one in node.get_outputs()))
     name = str(getattr(node.node, "op_overload", None) or node.node.python_kernel_name)
     return Node(name, "opaque" if name.startswith("fastdiff.") else "extern", moved, 1)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,9 +29,10 @@ def launched(node: fx.Node, arch: int | None = None) -> Opaque:
         node: of the graph.
         arch: compute capability for which its kernels are compiled and counted; None: they are not.
     """
-    arguments, options = pytree.tree_map(blank, (node.args, node.kwargs))
     operator: Any = node.target
-    with torch.no_grad(), launch.recording() as launches, Seen() as seen:
+    # Where a mode of fake tensors is active, blanks would be such, which have no address to specialise by.
+    with unset_fake_temporarily(), torch.no_grad(), launch.recording() as launches, Seen() as seen:
+        arguments, options = pytree.tree_map(blank, (node.args, node.kwargs))
         launcher(operator)(*arguments, **options)
     moved = sum(_bytes(one.args) for one in launches)
     kernels = [] if arch is None else [counted(one, arch) for one in launches]

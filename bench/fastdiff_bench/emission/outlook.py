@@ -50,6 +50,12 @@ CHANGES = (
 )
 
 
+def applies(network: Emission) -> bool:
+    """Whether the changes are for this network, counted: one kind of block, of products and short attention."""
+    kinds = {budget.kind_of(product) for _, product in budget.products(network.blocks)}
+    return network.instructions and len(network.blocks) == 1 and kinds == {"matmul", "short_attention"}
+
+
 def rates(network: Emission, batch: int) -> list[tuple[str, float]]:
     """Return the middle rate of the flat engine, in samples per second, as it is and after each change."""
     work, h200 = budget.work_of(network, batch, "flat"), gpus.parse("H200", gpus.known())

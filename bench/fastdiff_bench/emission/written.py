@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from fastdiff_bench import BenchError
+from fastdiff_bench.emission.blocks import Node
 from fastdiff_bench.instructions.bounds import Launched
 from fastdiff_bench.instructions.count import count
 from fastdiff_bench.instructions.gpus import GPUS
@@ -19,23 +20,37 @@ _SOURCE = re.compile(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)''', devic
 _RUN = re.compile(r"^\s+(\w+)\.run\((.*), stream=\w+\)$", re.MULTILINE)
 
 
-def counted(code: str, moved: Sequence[int], arch: int) -> list[Launched]:
+def counted(code: str, nodes: Sequence[Node], arch: int) -> list[Launched]:
     """Compile and count the launches of the written code, in its order.
 
     Args:
         code: that Inductor wrote.
-        moved: bytes of the operands of each launch.
+        nodes: Triton kernels that it scheduled.
         arch: compute capability: 90 is sm_90.
 
     Raises:
-        BenchError: the code launches another number of kernels than Inductor scheduled.
+        BenchError: the code launches a kernel that Inductor has not scheduled.
     """
     kernels = {name: _autotuner(name, source) for name, source in _SOURCE.findall(code)}
     runs = [(name, arguments) for name, arguments in _RUN.findall(code) if name in kernels]
-    if len(runs) != len(moved):
-        raise BenchError(f"Inductor scheduled {len(moved)} Triton kernels, and its code launches {len(runs)}")
-    return [_fastest(kernels[name], name, list(_numbers(arguments)), size, arch)
-            for (name, arguments), size in zip(runs, moved, strict=True)]  # fmt: skip
+    return [
+        _fastest(kernels[name], name, list(_numbers(arguments)), node.bytes, arch)
+        for (name, arguments), node in zip(runs, _scheduled(runs, nodes), strict=True)
+    ]
+
+
+def _scheduled(runs: Sequence[tuple[str, str]], nodes: Sequence[Node]) -> Iterator[Node]:
+    """Yield the node of each launch; one that is written into the kernel of another has no launch of its own."""
+    if len(runs) == len(nodes):
+        yield from nodes
+        return
+    left = iter(nodes)
+    for name, arguments in runs:
+        given = set(re.findall(r"\w+", arguments))
+        found = next((node for node in left if node.writes & given), None)
+        if found is None:
+            raise BenchError(f"Inductor's code launches {name}, which is none of the {len(nodes)} kernels it scheduled")
+        yield found
 
 
 def _autotuner(name: str, source: str) -> Any:

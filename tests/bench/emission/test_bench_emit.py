@@ -12,7 +12,7 @@ import torch
 from fastdiff.config.presets import preset
 from fastdiff_bench import BenchError
 from fastdiff_bench.correctness.baseline import Baseline
-from fastdiff_bench.emission import budget, outlook, report
+from fastdiff_bench.emission import budget, outlook, report, written
 from fastdiff_bench.emission.blocks import Block, Emission, Layout, Node, Pass, Product
 from fastdiff_bench.emission.command import PRESETS
 from fastdiff_bench.emission.subject import Subject
@@ -262,6 +262,16 @@ def test_the_prediction_has_the_classes_of_a_trace() -> None:
     assert predicted["group norms"] == predicted["activations"] == predicted["elementwise"] > 0
 
 
+def test_a_kernel_inside_another_has_no_launch() -> None:
+    """Of three scheduled nodes the code launches two; names of buffers tell which."""
+    nodes = [Node(name, "triton", size, 1, frozenset((name,))) for name, size in (("b1", 10), ("b2", 20), ("b3", 30))]
+    runs = [("first", "b0, b1, 64"), ("second", "b1, b3, 64")]
+    assert [node.bytes for node in written._scheduled(runs, nodes)] == [10, 30]
+    assert list(written._scheduled([("k", "b9")] * 3, nodes)) == nodes
+    with pytest.raises(BenchError, match="launches k, which is none of the 3 kernels"):
+        list(written._scheduled([("k", "b9")], nodes))
+
+
 def test_each_change_to_come_adds_to_the_rate() -> None:
     found = block()
     assert found.forward is not None
@@ -280,6 +290,9 @@ def test_each_change_to_come_adds_to_the_rate() -> None:
     assert len(set(values)) == len(values)
     assert values[0] == pytest.approx(budget.rates(network, 64, "flat")["mid"])
     assert all(name in outlook.tabulate(network, 64) for name, _ in rates)
+    assert outlook.applies(network)
+    assert not outlook.applies(replace(network, instructions=False))
+    assert not outlook.applies(replace(network, blocks=[found, block()]))
 
 
 def test_counted_kernels_are_in_the_record_and_the_table() -> None:
