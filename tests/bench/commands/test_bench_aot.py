@@ -1,6 +1,7 @@
 """``bench aot``: it compiles the code that a GPU would launch, and it finds faults and regressions."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +95,33 @@ def test_aot_sees_spills_and_narrow_accesses_and_nothing_else(compiler: Run) -> 
     assert [p.split(":")[0] for p in stores["problems"]] == ["global stores narrower than 128 bits"]
     assert spills["spill_bytes"] > 0
     assert spills["problems"][0] == f"spills {spills['spill_bytes']} bytes per thread"
+
+
+def products(arch: int) -> dict[str, set[str]]:
+    """Matrix instructions of the attention of DiT-XL/2, by kernel."""
+    found: dict[str, set[str]] = {}
+    case = next(case for case in cases(("short_attention",)) if case.dtype == torch.bfloat16)
+    for one in aot.record_launches(case, arch):
+        ptx = launches.compiled_for(arch, *launches.specialise(one, arch)).asm["ptx"]
+        found[one.kernel.__name__] = set(re.findall(r"wgmma.*?\.(m64n\d+)k|(mma\.sync|tcgen05\.mma)", ptx))
+        found[one.kernel.__name__] = {shape or name for shape, name in found[one.kernel.__name__]}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arch", "forward", "backward"),
+    [
+        pytest.param(80, "mma.sync", "mma.sync", marks=pytest.mark.nightly),
+        (90, "m64n256", "m64n64"),
+        pytest.param(100, "tcgen05.mma", "tcgen05.mma", marks=pytest.mark.nightly),
+    ],
+)
+def test_attention_multiplies_by_the_widest_instructions(
+    arch: int, forward: str, backward: str, compiler: Run
+) -> None:  # fmt: skip
+    found = compiler(products, arch)
+    assert forward in found["_short_attention_fwd_kernel"]
+    assert backward in found["_short_attention_bwd_kernel"]
 
 
 def test_a_kernel_that_no_processor_can_hold_is_a_problem() -> None:
