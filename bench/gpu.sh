@@ -20,6 +20,7 @@
 # op       op-philox op-loss op-noising              other libraries: bitsandbytes liger_kernel
 #          op-adamw op-adamw8bit op-attention
 #          op-adaln op-group_norm op-dropout
+#          op-bias_gradient op-gelu op-geglu op-weight_gradient
 # peer     peer-dit peer-plain                       what step needs; PIL
 #          peer-diffusers                            also diffusers transformers accelerate
 # checkpoint                                         what step needs
@@ -110,6 +111,10 @@ each_part() {
     bench op-adaln 150 "" op adaln
     bench op-group_norm 240 "" op group_norm
     bench op-dropout 60 "" op dropout
+    bench op-gelu 60 "" op gelu
+    bench op-geglu 60 "" op geglu
+    bench op-bias_gradient 60 "" op bias_gradient
+    bench op-weight_gradient 60 "" op weight_gradient
     bench step-dit-small 420 "$step" step --preset $dit --precision bf16 --sweep batch=$dit_small
     bench step-sd2-small 540 "$step" step --preset $unet --precision bf16 --batch $unet_small
     bench peer-dit 420 "$step PIL" step --preset $dit --precision bf16 "${dit_rounds[@]}" --peer dit

@@ -11,8 +11,10 @@ from fastdiff_kernels import names
 
 KERNELS = names.KERNELS
 """Files with Triton kernels."""
-OPS = (*names.OPS, "attention")
-"""Ops with implementations to compare; those of ``attention`` include the kernels of ``short_attention``."""
+OPS = (*names.OPS, "bias_gradient", "gelu", "geglu", "attention", "weight_gradient")
+"""Ops with implementations to compare; those of ``attention`` include the kernels of ``short_attention``, and those of
+``weight_gradient`` are products of torch.
+"""
 
 
 def cases(ops: tuple[str, ...] = OPS) -> list[Case]:

@@ -29,6 +29,7 @@ def _case(letter: str, dtype: torch.dtype) -> Case:
     build = partial(_inputs, letter=letter, dtype=dtype)
     return Case(
         op="bias_gradient",
+        chosen_as="adaln",
         shape=f"DiT-{letter}-unpacked",
         dtype=dtype,
         build=partial(build, samples=SAMPLES),

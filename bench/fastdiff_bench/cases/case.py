@@ -18,7 +18,11 @@ class Case:
     op: str
     """Its file in ``fastdiff_kernels``."""
     backends: tuple[str, ...] = ("triton", "reference", "compile")
-    """Its implementations; the default is ``auto`` if listed, otherwise the choice of ``dispatch.choose``."""
+    """Its implementations; the default is ``auto`` if listed, the first if no kernel is, otherwise the choice of
+    ``dispatch.choose``.
+    """
+    chosen_as: str | None = None
+    """The op whose choice this one follows; None: it has its own."""
     shape: str
     """Name of the shape, after its model."""
     dtype: torch.dtype

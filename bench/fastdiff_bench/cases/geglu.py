@@ -32,6 +32,7 @@ def _case(tokens: int, channels: int, dtype: torch.dtype) -> Case:
     build = partial(_inputs, tokens=tokens, channels=channels, dtype=dtype)
     return Case(
         op="geglu",
+        chosen_as="group_norm",
         shape=f"SD2-{tokens}x{channels}",
         dtype=dtype,
         build=partial(build, samples=1),

@@ -35,6 +35,7 @@ def _case(letter: str, dtype: torch.dtype) -> Case:
     build = partial(_inputs, letter=letter, dtype=dtype)
     return Case(
         op="gelu",
+        chosen_as="adaln",
         shape=f"DiT-{letter}",
         dtype=dtype,
         build=partial(build, samples=SAMPLES),

@@ -196,8 +196,10 @@ def _run(case: Case, device: str, stopwatch: Stopwatch, large: bool) -> Iterator
 def _default(case: Case, inputs: Inputs) -> str:
     if "auto" in case.backends:
         return "auto"
+    if "triton" not in case.backends:
+        return check.provider_name(case.backends[0])
     example = next(v for v in inputs.values() if isinstance(v, Tensor))
-    return check.provider_name(dispatch.choose(case.op, example))
+    return check.provider_name(dispatch.choose(case.chosen_as or case.op, example))
 
 
 def _timings(

@@ -24,6 +24,7 @@ from tests.support.waiting import wait_until
 PARTS = [
     "doctor", "ops", "gpu", "runs", "step-dit", "step-sd2", "step-dit-eager", "step-sd2-eager", "op-philox", "op-loss",
     "op-noising", "op-adamw", "op-adamw8bit", "op-attention", "op-adaln", "op-group_norm", "op-dropout",
+    "op-gelu", "op-geglu", "op-bias_gradient", "op-weight_gradient",
     "step-dit-small",
     "step-sd2-small", "peer-dit", "peer-plain", "peer-diffusers", "checkpoint", "largest-dit", "largest-sd2", "data",
     "memcheck", "report",
