@@ -14,14 +14,13 @@ _REQUIREMENTS = {
     "peft": "peft>=0.18,<1",
     "psutil": "psutil>=6",
     "s3fs": "s3fs>=2025.3",
-    "torchao": "torchao>=0.18,<0.19",
     "trackio": "trackio>=0.40",
     "wandb": "wandb>=0.20",
     "xformers": "xformers>=0.0.35,<0.0.36",
 }
 _OF_CUDA = {
     12: ("torch>=2.10,<2.11", _REQUIREMENTS["nvidia-dali-cuda120"], _REQUIREMENTS["xformers"]),
-    13: ("torch>=2.11,<2.16", _REQUIREMENTS["nvidia-dali-cuda130"], _REQUIREMENTS["torchao"]),
+    13: ("torch>=2.11,<2.16", _REQUIREMENTS["nvidia-dali-cuda130"]),
 }
 CUDA_VERSIONS = frozenset(_OF_CUDA)
 """Major versions of CUDA with a set of packages."""

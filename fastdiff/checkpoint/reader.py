@@ -32,6 +32,8 @@ METERS = "meters"
 """Name of the loss sums, in the file of every rank."""
 TIMESTEPS = "timesteps/"
 """Prefix of the learned state of timestep sampling, in the file of rank 0."""
+FP8 = "fp8/"
+"""Prefix of the maxima that scales of FP8 products come from, in the file of rank 0."""
 SPIKES = "spikes/"
 """Prefix of the recent losses for spike detection, in the file of rank 0."""
 RAW = "raw/"
@@ -160,6 +162,10 @@ class Checkpoint:
     def spikes(self) -> dict[str, Tensor]:
         """Return the recent losses for spike detection; empty in a checkpoint from before they were saved."""
         return self._with_prefix("rank-00000.safetensors", SPIKES)
+
+    def fp8(self) -> dict[str, Tensor]:
+        """Return the maxima that scales of FP8 products come from; empty without FP8."""
+        return self._with_prefix("rank-00000.safetensors", FP8)
 
     def _with_prefix(self, name: str, prefix: str) -> dict[str, Tensor]:
         """Return the tensors of one file whose names begin with ``prefix``, with the prefix removed."""

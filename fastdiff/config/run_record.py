@@ -34,7 +34,7 @@ _OF_RUN = (".lock", "run.json", "checkpoints", "nccl")
 """Entries that mark a run folder: each has at least one; the last exists before the lock."""
 _BESIDE = (".err", ".json", ".log", ".out", ".prom", ".sbatch", ".sh", ".toml", ".yaml", ".yml")
 """Endings of the configurations, scripts and logs that users and launchers place in a run folder before the run."""
-_PACKAGES = ("torch", "triton", "deepspeed", "diffusers", "transformers", "peft", "bitsandbytes", "torchao")
+_PACKAGES = ("torch", "triton", "deepspeed", "diffusers", "transformers", "peft", "bitsandbytes")
 
 
 def as_json(config: RunConfig) -> dict[str, Any]:

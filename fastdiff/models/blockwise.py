@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.models.compile_clock import compiled
+from fastdiff.models.delayed_scales import Scales
 
 _RECOMPILES = 1024
 """Limit of compiled shapes per block class; a UNet has dozens, torch's default is 8."""
@@ -22,6 +23,8 @@ class BlockwiseModel(nn.Module):
     channels_last: ClassVar[bool] = False
     """Whether its feature maps are channels_last; an engine may lay out its convolution weights so."""
     config: ModelConfig
+    scales = Scales()
+    """Of its FP8 products."""
 
     @property
     def inputs(self) -> tuple[str, ...]:

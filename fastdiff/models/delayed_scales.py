@@ -50,7 +50,35 @@ def forms(*, weight_gradients: bool) -> Forms:
     return Forms(operand, Form(rows=True), Form(columns=True))
 
 
-class DelayedScales:
+class Scales:
+    """The scales of a network that multiplies in no FP8: none."""
+
+    def attach(self, factor: int) -> None:
+        """Say by what the gradients of this rank exceed those of the mean over the global batch: ranks to average."""
+
+    def end_step(self, largest_of_all: Callable[[Tensor], object], *, applied: bool) -> None:
+        """Take the maxima of a step; called by all ranks.
+
+        Args:
+            largest_of_all: replaces a tensor by its maximum over all ranks.
+            applied: whether the step changed the weights; otherwise its maxima, which may be infinite, are dropped.
+        """
+
+    def end_warm_up(self) -> None:
+        """Multiply in FP8 from the next micro-batch on, by the scales as they are: for compilation and measurements."""
+
+    def forget(self) -> None:
+        """Drop the maxima of the step so far."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the history for a checkpoint, equal on every rank: ``maxima`` and the number of ``steps``."""
+        return {}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Restore the history of a checkpoint; an empty one resets."""
+
+
+class DelayedScales(Scales):
     """The scales of all layers of a network, and the maxima that they come from.
 
     Args:
@@ -77,18 +105,17 @@ class DelayedScales:
         return LayerScales(self, self.units[block, first:end], self.maxima[block, first:end])
 
     def attach(self, factor: int) -> None:
-        """Say by what the gradients of this rank exceed those of the mean over the global batch: ranks to average."""
+        """See ``Scales``."""
         self._factor = factor
         self._set_units()
 
+    def end_warm_up(self) -> None:
+        """See ``Scales``."""
+        self.forms = self._forms
+
     @torch.no_grad()
     def end_step(self, largest_of_all: Callable[[Tensor], object], *, applied: bool) -> None:
-        """Take the maxima of a step; called by all ranks.
-
-        Args:
-            largest_of_all: replaces a tensor by its maximum over all ranks.
-            applied: whether the step changed the weights; otherwise its maxima, which may be infinite, are dropped.
-        """
+        """See ``Scales``."""
         if applied:
             largest_of_all(self.maxima)
             self.maxima[..., GRADIENT] /= self._factor
@@ -98,7 +125,7 @@ class DelayedScales:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the maxima of the step so far."""
+        """See ``Scales``."""
         self.maxima.zero_()
 
     def _set_units(self) -> None:
@@ -112,13 +139,14 @@ class DelayedScales:
         self.forms = self._forms if self._steps >= WINDOW else PLAIN
 
     def state(self) -> dict[str, Tensor]:
-        """Return the history for a checkpoint, equal on every rank: ``maxima`` and the number of ``steps``."""
+        """See ``Scales``."""
         return {"maxima": self._history, "steps": torch.tensor(self._steps)}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Restore the history of a checkpoint; an empty one resets."""
-        self._history.copy_(state["maxima"]) if state else self._history.zero_()
-        self._steps = int(state["steps"]) if state else 0
+        """See ``Scales``."""
+        fits = bool(state) and state["maxima"].shape == self._history.shape  # --performance.fp8_ends may be another
+        self._history.copy_(state["maxima"] if fits else torch.zeros(()))
+        self._steps = int(state["steps"]) if fits else 0
         self.forget()
         self._set_units()
 

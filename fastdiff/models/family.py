@@ -85,9 +85,8 @@ class ModelFamily(Generic[C]):
     """Name of the network in pipelines of diffusers, and in adapter files."""
     quantized_blocks: tuple[type[nn.Module], ...] = ()
     """Classes of the blocks whose frozen linear layers ``--lora.quantize`` stores in 8 or 4 bits; empty: all blocks."""
-    per_sample: tuple[type[nn.Module], ...] = ()
-    """Classes whose linear layers, in a block, work once per sample instead of per token; ``--performance.fp8`` leaves
-    them in bf16."""
+    fp8_block: Any = None
+    """Class of its blocks in FP8 (``models.fp8.Fp8Block``), derived from that of its blocks; None: it has none."""
     usual_guidance: float = 1.5
     """Default scale of classifier-free guidance."""
     sampling_batch: int = 256

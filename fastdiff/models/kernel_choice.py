@@ -14,7 +14,7 @@ from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.console import log
 from fastdiff.errors import ConfigError
-from fastdiff.models import float8
+from fastdiff.models import fp8
 from fastdiff.models.build import Model, build_model
 from fastdiff_kernels import dispatch, launch
 from fastdiff_kernels.dispatch import Choice
@@ -36,7 +36,7 @@ def compiles(performance: PerformanceConfig, device: torch.device) -> bool:
 def prepare_blocks(model: Model, performance: PerformanceConfig, device: torch.device) -> None:
     """Convert and compile the blocks of a network as the run asks, in place."""
     if performance.fp8:
-        float8.convert(model, device)
+        fp8.convert(model, performance, device)
     if compiles(performance, device):
         model.compile_blocks(**compile_options(performance))
 
@@ -158,9 +158,11 @@ def _choices(config: RunConfig, device: torch.device, optimizer_device: torch.de
 def _fp8(performance: PerformanceConfig, model: Model, device: torch.device) -> Choice:
     on_gpu = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_gpu else None
-    float8.require_usable(capability, compiled=compiles(performance, device))
-    count = len(float8.wide_layers(model))
-    return Choice(f"{count} linear layers", "fp8", "fp8", "torchao" if on_gpu else "emulated on a CPU")
+    fp8.require_usable(capability, compiled=compiles(performance, device))
+    count = len(fp8.inner_blocks(model, performance))
+    weights = "" if performance.fp8_weight_gradients == "fp8" else ", gradients of weights in bf16"
+    why = f"{'torch._scaled_mm' if on_gpu else 'emulated on a CPU'}{weights}"
+    return Choice(f"products of {count} blocks", "fp8", "fp8", why)
 
 
 def _of_optimizer(

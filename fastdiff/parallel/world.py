@@ -54,6 +54,12 @@ class World:
             torch.distributed.all_reduce(tensor, group=self.group)
         return tensor
 
+    def max_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replace ``tensor`` by its largest elements over all ranks, in place."""
+        if self.size > 1:
+            torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=self.group)
+        return tensor
+
     def concatenate(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensors ``[n, ...]`` of all ranks, equal in shape, as ``[size * n, ...]`` in rank order."""
         if self.size == 1:

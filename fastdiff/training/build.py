@@ -259,6 +259,7 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
     objective = _build_objective(config, parts.reader, model, world)
     ema = Ema(engine.flats, config.ema.rates, power_stds=config.ema.power_stds, warmup=config.ema.warmup)
     engine.attach(ema)
+    model.scales.attach(engine.averaged_ranks(world))
     meters = Meters(world, parts.heartbeat, objective.part_names, parts.ledger)
     guard = StepGuard(Consensus(world, stop), spikes, parts.heartbeat, config.batch.accumulation(world.size))
     return TrainState(
@@ -266,6 +267,7 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
         world=world,
         engine=engine,
         objective=objective,
+        scales=model.scales,
         ema=ema,
         meters=meters,
         reader=parts.reader,

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fastdiff.checkpoint.manifest import FORMAT, VERSION, committed, step_of, verify
-from fastdiff.checkpoint.reader import METERS, SPIKES, TIMESTEPS, Checkpoint
+from fastdiff.checkpoint.reader import FP8, METERS, SPIKES, TIMESTEPS, Checkpoint
 from fastdiff.checkpoint.step_folders import Draft, StepFolders
 from fastdiff.console import log
 from fastdiff.errors import StorageError, require
@@ -128,6 +128,7 @@ def restore(saved: Checkpoint, state: TrainState) -> Progress:
                     fragment.write(average, saved.slice(kind, fragment))
     state.meters.restore(saved.meters(state.world.rank, state.world.size))
     state.objective.timesteps.restore(saved.timesteps())
+    state.scales.restore(saved.fp8())
     state.guard.spikes.restore(saved.spikes())
     engine.restore(progress.applied, manifest["loss_scale"])
     optimizer_state.check_groups(engine.optimizer, state.config.optim, state.config.steps, progress.applied)
@@ -180,6 +181,7 @@ def _tensors(state: TrainState) -> tuple[dict[str, Tensor], dict[str, int]]:
     tensors[METERS] = state.meters.sums
     if state.world.is_first:  # the same on every rank
         tensors |= {TIMESTEPS + name: values for name, values in state.objective.timesteps.state().items()}
+        tensors |= {FP8 + name: values for name, values in state.scales.state().items()}
         tensors |= {SPIKES + name: values for name, values in state.guard.spikes.state().items()}
     return tensors | dict(optimizer_state.unsliced_state(state)), starts
 

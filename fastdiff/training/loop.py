@@ -31,6 +31,7 @@ def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks
             state.forward_backward(batch)
         state.applied = guard.take_step(state.engine)
         state.objective.timesteps.end_step(state.world)
+        state.scales.end_step(state.world.max_, applied=state.applied)
         state.progress = state.progress.after(config.batch.samples, applied=state.applied, discarded=guard.discarded)
         if state.applied:
             state.ema.update(state.progress.applied)

@@ -83,6 +83,7 @@ def _rehearse_step(state: TrainState, batch: Batch) -> None:
         try:
             state.engine.rehearse(loss, accumulates=state.config.batch.accumulation(state.world.size) > 1)
         finally:
+            state.scales.forget()
             note_raised()
 
 

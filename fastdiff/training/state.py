@@ -11,6 +11,7 @@ from fastdiff.data.loading.training_set import Data
 from fastdiff.diffusion.objective import Objective
 from fastdiff.json_lines import JsonLines, drop_records_after
 from fastdiff.ledger.writer import Ledger
+from fastdiff.models.delayed_scales import Scales
 from fastdiff.parallel.heartbeat import Heartbeat
 from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
@@ -29,6 +30,7 @@ class TrainState:
     world: World
     engine: Engine
     objective: Objective
+    scales: Scales
     ema: Ema
     meters: Meters
     reader: Data

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fastdiff.batch import Condition
 from fastdiff.config.networks.registry import ModelConfig
-from fastdiff.models import float8
+from fastdiff.config.sections.performance import PerformanceConfig
+from fastdiff.models import fp8 as fp8_blocks
 from fastdiff.models.build import Model, build_model
 from fastdiff.models.cost.dry_network import dry_inputs
 from fastdiff.models.cost.flops import training_flops
@@ -53,7 +54,8 @@ def emit(
         model = build_model(config).to(dtype)
     _lay_out(model, dtype)
     if fp8:
-        float8.convert(model, META)
+        fp8_blocks.convert(model, PerformanceConfig(fp8=True, fp8_ends=0), META)
+        model.scales.end_warm_up()
     _name_running_block(model, emitter)
     with ExitStack() as stack:
         stack.enter_context(launch.recording())

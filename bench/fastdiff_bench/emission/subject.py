@@ -9,8 +9,9 @@ import yaml
 from fastdiff.config.command_line import config_file
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.presets import preset
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import ConfigError
-from fastdiff.models import float8
+from fastdiff.models import fp8
 from fastdiff.models.build import build_model
 from fastdiff_bench import BenchError
 
@@ -49,7 +50,7 @@ class Subject:
             found = config_file.lay_over(base, {"model": fields}, "--model").model
             if self.fp8:
                 with torch.device("meta"):
-                    float8.wide_layers(build_model(found))
+                    fp8.inner_blocks(build_model(found), PerformanceConfig(fp8=True, fp8_ends=0))
         except ConfigError as error:
             raise BenchError(str(error)) from None
         return found

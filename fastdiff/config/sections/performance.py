@@ -43,9 +43,14 @@ class PerformanceConfig:
     allow_tf32: bool = False
     """Let fp32 matrix products and convolutions round their inputs to TF32 (Ampere and newer)."""
     fp8: bool = False
-    """Multiply in FP8 (e4m3, torchao) in the wide linear layers of the blocks, forward and for the gradient of their
-    inputs; needs bf16 and a GPU of sm_89 (Ada, Hopper) or newer. A network without layers of 2048 input and output
-    features gains nothing and is refused. A CPU emulates it, slowly."""
+    """Multiply in FP8 (e4m3) in the linear layers of a DiT's blocks, with one scale per tensor from the maxima of the
+    last 16 steps; the first 16 steps, validation and sampling multiply in bf16. Needs bf16 and a GPU of sm_89 (Ada,
+    Hopper) or newer. A network of less than 1024 features per token gains nothing and is refused. A CPU emulates it,
+    slowly."""
+    fp8_weight_gradients: Literal["fp8", "bf16"] = "fp8"
+    """Products for the gradients of the weights under --performance.fp8: fp8 is faster, bf16 rounds less."""
+    fp8_ends: int = 1
+    """Blocks at each end of the network that stay in bf16 under --performance.fp8."""
     deterministic: bool = False
     """Add in a fixed order everywhere, so that also on a GPU a run and its resume on as many ranks are equal to the
     bit. Slower there; on a CPU it changes nothing. An operation without a fixed order ends the run."""
@@ -70,6 +75,7 @@ class PerformanceConfig:
             f"--performance.fp8 with --performance.precision {self.precision}: FP8 layers are part of a network in "
             "bf16; use --performance.precision bf16",
         )
+        require(self.fp8_ends >= 0, f"--performance.fp8_ends {self.fp8_ends}: expected 0 or more blocks")
         require(
             self.grad_accum_dtype in (None, "fp32", self.precision),
             f"--performance.grad_accum_dtype {self.grad_accum_dtype} with --performance.precision {self.precision}: "

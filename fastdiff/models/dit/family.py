@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.errors import ConfigError
-from fastdiff.models.dit.network import AdaLNModulation, DiT
+from fastdiff.models.dit.fp8 import Fp8DiTBlock
+from fastdiff.models.dit.network import DiT
 from fastdiff.models.embeddings import position_table
 from fastdiff.models.family import ModelFamily, PublishedClass
 from fastdiff.models.pretrained.repa import refuse_repa
@@ -82,7 +83,7 @@ DIT = ModelFamily(
     multiply_adds=_multiply_adds,
     input_multiply_adds=_input_multiply_adds,
     draws_on_meta=True,
-    per_sample=(AdaLNModulation,),
+    fp8_block=Fp8DiTBlock,
     subject=lambda config: "A class-conditional diffusion transformer",
     published=_published,
     script_format="dit-training",

@@ -34,6 +34,11 @@ class Fp8DiTBlock(DiTBlock):
         """Return the layers that multiply in FP8, before the attention and behind it."""
         return [block.attn.qkv], [block.attn.proj, block.mlp.fc1, block.mlp.fc2]
 
+    @staticmethod
+    def rows(block: DiTBlock) -> int:
+        """Return the tokens per sample."""
+        return block.attn.length
+
     def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
         """``tokens [B, T, D], condition [B, D] -> [B, T, D]``."""
         if not torch.is_grad_enabled():

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fastdiff.config.deepspeed import DsConfig
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes
+from fastdiff.parallel.world import World
 from fastdiff.training.ema import Ema
 
 
@@ -72,6 +73,13 @@ class Engine(ABC):
             discard: make ``step`` skip the step as if its gradient were not finite, whatever earlier micro-batches
                 gave; equal on all ranks.
         """
+
+    def averaged_ranks(self, world: World) -> int:
+        """Return by what the gradients inside a backward pass exceed those of the mean over the global batch.
+
+        That is 1, or the number of ranks, if their gradients are averaged after it.
+        """
+        return 1
 
     def named_calls(self) -> dict[str, list[tuple[object, str]]]:
         """Return the calls in a backward pass (object, method) by the name of their range in a profile."""

@@ -142,6 +142,10 @@ class DeepSpeedEngine(Engine):
         """Run the model's forward pass."""
         return self._engine(*inputs, **condition)  # type: ignore[no-any-return]
 
+    def averaged_ranks(self, world: World) -> int:
+        """Return the number of ranks, whose gradients DeepSpeed averages."""
+        return world.size
+
     def named_calls(self) -> dict[str, list[tuple[object, str]]]:
         """Return hooks and reductions of DeepSpeed."""
         return _named_calls(self._engine)
