@@ -206,7 +206,8 @@ def tabulate(network: Emission, batch: int) -> str:
 def rows(preset: str, network: Emission, batch: int) -> Iterator[Measurement]:
     """Yield the prediction as lines of a record: samples per second by engine and level."""
     counted = "" if batch == network.batch else f", counted at {network.batch} samples"
-    case = f"{preset}, batch {batch}{counted}, predicted"
+    bound = ", by what binds" if network.instructions else ""
+    case = f"{preset}, batch {batch}{counted}{bound}, predicted"
     for name in ENGINES:
         for level, value in rates(network, batch, name).items():
             yield Measurement.of("emit", case, name, f"rate at {level}", "samples/s", round(value, 1), "higher")
