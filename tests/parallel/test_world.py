@@ -2,12 +2,14 @@
 
 import errno
 import os
+import resource
 import socket
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from fastdiff.errors import DataError, StorageError
 from fastdiff.parallel import world as module
@@ -98,3 +100,22 @@ def _start_beside_a_rival() -> list[int | None]:
 def test_nobody_takes_the_port_of_a_run_without_a_launcher() -> None:
     with ProcessPoolExecutor(1, fork_server()) as process:
         assert process.submit(_start_beside_a_rival).result(LIMIT_S) == [errno.EADDRINUSE]
+
+
+def _pages_cleared(world: World) -> int:
+    """Pages that the system hands out while blocks are allocated together and freed, over and over."""
+
+    def step() -> None:
+        blocks = [torch.full((30 * 2**18,), 1.0) for _ in range(4)]
+        assert len(blocks) == 4
+
+    for _ in range(3):
+        step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(3):
+        step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_a_step_on_a_cpu_gets_the_memory_that_the_last_one_freed() -> None:
+    assert max(values(forked_ranks(_pages_cleared, ranks=1))) < 1000

@@ -188,16 +188,27 @@ def _summary(
     batch: int,
 ) -> str:
     ours = [entry.program.name for entry in entries if entry.is_ours] if ratios else []
-    rows = [["", "ms per step", "p20-p80", "samples/s", "peak GiB", *(f"{name} is x times as fast" for name in ours)]]
+    rows = [
+        [
+            "",
+            "ms per step",
+            "p20-p80",
+            "processor ms",
+            "samples/s",
+            "peak GiB",
+            *(f"{name} is x times as fast" for name in ours),
+        ]
+    ]
     for entry in entries:
         name, result = entry.program.name, results[entry.program.name]
         if result.failure is not None or result.memory is None:
-            rows.append([name, "failed", "", "", "", *("" for _ in ours)])
+            rows.append([name, "failed", "", "", "", "", *("" for _ in ours)])
             continue
         low, middle, high = (value * 1e3 for value in (result.timing.p20, result.timing.median, result.timing.p80))
         rows.append(
             [
-                name, f"{middle:.1f}", f"{low:.1f}-{high:.1f}", f"{batch / middle * 1e3:.2f}",
+                name, f"{middle:.1f}", f"{low:.1f}-{high:.1f}", f"{1e3 * result.processor_time.median:.1f}",
+                f"{batch / middle * 1e3:.2f}",
                 f"{result.memory.peak / _GIB:.2f}", *(ratios.get((who, name), "") for who in ours),
             ]
         )  # fmt: skip

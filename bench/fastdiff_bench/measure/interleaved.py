@@ -99,6 +99,11 @@ class Result:
         """Timing of a step."""
         return Timing.of(self.seconds)
 
+    @property
+    def processor_time(self) -> Timing:
+        """Processor time of a step, all threads and child processes, over the sessions."""
+        return Timing.of([session.cpu_seconds / len(session.seconds) for session in self.sessions])
+
     def phase(self, name: str) -> Timing:
         """Return the timing of one phase of a step."""
         return Timing.of([second for session in self.sessions for second in session.phases[name]])

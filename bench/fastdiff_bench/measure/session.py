@@ -38,9 +38,12 @@ class Steps:
     """Number of times that torch's allocator had to return memory to the GPU before an allocation; 0 on a CPU."""
 
     def without_first(self, count: int) -> Steps:
-        """Return the steps without the times of the first ``count``."""
+        """Return the steps without the times of the first ``count``; of the processor time all take equal parts."""
         return replace(
-            self, seconds=self.seconds[count:], phases={name: parts[count:] for name, parts in self.phases.items()}
+            self,
+            seconds=self.seconds[count:],
+            phases={name: parts[count:] for name, parts in self.phases.items()},
+            cpu_seconds=self.cpu_seconds * (1 - count / len(self.seconds)),
         )
 
 

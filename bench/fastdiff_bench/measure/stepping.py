@@ -141,7 +141,7 @@ def _clean(workload: Workload, result: Result, limits: Limits) -> Iterator[Measu
 
 
 def figures(row: Callable[..., Measurement], result: Result, samples: int) -> Iterator[Measurement]:
-    """Yield step time, throughput and peak memory of any trainer.
+    """Yield step time, throughput, processor time and peak memory of any trainer.
 
     Args:
         row: ``Measurement.of`` without bench, case and provider.
@@ -151,6 +151,7 @@ def figures(row: Callable[..., Measurement], result: Result, samples: int) -> It
     assert result.memory is not None
     yield row("step time", "ms", result.timing, "lower", scale=1e3)
     yield row("throughput", "samples/s", result.timing.per_second(samples), "higher")
+    yield row("processor time", "ms", result.processor_time, "lower", scale=1e3)
     for quantity, size in result.memory.peaks.items():
         yield row(quantity, "GiB", size, "lower", scale=2**-30)
 

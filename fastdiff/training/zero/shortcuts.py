@@ -4,17 +4,33 @@
   rounded twice, unlike at other stages.
 - A single rank joins its gradients, divides them by one, sends them to itself and cuts them up.
 - The fp32 gradients of a step are joined in new memory, although they lie side by side.
+- A single rank also sends a parameter to itself that the network reads outside of its layer. On a CPU that starts
+  threads of OpenMP in a thread of gloo; with more of them than cores, all wait asleep between operators from then on.
+- Around every layer its parameters are searched for among its modules, the signature of each autograd function is read
+  anew, and NVTX ranges and messages are prepared that nobody asked for.
 
 Of a parameter that gets no gradient in a step DeepSpeed's ZeRO-3 applies the last one again. Here it counts as zero, as
 at other stages; with an optimizer on the host it stays as it is.
 """
 
+import inspect
+from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from deepspeed.runtime.zero import linear, stage3
-from torch import Tensor
+from deepspeed.runtime.zero import (
+    linear,
+    parameter_offload,
+    partition_parameters,
+    partitioned_param_coordinator,
+    stage3,
+)
+from torch import Tensor, nn
 
 _join_and_scatter = stage3.reduce_scatter_coalesced
 
@@ -29,8 +45,49 @@ def _scatter(gradients: list[Tensor], group: Any = None) -> list[Tensor]:
     return [gradient.view(-1) for gradient in gradients]
 
 
+_gather_one_by_one = partition_parameters.Init._allgather_params_sequential
+
+
+def _gather(own: Any, parameters: list[nn.Parameter], hierarchy: int = 0) -> None:
+    if any(own._partition_world_size(p) > 1 for p in parameters):
+        return _gather_one_by_one(own, parameters, hierarchy)  # type: ignore[no-any-return]
+    return own._allgather_params_coalesced(parameters, hierarchy)  # type: ignore[no-any-return]
+
+
+_found: WeakKeyDictionary[nn.Module, dict[bool, list[nn.Parameter]]] = WeakKeyDictionary()
+"""Parameters of a module by whether those of the modules in it are among them; ZeRO-3 keeps the objects."""
+
+
+def _parameters(module: nn.Module, recurse: bool = False) -> Iterator[nn.Parameter]:
+    of_module = _found.setdefault(module, {})
+    if recurse not in of_module:
+        of_module[recurse] = list(module.parameters(recurse=recurse))
+    return chain(of_module[recurse], (p for _, p in module.ds_external_parameters()))  # type: ignore[operator]
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function, and keep it where ``inspect`` looks first."""
+    known: inspect.Signature | None = function.__dict__.get("__signature__")
+    if known is None:
+        known = function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return known
+
+
+_print = partition_parameters.print_rank_0
+
+
+def _print_if_asked(message: str, debug: bool = False, force: bool = False) -> None:
+    if debug or force:  # otherwise it would only look up its rank
+        _print(message, debug, force)
+
+
 linear.LinearFunctionForZeroStage3.forward = staticmethod(_linear)
 stage3.reduce_scatter_coalesced = _scatter
+partition_parameters.Init._allgather_params_sequential = _gather
+partitioned_param_coordinator.iter_params = parameter_offload.iter_params = _parameters
+partition_parameters.print_rank_0 = _print_if_asked
+import_module("deepspeed.utils.nvtx").enable_nvtx = False  # type: ignore[attr-defined]
+import_module("torch.autograd.function").inspect = SimpleNamespace(signature=_signature)  # type: ignore[attr-defined]
 
 
 def leave_gradients_in_place(wrapper: Any) -> None:

@@ -31,7 +31,7 @@ from tests.support.benches.programs import BROKEN_BATCH
 
 CASE = "digits, 1x8x8, batch 16, fp32, micro 8"
 QUANTITIES = {
-    "step time", "throughput", "of matmul", "peak resident", "graph breaks in code", "compilations",
+    "step time", "throughput", "processor time", "of matmul", "peak resident", "graph breaks in code", "compilations",
     "marked step time",
     "phase data", "phase objective", "phase forward", "phase backward", "phase optimizer", "phase ema", "phase other",
 }  # fmt: skip

@@ -397,6 +397,7 @@ def test_a_comparison_with_diffusers_is_recorded_with_its_speed_ups(
     for name, kind in where.items():
         throughput = rows["peer", f"{case}, {kind}", name, "throughput"]
         assert throughput.value == pytest.approx(2e3 / times[name].value)
+        assert rows["peer", f"{case}, {kind}", name, "processor time"].value > 0
         assert rows["peer", f"{case}, {kind}", name, "peak resident"].value > 0.1
     ratio = rows["peer", f"{case}, online", "fastdiff zero1 over diffusers", "speed-up"]
     assert (ratio.better, ratio.n) == ("higher", 2)

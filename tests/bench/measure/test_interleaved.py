@@ -198,7 +198,7 @@ def test_the_first_steps_of_a_session_may_be_left_out(tmp_path: Path) -> None:
     assert file.read_text() == (1 + 2 * (3 + 2)) * "a"
     assert [(len(session.seconds), len(session.phases["sleep"])) for session in result.sessions] == [(2, 2), (2, 2)]
     steps = Steps([9.0, 1.0, 2.0], {"data": [8.0, 0.0, 0.5]}, 3.0, 4)
-    assert steps.without_first(1) == Steps([1.0, 2.0], {"data": [0.0, 0.5]}, 3.0, 4)
+    assert steps.without_first(1) == Steps([1.0, 2.0], {"data": [0.0, 0.5]}, 2.0, 4)
 
 
 @pytest.mark.nightly

@@ -1,7 +1,10 @@
 """ZeRO-3 without needless work: the bias within the product, and gradients that are not joined in new memory."""
 
+import inspect
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +52,35 @@ def test_a_single_rank_copies_a_gradient_once(
         monkeypatch, DeepSpeedEngine, "optimizer_step", lambda: train(replace(config, samples=64), launch(3), world)
     )[-1]
     assert not backward.operations["div_"] + backward.operations["_reduce_scatter_base_"] + update.operations["cat"]
+
+
+def test_a_step_reads_no_signatures_and_sends_nothing_to_itself(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: Counter[str] = Counter()
+    steps: list[Counter[str]] = []
+
+    def counted(owner: Any, name: str) -> None:
+        own = getattr(owner, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            taken[name] += 1
+            return own(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(inspect, "signature")
+    counted(torch.distributed.ProcessGroup, "all_gather_single")
+    own_step = DeepSpeedEngine.optimizer_step
+
+    def step(engine: DeepSpeedEngine) -> None:
+        own_step(engine)
+        steps.append(taken.copy())
+
+    monkeypatch.setattr(DeepSpeedEngine, "optimizer_step", step)
+    train(tiny(digits, tmp_path, 4), launch(3), world)
+    assert steps[-1]["signature"] == steps[-2]["signature"] > 0
+    assert steps[-1]["all_gather_single"] == 0
 
 
 class _Two(BlockwiseModel):
