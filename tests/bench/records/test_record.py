@@ -66,8 +66,11 @@ DAMAGES = {
     "empty": (lambda text: "", "fingerprint, in the first line"),
     "more fields": (lambda text: text.replace('"facts"', '"host": "a", "facts"'), "line 2: .*measurement.host"),
     "a field less": (lambda text: text.replace('"unit": "us", ', ""), "line 2: .*measurement.unit"),
-    "another type": (lambda text: text.replace("2.5", '"2.5"'), "line 2: .*measurement.value: .*number"),
-    "NaN": (lambda text: text.replace("2.5", "NaN"), "line 2: .*measurement.value: .*finite"),
+    "another type": (
+        lambda text: text.replace('"value": 2.5', '"value": "2.5"'),
+        "line 2: .*measurement.value: .*number",
+    ),
+    "NaN": (lambda text: text.replace('"value": 2.5', '"value": NaN'), "line 2: .*measurement.value: .*finite"),
     "unknown kind": (lambda text: text.replace('{"failure"', '{"error"'), "line 3: .*expected a fingerprint"),
     "two kinds": (lambda text: text.replace('{"failure"', '{"measurement": 3, "failure"'), "line 3: .*measurement"),
     "no object": (lambda text: text + "[3]\n", "line 4: .*expected a fingerprint"),
