@@ -11,7 +11,7 @@ which then grow by a multiple per step: no scale of earlier steps would fit, and
 depend on its size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -53,6 +53,9 @@ def forms(*, weight_gradients: bool) -> Forms:
 class Scales:
     """The scales of a network that multiplies in no FP8: none."""
 
+    forms = PLAIN
+    """Those of the next micro-batch: an attribute, because compiled code and graphs depend on it."""
+
     def attach(self, factor: int) -> None:
         """Say by what the gradients of this rank exceed those of the mean over the global batch: ranks to average."""
 
@@ -66,6 +69,10 @@ class Scales:
 
     def end_warm_up(self) -> None:
         """Multiply in FP8 from the next micro-batch on, by the scales as they are: for compilation and measurements."""
+
+    def each_form(self) -> Iterator[None]:
+        """Take each of the forms that a run goes through in turn, to rehearse it."""
+        yield
 
     def forget(self) -> None:
         """Drop the maxima of the step so far."""
@@ -98,7 +105,6 @@ class DelayedScales(Scales):
         self._steps, self._factor = 0, 1
         self._forms = forms
         self.forms = PLAIN
-        """Those of the next micro-batch: an attribute, because compiled code depends on it."""
 
     def part(self, block: int, first: int, end: int) -> "LayerScales":
         """Return the scales of the layers ``first`` to ``end`` of a block."""
@@ -112,6 +118,16 @@ class DelayedScales(Scales):
     def end_warm_up(self) -> None:
         """See ``Scales``."""
         self.forms = self._forms
+
+    def each_form(self) -> Iterator[None]:
+        """See ``Scales``."""
+        before = self.forms
+        try:
+            for found in dict.fromkeys((before, self._forms)):
+                self.forms = found
+                yield
+        finally:
+            self.forms = before
 
     @torch.no_grad()
     def end_step(self, largest_of_all: Callable[[Tensor], object], *, applied: bool) -> None:

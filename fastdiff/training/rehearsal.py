@@ -81,7 +81,8 @@ def _rehearse_step(state: TrainState, batch: Batch) -> None:
 
     with explaining_memory(state, _PHASE):
         try:
-            state.engine.rehearse(loss, accumulates=state.config.batch.accumulation(state.world.size) > 1)
+            for _ in state.scales.each_form():
+                state.engine.rehearse(loss, accumulates=state.config.batch.accumulation(state.world.size) > 1)
         finally:
             state.scales.forget()
             note_raised()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pkgutil import resolve_name
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastdiff.config.deepspeed import DsConfig, zero_stage
 from fastdiff.config.optimizers.registry import family_of
@@ -92,7 +92,7 @@ class FlatEngine(Engine):
         ]
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> Model:
         """The network."""
         return self._model
 

@@ -9,13 +9,14 @@ update of the weights is another graph, whose learning rate and shares of averag
 passes the ranks exchange their flags.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
 from fastdiff.batch import Batch
 from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import require
+from fastdiff.models.delayed_scales import Forms
 from fastdiff.parallel.world import World
 from fastdiff.training.engines.flat import FlatEngine
 from fastdiff.training.forward_backward.cuda_graphs import CudaGraphs
@@ -42,8 +43,9 @@ class GraphForwardBackward(ForwardBackward):
     ) -> None:
         super().__init__(engine, objective, meters, guard)
         graphs = CudaGraphs(world)
-        self._passes = {begins: graphs.later(self._section) for begins in (True, False)}
-        """By whether the micro-batch is the first of its step."""
+        self._later = graphs.later
+        self._passes: dict[tuple[bool, Forms], Callable[[], Tensor]] = {}
+        """By whether the micro-batch is the first of its step, and by the form of its products."""
         self._static: Batch | None = None
         engine.capture_update(graphs.later)
 
@@ -51,11 +53,18 @@ class GraphForwardBackward(ForwardBackward):
         """Take the passes of one micro-batch; ConfigError if the passes cannot be captured."""
         with self._meters.phase("forward"):
             self._load(batch)
-            losses = self._passes[self._engine.begins_step]().clone()  # the next replay overwrites them
+            losses = self._pass()().clone()  # the next replay overwrites them
             self._engine.end_micro_batch()
         self._meters.note(batch.position, losses)
         if self._guard.observe(losses):
             self._engine.discard()
+
+    def _pass(self) -> Callable[[], Tensor]:
+        """Return the passes of the next micro-batch."""
+        kind = self._engine.begins_step, self._engine.module.scales.forms
+        if kind not in self._passes:
+            self._passes[kind] = self._later(self._section)
+        return self._passes[kind]
 
     def _section(self) -> Tensor:
         """Run the passes of the static batch; return its losses ``[micro]``."""
