@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from fastdiff.models import delayed_scales, fp8
 from fastdiff.models.build import Model, build_model
 from fastdiff.models.delayed_scales import DelayedScales, forms
 from fastdiff.models.dit.fp8 import Fp8DiTBlock
+from fastdiff.models.dit.network import DiTBlock
 from fastdiff.models.kernel_choice import choices, in_words
 from fastdiff.parallel.world import World
 from fastdiff.training.loop import train
@@ -116,7 +117,8 @@ def test_a_block_is_one_graph_that_keeps_its_weights_and_no_copy(narrow: None) -
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         compiled = gradients(model)
     assert error(compiled, eager) < 0.01
-    weights = [layer.weight for group in Fp8DiTBlock.layers(model.blocks[0]) for layer in group]
+    block = cast(DiTBlock, model.get_submodule("blocks.0"))
+    weights = [layer.weight for group in Fp8DiTBlock.layers(block) for layer in group]
     shapes = [shape for weight in weights for shape in (weight.shape, weight.shape[::-1]) if shape[0] != shape[1]]
     copies = [v.shape for v in kept if v.shape in shapes and not any(v is weight for weight in weights)]
     assert all(any(v is weight for v in kept) for weight in weights)
@@ -172,9 +174,9 @@ def test_scales_and_losses_do_not_depend_on_the_micro_batch(
         train(given, launch(0), world)
     whole = losses(tmp_path / "32")
     assert whole[-1] < whole[0]
-    for micro in ("8", "16"):
-        assert losses(tmp_path / micro) == pytest.approx(whole, rel=1e-4)
-        assert torch.equal(scales_of(tmp_path / micro), scales_of(tmp_path / "32"))
+    for part in (tmp_path / "8", tmp_path / "16"):
+        assert losses(part) == pytest.approx(whole, rel=1e-4)
+        assert torch.equal(scales_of(part), scales_of(tmp_path / "32"))
     train(config_of(digits, tmp_path / "bf16", performance=BF16), launch(0), world)
     plain = losses(tmp_path / "bf16")
     assert plain[:SHORT] == pytest.approx(whole[:SHORT], rel=1e-3), "the first steps are in bf16"

@@ -60,7 +60,8 @@ def product(
     """
     _validate(a, b)
     if a.device.type != "cpu":
-        scales = {"scale_a": scale_a, "scale_b": scale_b}
+        # Inductor of torch 2.13 fails to add the two axes itself to scales that are views.
+        scales = {"scale_a": scale_a.view(1, 1), "scale_b": scale_b.view(1, 1)}
         return torch._scaled_mm(a, b.t(), **scales, bias=bias, out_dtype=dtype, use_fast_accum=fast)
     out = dequantised(a, scale_a) @ dequantised(b, scale_b).t()
     return (out if bias is None else out + bias.float()).to(dtype)
