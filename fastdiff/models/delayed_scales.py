@@ -68,7 +68,7 @@ class Scales:
         """
 
     def end_warm_up(self) -> None:
-        """Multiply in FP8 from the next micro-batch on, by the scales as they are: for compilation and measurements."""
+        """Multiply in FP8 from the next micro-batch on, whatever the history: for measurements."""
 
     def each_form(self) -> Iterator[None]:
         """Take each of the forms that a run goes through in turn, to rehearse it."""
@@ -102,7 +102,7 @@ class DelayedScales(Scales):
         """Of the step so far, on this rank."""
         self._history = torch.zeros(WINDOW, *shape, device=device)
         """Of the last steps, over all ranks; those of a step are at its number modulo ``WINDOW``."""
-        self._steps, self._factor = 0, 1
+        self._steps, self._factor, self._warm_up = 0, 1, WINDOW
         self._forms = forms
         self.forms = PLAIN
 
@@ -117,7 +117,8 @@ class DelayedScales(Scales):
 
     def end_warm_up(self) -> None:
         """See ``Scales``."""
-        self.forms = self._forms
+        self._warm_up = 0
+        self._set_units()
 
     def each_form(self) -> Iterator[None]:
         """See ``Scales``."""
@@ -152,7 +153,7 @@ class DelayedScales(Scales):
         exponent[..., GRADIENT] += (self._factor - 1).bit_length()  # the power of two from the factor up
         bits = (exponent.clamp(_LEAST, _MOST) + 127) << 23
         self.units.copy_(bits.to(torch.int32).view(torch.float32))
-        self.forms = self._forms if self._steps >= WINDOW else PLAIN
+        self.forms = self._forms if self._steps >= self._warm_up else PLAIN
 
     def state(self) -> dict[str, Tensor]:
         """See ``Scales``."""

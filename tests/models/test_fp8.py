@@ -17,7 +17,7 @@ from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models import delayed_scales, fp8
 from fastdiff.models.build import Model, build_model
-from fastdiff.models.delayed_scales import DelayedScales, forms
+from fastdiff.models.delayed_scales import PLAIN, DelayedScales, forms
 from fastdiff.models.dit.fp8 import Fp8DiTBlock
 from fastdiff.models.dit.network import DiTBlock
 from fastdiff.models.kernel_choice import choices, in_words
@@ -136,6 +136,16 @@ def test_scales_are_powers_of_two_with_a_margin(narrow: None) -> None:
     for _ in range(SHORT - 1):
         scales.end_step(lambda largest: largest, applied=True)
     assert scales.units.flatten().tolist() == [1 / 64, 1 / 32, 4 / 64], "the last of the window"
+
+
+def test_a_measurement_goes_without_the_first_steps(narrow: None) -> None:
+    scales = DelayedScales(1, 1, CPU, forms(weight_gradients=True))
+    rehearsed = [scales.forms for _ in scales.each_form()]
+    assert rehearsed == [PLAIN, forms(weight_gradients=True)]
+    assert scales.forms == PLAIN
+    scales.end_warm_up()
+    scales.end_step(lambda largest: largest, applied=True)
+    assert scales.forms == forms(weight_gradients=True)
 
 
 def test_a_skipped_step_leaves_the_history(narrow: None) -> None:

@@ -48,6 +48,7 @@ def run(
     """
     with building(timer, workload, data) as (built, _):
         state = built.state
+        state.scales.end_warm_up()
         timer.ready(
             parameters=parameters_of(state),
             device=torch.cuda.get_device_name() if timer.device.type == "cuda" else "cpu",
