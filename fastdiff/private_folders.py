@@ -24,7 +24,7 @@ def private(folder: Path) -> Path:
         raise PermissionError(f"{folder}: a link or a file, expected a folder; remove it")
     if status.st_uid != os.getuid():
         raise PermissionError(f"{folder}: of user {status.st_uid}, expected one of yours")
-    if status.st_mode & 0o7777 != 0o700:
+    if status.st_mode & 0o777 != 0o700:  # setgid, which folders of a project hand down, opens nothing
         raise PermissionError(f"{folder}: open to others; chmod 700 {folder}")
     if above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX:
         raise PermissionError(f"{folder}: others can replace it; chmod go-w {folder.parent}")

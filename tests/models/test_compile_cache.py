@@ -112,6 +112,8 @@ def test_a_pack_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:
 
 def test_folders_that_others_can_change_are_refused(tmp_path: Path) -> None:
     assert private(tmp_path / "own").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "own").chmod(0o2700)
+    assert private(tmp_path / "own") == tmp_path / "own", "below a folder whose group is handed down"
     (tmp_path / "own").chmod(0o750)
     with pytest.raises(PermissionError, match="chmod 700"):
         private(tmp_path / "own")
