@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdiff.config.run import RunConfig
-from fastdiff.config.run_record import as_json
+from fastdiff.config.run_record import as_json, plugins
 from fastdiff.console import log
 from fastdiff.models import kernel_choice
 from fastdiff.models.compile_cache.cache import SUFFIX, VARIABLES, CompileCache, open_cache
@@ -65,7 +65,9 @@ def _given() -> str:
 
 def _of_run(config: RunConfig) -> dict[str, Any]:
     recorded = as_json(config)
-    return {name: recorded[name] for name in _SECTIONS} | {"optimizer": config.optim.name}
+    # The network of a user by the digest of its file: graphs hold its ops by name, too, and not their gradients.
+    own = {"optimizer": config.optim.name, "network": plugins(config).get("plugin.network")}
+    return {name: recorded[name] for name in _SECTIONS} | own
 
 
 def _open(facts: dict[str, Any], stack: ExitStack) -> tuple[CompileCache | None, str | None]:

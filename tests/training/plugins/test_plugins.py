@@ -10,7 +10,9 @@ import torch
 import fastdiff
 from fastdiff.api.config import Config
 from fastdiff.errors import ConfigError
+from fastdiff.models.compile_cache.environment import key_of
 from fastdiff.parallel.world import World
+from fastdiff.training import compiled_code
 from fastdiff.training.loop import train
 from fastdiff.training.plugins.network import check_network
 from tests.support.runs import STEPS, flags, hexes, launch, losses, tiny, train_losses
@@ -61,6 +63,17 @@ def own(tmp_path: Path) -> Path:
 def network_of(path: Path, digits: Path, folder: Path, **changes: Any) -> Config:
     config = Config.of(tiny(digits, folder, **changes))
     return config.changed(model={"kind": f"{path}:Mlp"})
+
+
+def test_another_network_takes_no_code_of_the_earlier_one(digits: Path, own: Path, tmp_path: Path) -> None:
+    """torch keys graphs by the names of a user's ops, and not by their gradients; a callback compiles nothing."""
+    (tmp_path / "copies").mkdir()
+    other = tmp_path / "copies" / "own.py"
+    other.write_text(OWN + "# another gradient")
+    keys = {key_of(compiled_code._of_run(network_of(path, digits, tmp_path / "run"))) for path in (own, own, other)}
+    assert len(keys) == 2
+    with_callback = tiny(digits, tmp_path / "run", output__callbacks=(f"{own}:Watch",))
+    assert compiled_code._of_run(with_callback) == compiled_code._of_run(tiny(digits, tmp_path / "run"))
 
 
 def test_the_squared_error_as_a_plug_in_trains_as_the_built_in_one(
