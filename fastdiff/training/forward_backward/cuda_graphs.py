@@ -13,7 +13,7 @@ from fastdiff.parallel.world import World
 T = TypeVar("T")
 
 WARM_UP = 2
-"""Calls of a section in a process that run operation by operation before its capture: they load and tune kernels."""
+"""Steps in a process in which a section runs operation by operation before its capture: they load and tune kernels."""
 
 
 class CudaGraphs:
@@ -28,23 +28,32 @@ class CudaGraphs:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._steps = 0
         self._pool: Any = None
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
+    def begin_step(self) -> None:
+        """Count an optimizer step that begins."""
+        self._steps += 1
+
     def later(self, section: Callable[[], T]) -> Callable[[], T]:
-        """Return a section as it runs in training: ``WARM_UP`` calls operation by operation, from then on as a graph.
+        """Return a section as it runs in training: ``WARM_UP`` steps operation by operation, from then on as a graph.
+
+        Steps, not calls, so that all sections are captured in the same one: what a graph holds is lost to work
+        operation by operation, and no GPU has the memory of a micro-batch twice.
 
         All ranks call it alike; ConfigError on every rank: no graph can hold the section.
         """
-        calls, work = 0, section
+        first, work, captured = 0, section, False
 
         def run() -> T:
-            nonlocal calls, work
-            calls += 1
-            if calls <= WARM_UP:
+            nonlocal first, work, captured
+            first = first or self._steps
+            if self._steps < first + WARM_UP:
                 return self.warm_up(work)
-            if calls == WARM_UP + 1:
+            if not captured:
                 work = self._world.on_all_ranks(lambda: self(work))  # drops the section, and what it refers to
+                captured = True
             return work()
 
         return run

@@ -42,17 +42,18 @@ class GraphForwardBackward(ForwardBackward):
         self, engine: FlatEngine, objective: Objective, meters: Meters, guard: StepGuard, world: World
     ) -> None:
         super().__init__(engine, objective, meters, guard)
-        graphs = CudaGraphs(world)
-        self._later = graphs.later
+        self._graphs = CudaGraphs(world)
         self._passes: dict[tuple[bool, Forms], Callable[[], Tensor]] = {}
         """By whether the micro-batch is the first of its step, and by the form of its products."""
         self._static: Batch | None = None
-        engine.capture_update(graphs.later)
+        engine.capture_update(self._graphs.later)
 
     def __call__(self, batch: Batch) -> None:
         """Take the passes of one micro-batch; ConfigError if the passes cannot be captured."""
         with self._meters.phase("forward"):
             self._load(batch)
+            if self._engine.begins_step:
+                self._graphs.begin_step()
             losses = self._pass()().clone()  # the next replay overwrites them
             self._engine.end_micro_batch()
         self._meters.note(batch.position, losses)
@@ -63,7 +64,7 @@ class GraphForwardBackward(ForwardBackward):
         """Return the passes of the next micro-batch."""
         kind = self._engine.begins_step, self._engine.module.scales.forms
         if kind not in self._passes:
-            self._passes[kind] = self._later(self._section)
+            self._passes[kind] = self._graphs.later(self._section)
         return self._passes[kind]
 
     def _section(self) -> Tensor:

@@ -64,7 +64,7 @@ class Watched(CudaGraphs):
     """Captures on a CPU: each replay runs its section again, is watched, and leaves its result where the first did."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self._world, self._steps = world, 0
         self.replays: list[list[Replay]] = []
         """Of each section that was captured."""
 
@@ -132,7 +132,7 @@ def watch_replays(world: World, data: Path, folder: Path, name: str) -> None:
     (watched,) = found
     accumulation, steps = config.batch.accumulation(world.size), config.steps
     passes = [own for own in watched.replays if len(own[0].operations) > 50]
-    assert sum(map(len, passes)) == steps * accumulation - WARM_UP * 2
+    assert sum(map(len, passes)) == (steps - WARM_UP) * accumulation
     assert len(passes) == 2, "of the first micro-batch of a step, and of the others"
     updates = [own for own in watched.replays if own not in passes]
     assert len(updates) == (name in UPDATES)
@@ -165,6 +165,12 @@ def test_every_replay_is_the_same_work_on_the_same_memory(
         watch_replays(world, digits, tmp_path, name)
     else:
         values(forked_ranks(watch_replays, digits, tmp_path, name, ranks=ranks))
+
+
+def test_all_passes_are_captured_in_one_step(world: World, digits: Path, tmp_path: Path) -> None:
+    """A graph keeps its memory, beside which no micro-batch may need its own once more."""
+    (watched,) = train_watched(world, with_graph(digits, tmp_path, 4, batch__micro=4))
+    assert [len(own) for own in watched.replays] == [4 - WARM_UP, 3 * (4 - WARM_UP)]
 
 
 def train_both(world: World, data: Path, folder: Path, options: dict[str, Any]) -> int:
