@@ -5,6 +5,7 @@ The blocks give the rows of kernels that ``fastdiff plan`` estimates from an eag
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from fastdiff.config.optimizers.registry import optimizer_family
 from fastdiff.models.cost.traced import SHORT
@@ -164,8 +165,10 @@ def work_of(network: Emission, batch: int, engine: str) -> Work:
     """Return a step in bf16 with one micro-batch of ``batch`` samples."""
     stage, optimizer = ENGINES[engine]
     size = network.parameters // network.tensors
+    # A micro-batch of any size has as many launches.
+    rows = (replace(row, launches=row.launches * network.batch / batch) for row in kernels(network))
     return Work(
-        kernels=kernels(network), dtype="bf16", micro=batch, accumulation=1, zero=Zero.of(OF_STAGE[stage]),
+        kernels=tuple(rows), dtype="bf16", micro=batch, accumulation=1, zero=Zero.of(OF_STAGE[stage]),
         parameters=(size,) * (network.tensors - 1) + (network.parameters - size * (network.tensors - 1),), frozen=(),
         width=width_of("bf16"), sums=width_of("bf16"), state_bytes=optimizer_family(optimizer).state_bytes,
         recompute=False,

@@ -261,6 +261,9 @@ def test_the_prediction_has_the_classes_of_a_trace() -> None:
         "matrix products", "convolutions", "group norms", "activations", "elementwise", "optimizer", "idle",
     }  # fmt: skip
     assert predicted["group norms"] == predicted["activations"] == predicted["elementwise"] > 0
+    of_more = budget.by_class(Emission([found], 2, 10**6, 10, 1e15, 0.0, True), 8)
+    assert of_more["elementwise"] == pytest.approx(4 * predicted["elementwise"])
+    assert of_more["idle"] == pytest.approx(predicted["idle"]), "as many launches"
 
 
 def test_a_kernel_inside_another_has_no_launch() -> None:
