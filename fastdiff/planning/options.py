@@ -148,7 +148,7 @@ def _choices(config: RunConfig, launch: Launch, gpus: Gpus) -> Iterator[tuple[in
     if launch.deepspeed is not None:
         stages = [deepspeed_config.zero_stage(launch.deepspeed)]
     else:
-        stages = [0, 1, 2, 3] if gpus.count > 1 else [0]
+        stages = [0, 1, 2, 3] if gpus.count > 1 and not config.performance.cuda_graph else [0]
     if config.performance.precision == "fp16":  # DeepSpeed does not scale the loss at stage 0
         stages = [stage for stage in stages if stage] or [1]
     again = [True] if config.performance.recompute else [False, True]
@@ -232,6 +232,7 @@ def work_of(config: RunConfig, raw: deepspeed_config.DsConfig, network: Network,
     if zero.offload:
         raise ConfigError("the DeepSpeed JSON offloads the optimizer, whose time on the host plan does not predict")
     performance = config.performance
+    zero = replace(zero, overlap=zero.overlap and not performance.cuda_graph)  # no graph holds a message
     accumulation = config.batch.accumulation(ranks)
     several = ranks * accumulation > 1
     traced = network.passes[performance.recompute]
@@ -249,6 +250,7 @@ def work_of(config: RunConfig, raw: deepspeed_config.DsConfig, network: Network,
         sums=width_of(performance.sums if several else performance.precision),
         state_bytes=family_of(config.optim).state_bytes,
         recompute=performance.recompute,
+        captured=performance.cuda_graph,
     )
 
 

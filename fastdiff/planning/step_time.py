@@ -54,6 +54,8 @@ class Work:
     state_bytes: int
     """Bytes of optimizer state per parameter."""
     recompute: bool
+    captured: bool = False
+    """Whether CUDA graphs hold passes and update, which the host then launches as wholes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ def _repeated(messages: Sequence[Message], stage: int) -> list[Message]:
 
 def host_seconds(work: Work) -> Interval:
     """Return the seconds of the host in a step; a pass without an update is taken for a step of stage 0."""
-    tensors = len(work.parameters) + len(work.frozen)  # each has its kernels in a pass
+    tensors = 0 if work.captured else len(work.parameters) + len(work.frozen)  # each has its kernels in a pass
     once, more = HOSTS[work.zero.stage], HOSTS[3 if work.zero.stage == 3 else 0]
     slow, middle, fast = (
         once.seconds(tensors, speed) + (work.accumulation - 1) * more.seconds(tensors, speed) for speed in SPEEDS

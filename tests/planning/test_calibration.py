@@ -52,6 +52,17 @@ def test_a_measured_step_is_predicted_exactly_and_others_narrowly(network: Netwo
     assert elsewhere.middle > ASSUMED.step_time(work, gpus.parse("8xA100", gpus.known())).whole.middle
 
 
+@pytest.mark.parametrize(("micro", "faster"), [(4, True), (64, False)])
+def test_graphs_give_up_the_overlap_for_the_time_of_the_host(network: Network, micro: int, faster: bool) -> None:
+    """Which pays where the host limits."""
+    config = replace(dit(micro), batch=BatchConfig(samples=8 * micro, micro=micro))
+    captured = replace(config, performance=replace(config.performance, cuda_graph=True))
+    without, found = (ASSUMED.step_time(work_of(one, OF_STAGE[0], network, 8), H100) for one in (config, captured))
+    assert found.device.middle > without.device.middle
+    assert found.host.middle < without.host.middle / 5
+    assert (found.whole.middle < without.whole.middle) == faster
+
+
 def test_phases_of_a_record_correct_passes_and_update_apart(network: Network) -> None:
     work = work_of(replace(dit(64), batch=BatchConfig(samples=64, micro=64)), OF_STAGE[0], network, 1)
     one = Gpus(H100.kind, 1, 1)

@@ -110,6 +110,11 @@ def test_what_the_command_line_fixes_is_not_varied(capsys: pytest.CaptureFixture
     assert found["command"].endswith(f"--deepspeed_config {file} --performance.recompute --batch.micro 4")
 
 
+def test_graphs_are_planned_for_the_engine_that_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(plan(capsys, *DIT, "--performance.cuda_graph", "--gpus", "8xH100", "--json"))
+    assert {option["zero_stage"] for option in found["options"]} == {0}
+
+
 def test_a_gpu_that_is_too_small_is_said_to_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "gpus.toml"
     file.write_text(

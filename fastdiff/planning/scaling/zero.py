@@ -46,7 +46,7 @@ class Zero:
     """Largest parameter, in elements, that stays whole on every rank at stage 3."""
     reuse_distance: int = 1_000_000_000
     overlap: bool = False
-    """Whether messages overlap the passes; DeepSpeed's default is True at stage 3, and the flat engine always does."""
+    """Whether messages overlap the passes; DeepSpeed's default is True at stage 3, and so does the flat engine."""
     offload: bool = False
     """Whether the optimizer's states and its step are on the host."""
 
