@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,14 @@ def test_what_a_run_left_that_was_killed_before_its_first_step_is_removed(places
             assert torn.exists()
     with open_cache(FACTS):
         assert not torn.exists()
+
+
+def test_a_run_goes_on_without_its_folder(places: Path) -> None:
+    """Nodes clean their temporary folder."""
+    with open_cache(FACTS) as cache:
+        shutil.rmtree(cache.folder)
+        step(cache)
+        assert cache.keep() is None
 
 
 def test_a_file_that_is_being_linked_is_not_packed(places: Path) -> None:

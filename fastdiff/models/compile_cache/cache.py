@@ -64,8 +64,9 @@ class CompileCache:
         return sum(name.endswith((".main.so", ".cubin")) for name in pack.members(self.folder))
 
     def complete(self) -> None:
-        """Note that a run has taken a step, so its code is whole."""
-        (self.folder / _COMPLETE).touch()
+        """Note that a run has taken a step, so its code is whole; nothing if the node has removed the folder."""
+        with suppress(OSError):
+            (self.folder / _COMPLETE).touch()
 
     def keep(self) -> Kept | None:
         """Write a pack if there is code that the last one lacks; return what was done.

@@ -32,7 +32,9 @@ class DamagedPackError(Exception):
 
 def members(folder: Path) -> set[str]:
     """Return the names of the entries of a cache folder, without locks and files that are being written."""
-    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    # Unlike rglob, walk passes over folders that another process removes meanwhile.
+    paths = (Path(where, name) for where, _, names in os.walk(folder) for name in names)
+    found = (path.relative_to(folder) for path in paths if path.is_file() and not path.is_symlink())
     return {name.as_posix() for name in found if not any(map(_is_passing, name.parts))}
 
 
