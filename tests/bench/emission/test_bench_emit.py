@@ -293,6 +293,10 @@ def test_each_change_to_come_adds_to_the_rate() -> None:
     assert values == sorted(values)
     assert len(set(values)) == len(values)
     assert values[0] == pytest.approx(budget.rates(network, 64, "flat")["mid"])
+    changed = budget.work_of(network, 64, "flat").kernels
+    for change in outlook.CHANGES:
+        changed = tuple(outlook._changed(change, changed, network))
+    assert [row.name for row in changed].count("casts to FP8") == 1, "nothing is written in bf16 any more"
     assert all(name in outlook.tabulate(network, 64) for name, _ in rates)
     assert outlook.applies(network)
     assert not outlook.applies(replace(network, instructions=False))
