@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All measurements on one GPU, without a network: the first minutes of the project on it, tests of the kernels, their
-# speed, training steps of real models alone and against other trainers, readers, and a page with the targets.
+# Measurements on one GPU, without a network, in the order of what they decide: training steps of real models alone and
+# against other trainers, the kernels' speed, tests, and a page with the targets.
 #
 # Usage: bash bench/gpu.sh [--smoke] [--seconds N] [OUT] [PART...]
 #   --smoke      smallest sizes, with or without a GPU: does everything run?
@@ -8,26 +8,30 @@
 #   OUT          folder for logs and records, with a slash in its name; default: bench/results/<gpu>/<date>_gpu
 #   PART         a part or a group of the list below; default: all, in this order
 #
-# Group    Parts                                     Needs, by the names to import
+# Group       Parts                                  Needs, by the names to import
 # all                                                torch triton numpy psutil rich typing_extensions
 #                                                    pydantic pydantic_core annotated_types typing_inspection
-# doctor                                             what step needs
-# ops      tests of the kernels                      pytest hypothesis scipy; faster with xdist
-# gpu      other tests that need a GPU               pytest hypothesis sklearn PIL and what step needs
-# runs     tiny runs of every kind                   what gpu needs; diffusers transformers peft bitsandbytes
-# step     step-dit step-dit-small step-dit-eager    deepspeed hjson tyro docstring_parser isal threadpoolctl
-#          step-sd2 step-sd2-small step-sd2-eager    yaml safetensors einops msgpack packaging
-# op       op-philox op-loss op-noising              other libraries: bitsandbytes liger_kernel
-#          op-adamw op-adamw8bit op-attention
-#          op-adaln op-group_norm op-dropout
-#          op-bias_gradient op-gelu op-geglu op-weight_gradient
-# peer     peer-dit peer-plain                       what step needs; PIL
-#          peer-diffusers                            also diffusers transformers accelerate
+# step        step-dit step-dit-zero1                deepspeed hjson tyro docstring_parser isal threadpoolctl
+#             step-dit-graph step-dit-fp8 step-sd2   yaml safetensors einops msgpack packaging
+#             step-dit-32 step-dit-deterministic
+# peer        peer-dit peer-plain                    what step needs; PIL
+#             peer-diffusers                         also diffusers transformers accelerate
+# op          op-adaln op-attention op-gelu          other libraries: bitsandbytes liger_kernel
+#             op-geglu op-group_norm op-adamw8bit
+#             op-adamw op-weight_gradient
+#             op-bias_gradient op-loss op-noising
+#             op-dropout op-philox
+# start       start-cold start-warm                  what step needs
 # checkpoint                                         what step needs
-# largest  largest-dit largest-sd2: largest batch    what step needs
-# data                                               isal webdataset; as another reader: nvidia.dali
-# memcheck the kernels under compute-sanitizer       pytest hypothesis scipy; compute-sanitizer of CUDA
-# report   a page about the records in OUT           jinja2
+# doctor                                             what step needs
+# ops         tests of the kernels                   pytest hypothesis scipy; faster with xdist
+# gpu         other tests that need a GPU            pytest hypothesis sklearn PIL and what step needs
+# runs        tiny runs of every kind                what gpu needs; diffusers transformers peft bitsandbytes
+# memcheck    the kernels under compute-sanitizer    pytest hypothesis scipy; compute-sanitizer of CUDA
+# report      a page about the records in OUT        jinja2
+#
+# OUT/clocks.csv has clocks, power and temperature of every second, where there is nvidia-smi. The limits of the GPU are
+# measured once; the other parts read them.
 #
 # Every part ends within 540 s, so that it can be a call of its own: one that takes longer is interrupted, and keeps the
 # records that it has written by then, and what torch.compile has cached for the next call. A part that fails does not
@@ -35,6 +39,7 @@
 # OUT/README.md which targets the records meet; calls with the same OUT add to both. Where .git is missing,
 # FASTDIFF_COMMIT is the commit that the records name. Exit code: that of the first part that failed (124: no time), 1
 # if none ran, 2 for a mistake.
+# shellcheck disable=SC2329 # functions are called through $do
 set -uo pipefail
 SECONDS=0
 
@@ -54,7 +59,7 @@ while [[ ${1:-} == -* ]]; do
             shift
             ;;
         -h | --help)
-            sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+            sed -n '/^# shellcheck/d; 2,/^[^#]/s/^# \{0,1\}//p' "$0"
             exit
             ;;
         *) mistake "there is no $1" ;;
@@ -72,59 +77,68 @@ cd "$(dirname "$0")/.." || exit 2
 export PYTHONPATH=".:kernels:bench${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
 
-dit=dit-xl-2-256 unet=sd2-512 small=dit-s-2-256
+dit=(--preset dit-xl-2-256 --precision bf16) unet=(--preset sd2-512 --precision bf16)
+few=(--rounds 2 --steps 10) short=(--rounds 2 --steps 1) traced=(--rounds 2 --steps 10 --trace) fp8=()
+dit_rounds=(--batch 32 --rounds 4 --steps 5) unet_rounds=(--batch 8 --rounds 3 --steps 4)
+plain_rounds=(--preset dit-s-2-256 --precision bf16 --batch 128 --rounds 4 --steps 8)
+small_batch=32 start_batch=64 graphs=(--sweep "cuda_graph=false,true")
 kernels=(tests/ops) on_gpu=(-m gpu) tiny=(tests/gpu -m gpu)
-dit_batch=256 dit_small=128,64 unet_batch=64 unet_small=16 saved=(--batch 64)
-dit_rounds=(--batch 32 --rounds 3 --steps 5) unet_rounds=(--batch 8 --rounds 3 --steps 4)
-small_rounds=(--batch 128 --rounds 5 --steps 10) read=(--samples 1024 --sample-kb 151 --rounds 3) memory=()
 if [ -n "$smoke" ]; then
-    dit=digits unet=digits-t2i small=digits
+    dit=(--preset digits) unet=(--preset digits-t2i) plain_rounds=(--preset digits --batch 2)
+    few=() short=() traced=(--trace) fp8=(--preset dit-xl-2-256 --model depth=3 --no-compile)
+    dit_rounds=(--batch 2) unet_rounds=(--batch 2) small_batch=2 start_batch=4
     kernels=(tests/ops/test_dispatch.py) on_gpu=(-m gpu --collect-only) tiny=(--collect-only tests/gpu)
-    dit_batch=4 dit_small=4,8 unet_batch=2 unet_small=1 saved=(--batch 2)
-    dit_rounds=(--batch 2) unet_rounds=(--batch 2) small_rounds=(--batch 2) read=() memory=(--memory 1 --steps 1)
 fi
 
 # Runs "$do NAME SECONDS PACKAGES COMMAND..." for every part, with its limit, and the packages it needs in one word.
-# First what says whether anything works, then what the targets are about.
+# Time on a GPU is scarce: first what decides what to build next, last what can wait.
 each_part() {
     local step="deepspeed hjson tyro docstring_parser isal threadpoolctl yaml"
     # Without the strictness of pyproject.toml, under which plugins of pytest would have to be installed.
     local test=(python3 -m pytest -o "addopts=-ra --import-mode=importlib" -q)
+    local flat=(--deepspeed-config ddp)
+    bench step-dit 170 "$step" step "${dit[@]}" "${flat[@]}" --batch "$dit_batch" "${traced[@]}"
+    bench step-dit-zero1 100 "$step" step "${dit[@]}" --batch "$dit_batch" "${few[@]}"
+    bench step-dit-graph 100 "$step $no_gpu" step "${dit[@]}" "${flat[@]}" --cuda-graph --batch "$dit_batch" "${few[@]}"
+    bench step-dit-fp8 150 "$step" step "${dit[@]}" "${fp8[@]}" "${flat[@]}" --precision bf16 --fp8 \
+        --batch "$dit_batch" "${few[@]}"
+    bench step-sd2 400 "$step" step "${unet[@]}" "${flat[@]}" --batch "$unet_batch" "${traced[@]}"
+    bench peer-dit 180 "$step PIL" step "${dit[@]}" "${flat[@]}" "${dit_rounds[@]}" --peer dit
+    bench peer-plain 150 "$step PIL" step "${plain_rounds[@]}" "${flat[@]}" --peer plain
+    bench peer-diffusers 540 "$step PIL diffusers transformers accelerate" \
+        step "${unet[@]}" "${flat[@]}" "${unet_rounds[@]}" --peer diffusers
+    # Of every op the cases that take most time in a step.
+    bench op-adaln 60 "" op adaln --case 'XL.*bfloat16'
+    bench op-attention 80 "" op attention --case '(xl-16x256x72|4096x(64|40))-self'
+    bench op-gelu 30 "" op gelu --case 'XL bfloat16'
+    bench op-geglu 30 "" op geglu --case '(4096|1024)x.*bfloat16'
+    bench op-group_norm 90 "" op group_norm --case '(320x64x64|1280x16x16)-nhwc(-shift)? bfloat16'
+    bench op-adamw8bit 40 "" op adamw8bit --case 'fp32-copy-ema'
+    bench op-adamw 40 "" op adamw --case 'copy-ema'
+    bench op-weight_gradient 30 "" op weight_gradient --case XL
+    bench op-bias_gradient 30 "" op bias_gradient --case 'XL.*bfloat16'
+    bench op-loss 30 "" op loss --case '(sd-4x64x64-epsilon|learned-variance) bfloat16'
+    bench op-noising 30 "" op noising --case '(sd-4x64x64|dit-4x32x32-fp32-out) bfloat16'
+    bench op-dropout 30 "" op dropout --case '128x64x64 bfloat16'
+    bench op-philox 30 "" op philox
+    bench step-dit-32 140 "$step" step "${dit[@]}" "${flat[@]}" --batch "$small_batch" "${graphs[@]}" "${few[@]}"
+    bench step-dit-deterministic 100 "$step" step "${dit[@]}" "${flat[@]}" --deterministic \
+        --batch "$dit_batch" "${few[@]}"
+    # Two nodes that share compiled code alone.
+    for node in cold warm; do
+        "$do" "start-$node" 120 "pydantic $step" env -u TORCHINDUCTOR_CACHE_DIR -u TRITON_CACHE_DIR \
+            FASTDIFF_CACHE="$scratch/cache" TMPDIR="$scratch/$node" python3 -m fastdiff_bench step $smoke --out "$out" "${dit[@]}" "${flat[@]}" --batch $start_batch \
+            --compile "${short[@]}"
+    done
+    bench checkpoint 200 "$step" checkpoint "${dit[@]}" --batch "$start_batch"
     "$do" doctor 90 "pydantic $step" \
-        python3 -c 'from fastdiff.cli.main import entry; entry()' doctor --preset $dit
+        python3 -c 'from fastdiff.cli.main import entry; entry()' doctor "${dit[@]:0:2}"
     "$do" ops 300 "pytest hypothesis scipy" env OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
         "${test[@]}" "${workers[@]}" --junitxml "$out/ops.xml" "${kernels[@]}"
     "$do" gpu 150 "pytest $step" "${test[@]}" --junitxml "$out/gpu.xml" "${on_gpu[@]}" "${without_dali[@]}" \
         --continue-on-collection-errors "${on_gpu_files[@]}"
     "$do" runs 540 "pytest $step diffusers transformers peft bitsandbytes" "${test[@]}" "${few_workers[@]}" \
         --junitxml "$out/runs.xml" "${tiny[@]}"
-    bench step-dit 360 "$step" step --preset $dit --precision bf16 --batch $dit_batch
-    bench step-sd2 540 "$step" step --preset $unet --precision bf16 --batch $unet_batch
-    bench step-dit-eager 150 "$step" step --preset $dit --precision bf16 --no-compile --batch $dit_batch
-    bench step-sd2-eager 180 "$step" step --preset $unet --precision bf16 --no-compile --batch $unet_batch
-    bench op-philox 40 "" op philox
-    bench op-loss 60 "" op loss
-    bench op-noising 60 "" op noising
-    bench op-adamw 80 "" op adamw
-    bench op-adamw8bit 80 "" op adamw8bit
-    bench op-attention 120 "" op attention
-    bench op-adaln 150 "" op adaln
-    bench op-group_norm 240 "" op group_norm
-    bench op-dropout 60 "" op dropout
-    bench op-gelu 60 "" op gelu
-    bench op-geglu 60 "" op geglu
-    bench op-bias_gradient 60 "" op bias_gradient
-    bench op-weight_gradient 60 "" op weight_gradient
-    bench step-dit-small 420 "$step" step --preset $dit --precision bf16 --sweep batch=$dit_small
-    bench step-sd2-small 540 "$step" step --preset $unet --precision bf16 --batch $unet_small
-    bench peer-dit 420 "$step PIL" step --preset $dit --precision bf16 "${dit_rounds[@]}" --peer dit
-    bench peer-plain 240 "$step PIL" step --preset $small --precision bf16 "${small_rounds[@]}" --peer plain
-    bench peer-diffusers 540 "$step PIL diffusers transformers accelerate" \
-        step --preset $unet --precision bf16 "${unet_rounds[@]}" --peer diffusers
-    bench checkpoint 420 "$step" checkpoint --preset $dit --precision bf16 "${saved[@]}"
-    bench largest-dit 420 "$step" step --preset $dit --precision bf16 --find-batch "${memory[@]}"
-    bench largest-sd2 540 "$step" step --preset $unet --precision bf16 --find-batch "${memory[@]}"
-    bench data 180 "isal webdataset" data "${read[@]}"
     "$do" memcheck 540 "pytest hypothesis scipy $no_sanitizer" "${checked[@]}" "${test[@]}" "${kernels[@]}"
     "$do" report 60 "jinja2" python3 -m fastdiff_bench report "$out/report.html" "$out"
 }
@@ -156,8 +170,9 @@ note() {
 
 code=0 ran=0
 run() {
-    local name=$1 seconds=$2 packages=$3 missing began=$SECONDS ended result log running
+    local name=$1 seconds=$2 packages=$3 missing began=$SECONDS ended result log running shown
     chosen "$name" || return
+    [ -z "$smoke" ] || seconds=$((10 * seconds)) # a CPU is slow, and nothing is measured
     [ -z "$total" ] || seconds=$((total - SECONDS < seconds ? total - SECONDS : seconds))
     log=$out/$name.log
     shift 3
@@ -165,8 +180,8 @@ run() {
     missing=$(python3 -c 'import sys; from importlib.util import find_spec
 print(*[name for name in sys.argv[1:] if find_spec(name) is None])' $packages)
     if [ -n "$missing" ]; then
-        echo "$name: left out, not installed: $missing"
-        note "$name" "left out, not installed: $missing"
+        echo "$name: left out, missing: $missing"
+        note "$name" "left out, missing: $missing"
         return
     fi
     if [ "$seconds" -lt 1 ]; then
@@ -181,10 +196,11 @@ print(*[name for name in sys.argv[1:] if find_spec(name) is None])' $packages)
     env --default-signal=INT timeout --signal=INT --kill-after=20 "$seconds" "$@" >>"$log" 2>&1 </dev/null &
     running=$!
     tail -n +1 -s 0.1 -f --pid="$running" "$log" &
+    shown=$!
     wait "$running"
     ended=$?
     kill -KILL -- "-$running" 2>/dev/null # what is left of its process group
-    wait
+    wait "$shown"
     ran=1
     # The doctor finds problems and ends with 0.
     if [ "$ended" -eq 0 ] && [ "$name" = doctor ] && grep -q '^PROBLEM' "$log"; then ended=1; fi
@@ -218,14 +234,14 @@ interrupted() {
     exit 130
 }
 
-out=$given do=plan workers=() few_workers=() without_dali=() on_gpu_files=() checked=() no_sanitizer=''
+out=$given do=plan scratch='' no_gpu='' dit_batch=0 unet_batch=0 workers=() few_workers=() without_dali=() on_gpu_files=() checked=() no_sanitizer=''
 each_part
 for part in "${parts[@]}"; do
     [[ $part != */* ]] || mistake "OUT, the folder $part, comes before the parts"
     [[ $known == *" $part "* ]] || mistake "there is no part ${part:-(nothing)}; expected some of:${known% }"
 done
 
-machine=$(python3 - $smoke <<'PYTHON'
+read -r machine gib < <(python3 - $smoke <<'PYTHON'
 import sys
 try:
     import torch
@@ -235,9 +251,14 @@ except ImportError as error:
     sys.exit(f"bench/gpu.sh: {error}; install fastdiff and what it requires")
 if not torch.cuda.is_available() and "--smoke" not in sys.argv:
     sys.exit("bench/gpu.sh: torch sees no CUDA device; run this on a machine with a GPU, or try it with --smoke")
-print(machine())
+print(machine(), torch.cuda.get_device_properties(0).total_memory >> 30 if torch.cuda.is_available() else 0)
 PYTHON
-) || exit 2
+)
+[ -n "$machine" ] || exit 2
+dit_batch=192 unet_batch=48 # what fits into 80 GB
+((gib < 100)) || dit_batch=256 unet_batch=64
+[ -z "$smoke" ] || dit_batch=4 unet_batch=2
+((gib > 0)) || no_gpu=CUDA-device graphs=()
 
 # A part may take 20 s to end after its time.
 [ -n "$total" ] || [ ${#parts[@]} -eq 0 ] || total=510
@@ -245,7 +266,15 @@ out=${given:-bench/results/$machine/$(date -u +%F)_gpu${smoke:+-smoke}} do=run
 mkdir -p "$out" || exit 2
 touch "$out/summary.txt"
 sed -i '/^interrupted$/d' "$out/summary.txt"
+scratch=$(mktemp -d) clocks=''
+mkdir "$scratch/cold" "$scratch/warm" || exit 2
+trap 'rm -rf "$scratch"; [ -z "$clocks" ] || kill "$clocks" 2>/dev/null' EXIT
 trap interrupted INT TERM
+if command -v nvidia-smi >/dev/null; then
+    nvidia-smi --query-gpu=timestamp,clocks.sm,power.draw,temperature.gpu,utilization.gpu,clocks_event_reasons.active \
+        --format=csv,nounits -l 1 >>"$out/clocks.csv" 2>/dev/null &
+    clocks=$!
+fi
 has() { python3 -c "import $1" >/dev/null 2>&1; }
 ! has xdist || workers=(-n auto) few_workers=(-n 4)
 mapfile -t on_gpu_files < <(grep -rl --include='test_*.py' --exclude-dir={ops,gpu} 'pytest\.mark\.gpu' tests)

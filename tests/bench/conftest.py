@@ -12,7 +12,7 @@ from tests.support.benches.forked_programs import forked_programs
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits of the machine from small products, measured in this process."""
-    monkeypatch.setattr(step, "in_another_process", lambda _, *given: programs.small_limits(*given))
+    monkeypatch.setattr(step, "in_another_process", lambda _, __, *given: programs.small_limits(*given))
 
 
 @pytest.fixture(scope="module")

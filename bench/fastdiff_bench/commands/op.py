@@ -7,6 +7,7 @@ the launch instead of the device (``Timing.launch_bound``) is marked.
 
 import argparse
 import gc
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,19 +104,32 @@ def add(commands: Commands) -> None:
     """Register the command."""
     parser = commands.add_parser("op")
     add_choice(parser, OPS)
+    parser.add_argument("--case", metavar="REGEX", help="only cases in whose name, as records have it, this is found")
     parser.add_argument("--large", action="store_true", help="the batch of a training step also on a CPU")
     add_measuring(parser)
     parser.set_defaults(run=_run_command)
 
 
 def _run_command(arguments: argparse.Namespace) -> int:
-    device, cases = device_of(arguments), chosen(arguments, OPS)
+    device, cases = device_of(arguments), _named(chosen(arguments, OPS), arguments.case)
     if device == "cuda" and launch.INTERPRETED:
         raise BenchError("TRITON_INTERPRET is set: the kernels would run on the CPU; unset it")
     with open_log(arguments, "op") as log:
         if arguments.smoke:  # the first of every op
             cases = list({case.op: case for case in reversed(cases)}.values())[::-1]
         return main(cases, device, log, smoke=arguments.smoke, large=arguments.large)
+
+
+def _named(cases: Sequence[Case], pattern: str | None) -> list[Case]:
+    """Return the cases in whose name ``pattern`` is found; None: all."""
+    try:
+        found = [case for case in cases if re.search(pattern or "", str(case))]
+    except re.error as error:
+        raise BenchError(f"--case {pattern}: {error}; expected a regular expression") from None
+    if not found:
+        near = ", ".join(str(case) for case in cases[:3])
+        raise BenchError(f"--case {pattern}: in no name of the {len(cases)} cases, which are such as {near}")
+    return found
 
 
 def main(cases: Sequence[Case], device: str, log: Log, *, smoke: bool, large: bool = False) -> int:
@@ -129,7 +143,7 @@ def main(cases: Sequence[Case], device: str, log: Log, *, smoke: bool, large: bo
         large: use the batch of a training step, as on a GPU without ``smoke``.
     """
     effort = QUICK if smoke else FULL
-    stopwatch, limits = Stopwatch(device, effort), roofline.measure(device, effort)
+    stopwatch, limits = Stopwatch(device, effort), roofline.kept(log.path.parent, device, effort, smoke=smoke)
     log.write(*limits.measurements(BENCH))
     rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in limits.matmul_flops_per_s.items())
     print(f"{Fingerprint.here()}\n\ncopy {limits.copy_bytes_per_s / 1e9:.0f} GB/s, matrix products: {rates}")

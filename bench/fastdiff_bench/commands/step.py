@@ -111,7 +111,8 @@ class _Measuring:
         """Measure and print all workloads; return the exit code: 1 if one failed, unless for lack of memory."""
         progress("limits of the machine")
         # In another process, so that no GPU memory stays allocated in this one.
-        found, bounds = [], in_another_process(roofline.measure, self._device, care)
+        where, smoke = self._log.path.parent, self._log.fingerprint.smoke
+        found, bounds = [], in_another_process(partial(roofline.kept, smoke=smoke), where, self._device, care)
         self._log.write(*bounds.measurements(BENCH))
         for number, workload in enumerate(workloads, 1):
             progress(f"{number} of {len(workloads)}: {workload.case}; {workload.provider}")
@@ -177,7 +178,7 @@ class _Measuring:
         return replace(workload, batch=found.batch), row
 
     def _data(self, workload: Workload) -> Path:
-        folder = self._folder / workload.preset
+        folder = self._folder / workload.network
         if not folder.exists():
             progress(f"synthetic data for {workload.preset}")
             synthetic.write(folder, workload.config(Path(), Path()).model, _SAMPLES)
@@ -194,6 +195,9 @@ def _verdict(stepped: Stepped) -> list[str]:
     if "mfu" in values:
         parts.append(f"MFU {values['mfu']:.1%}")
     lines = [f"{workload.case}; {workload.provider}: {'; '.join(parts)}"]
+    compiled, loaded = (int(values[f"parts of graphs {how}"]) for how in ("compiled", "from a cache"))
+    told = f"; compiled {compiled} graphs" if compiled else f"; loaded {loaded} graphs" if loaded else ""
+    lines.append(f"  started in {values['start']:.1f} s{told}")
     if "largest batch" in values:
         row = next(row for row in stepped.measurements if row.quantity == "largest batch")
         facts = row.facts

@@ -23,6 +23,7 @@ from fastdiff_bench.records.record import Failure, Log, Measurement
 BENCH = "step"
 PHASES = ("data", "objective", "forward", "backward", "optimizer", "ema", "other")
 """Phases of a step; "other" is the remainder."""
+_PARTS = {"compiled_anew": "compiled", "from_cache": "from a cache"}
 
 
 @dataclass(slots=True)
@@ -137,6 +138,9 @@ def _clean(workload: Workload, result: Result, limits: Limits) -> Iterator[Measu
             yield row(quantity, "1", timing.per_second(workload.samples * flops / rate), "higher")
     # Counted when the code is compiled; they occur in every step that runs it.
     yield row("graph breaks in code", "1", float(result.facts["graph_breaks"] or 0), "lower")
+    yield row("start", "s", float(result.facts["start_s"] or 0), "lower")
+    for quantity in ("compiled_anew", "from_cache"):
+        yield row(f"parts of graphs {_PARTS[quantity]}", "1", float(result.facts[quantity] or 0), "neither")
     yield row("compilations", "1", float(result.facts["compilations"] or 0), "neither")
 
 

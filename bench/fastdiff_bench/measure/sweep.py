@@ -15,7 +15,8 @@ from fastdiff.errors import ConfigError
 from fastdiff_bench import BenchError
 from fastdiff_bench.measure.workload import Workload
 
-FIELDS = tuple(field.name for field in fields(Workload))
+FIELDS = tuple(field.name for field in fields(Workload) if field.name != "model")
+"""What is swept."""
 _TYPES = get_type_hints(Workload)
 _BATCH_ON_CPU = 8
 
@@ -31,6 +32,7 @@ _HELP = {
     "optimizer": "as --optim.name",
     "recompute": "recompute each block in the backward pass",
     "deterministic": "add in a fixed order everywhere; its price: --sweep deterministic=false,true",
+    "fp8": "as --performance.fp8; the first 16 steps, which multiply in bf16, are not measured",
     "cuda_graph": "as --performance.cuda_graph; the phases and traces of a step are those without it",
     "loader": "as --data.loader",
 }
@@ -43,6 +45,13 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     }  # fmt: skip
     for name, text in _HELP.items():
         parser.add_argument(f"--{name.replace('_', '-')}", help=text, **kinds.get(_TYPES[name], {}))
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="other values of the preset's network: depth=4 size=64",
+    )
     add_deepspeed(parser)
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="NAME=V1,V2,...",
@@ -63,7 +72,7 @@ def workloads(arguments: argparse.Namespace, device: str) -> list[Workload]:
         BenchError: a name or a value does not exist, a combination is invalid, or two have the same name in the
             record.
     """
-    given = {name: getattr(arguments, name) for name in FIELDS}
+    given = {name: getattr(arguments, name) for name in FIELDS} | {"model": tuple(arguments.model)}
     given["preset"] = given["preset"] or ("digits" if arguments.smoke else "dit-s-2-256")
     swept = [_parsed(text) for text in arguments.sweep]
     names = [name for name, _ in swept]

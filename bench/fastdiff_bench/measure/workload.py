@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.command_line.config_file import from_mapping, with_optimizer
 from fastdiff.config.deepspeed import DsConfig
@@ -42,8 +44,11 @@ class Workload:
     optimizer: str | None = None
     recompute: bool | None = None
     deterministic: bool | None = None
+    fp8: bool | None = None
     cuda_graph: bool | None = None
     loader: str | None = None
+    model: tuple[str, ...] = ()
+    """``NAME=VALUE`` each: other values of the preset's network."""
 
     def config(self, data: Path, folder: Path) -> RunConfig:
         """Return the run on the shards in ``data``; it writes only temporary files to ``folder``.
@@ -62,7 +67,7 @@ class Workload:
         micro = base.batch.micro if self.micro is None and self.batch is None else self.micro
         performance = _given(
             precision=self.precision, compile=self.compile, kernels=self.kernels, attention=self.attention,
-            recompute=self.recompute, deterministic=self.deterministic, cuda_graph=self.cuda_graph,
+            recompute=self.recompute, deterministic=self.deterministic, fp8=self.fp8, cuda_graph=self.cuda_graph,
         )  # fmt: skip
         config = replace(
             base,
@@ -76,7 +81,19 @@ class Workload:
             validation=ValidationConfig(),
             output=OutputConfig(folder=str(folder), checkpoint_every=0, sample_every=0, report_to=()),
         )
-        return from_mapping(asdict(config), "bench")  # validates the choices
+        fields = asdict(config)
+        return from_mapping(fields | {"model": fields["model"] | self._model()}, "bench")  # validates the choices
+
+    def _model(self) -> dict[str, Any]:
+        for text in self.model:
+            if "=" not in text:
+                raise BenchError(f"--model {text}: expected NAME=VALUE, such as depth=4")
+        return {name: yaml.safe_load(value) for name, value in (text.split("=", 1) for text in self.model)}
+
+    @property
+    def network(self) -> str:
+        """Name of the network in records: the preset, and what differs from it."""
+        return " ".join((self.preset, *self.model))
 
     def deepspeed_json(self) -> DsConfig:
         """Return the given DeepSpeed JSON; BenchError if there is no such configuration."""
@@ -110,7 +127,7 @@ class Workload:
         config = self.config(Path(), Path())
         model = config.model
         shape = f"{model.channels}x{model.size}x{model.size}"
-        return ", ".join([self.preset, shape, batch, config.performance.precision])
+        return ", ".join([self.network, shape, batch, config.performance.precision])
 
     @property
     def samples(self) -> int:
@@ -127,6 +144,7 @@ class Workload:
         parts += [] if self.compile is None else ["compiled" if self.compile else "eager"]
         parts += ["recompute"] if self.recompute else []
         parts += ["deterministic"] if self.deterministic else []
+        parts += ["fp8"] if self.fp8 else []
         parts += ["graph"] if self.cuda_graph else []
         return " ".join([*parts, *(f"{name}={value}" for name, value in choices.items() if value is not None)])
 
@@ -146,6 +164,7 @@ class Workload:
             "optimizer": config.optim.name,
             "recompute": config.performance.recompute,
             "deterministic": config.performance.deterministic,
+            "fp8": config.performance.fp8,
             "cuda_graph": config.performance.cuda_graph,
             "loader": config.data.loader,
             **({"deepspeed_file": os.path.relpath(self.deepspeed)} if Path(self.deepspeed).suffix == ".json" else {}),

@@ -1,14 +1,17 @@
-"""The targets of speed on one H200, and a page that says which of them the records of a folder meet.
+"""The targets of speed on one H200 or H100 of 80 GB, and a page that says which of them the records of a folder meet.
 
 ``python -m fastdiff_bench.records.targets FOLDER`` prints the page; ``bench/gpu.sh`` writes it to ``FOLDER/README.md``.
 """
 
+from __future__ import annotations
+
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fastdiff_bench import BenchError
 from fastdiff_bench.records import record
@@ -16,13 +19,12 @@ from fastdiff_bench.records.number_format import interval, machine, number
 from fastdiff_bench.records.record import Measurement, Record
 
 DIT, SD2 = "dit-xl-2-256, 4x32x32", "sd2-512, 4x64x64"
-_COMPILED = r"fastdiff zero1"
-_EAGER = r"fastdiff zero1 eager"
+_FLAT = "fastdiff ddp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One figure, its target, and how a record has it."""
+    """One figure, its target on an H200, and how a record has it."""
 
     what: str
     part: str
@@ -36,6 +38,8 @@ class Target:
     least: float | None = None
     most: float | None = None
     """Bounds; neither: the figure is wanted, and has no target."""
+    on_h100: float | None = None
+    """The bound on an H100 of 80 GB; None: the same."""
     in_every_case: bool = False
     """The worst case counts; otherwise the best."""
     basis: str = ""
@@ -43,6 +47,7 @@ class Target:
 
     def __post_init__(self) -> None:
         assert self.least is None or self.most is None
+        assert self.on_h100 is None or self.bounded
 
     def of(self, measurements: Sequence[Measurement]) -> Measurement | None:
         """Return the measurement that counts; None: there is none."""
@@ -56,9 +61,21 @@ class Target:
         highest = found and (found[0].better == "lower") == self.in_every_case
         return (max if highest else min)(found, key=lambda m: m.value, default=None)
 
+    @property
+    def bounded(self) -> bool:
+        """Whether there is a target."""
+        return self.least is not None or self.most is not None
+
+    def on(self, device: str) -> Target:
+        """Return the target as it is on this GPU."""
+        if self.on_h100 is None or "H100" not in device:
+            return self
+        bound = "least" if self.least is not None else "most"
+        return replace(self, on_h100=None, **{bound: self.on_h100})
+
     def verdict(self, value: float) -> Literal["met", "missed", ""]:
         """Compare a value with the target; empty if there is none."""
-        if self.least is None and self.most is None:
+        if not self.bounded:
             return ""
         reached = value >= self.least if self.least is not None else value <= (self.most or 0.0)
         return "met" if reached else "missed"
@@ -71,34 +88,29 @@ class Target:
         return "" if self.most is None else f"at most {number(self.most)}"
 
 
-def _step(name: str, part: str, case: str, least: float, mfu: float, basis: str) -> Iterator[Target]:
-    """Yield the targets of a preset's training step on one GPU."""
-    case, group = f"^{case}, batch .*bf16", "step"
+_BASES = {DIT: "best published: 285 on an H800 (LightningDiT)", SD2: "best published: 129 (MLPerf v4.0, H200, fp16)"}
+_NAMES = {DIT: "DiT-XL/2, 256 px", SD2: "SD 2, 512 px"}
 
-    def target(
-        what: str, quantity: str, *, least: float | None = None, most: float | None = None, in_every_case: bool = False
-    ) -> Target:
-        return Target(
-            what=f"{name}: {what}", part=part, bench=group, quantity=quantity, case=case, provider=_COMPILED,
-            basis=basis if quantity == "throughput" else "", least=least, most=most,
-            in_every_case=in_every_case,
-        )  # fmt: skip
 
-    yield target("images per second", "throughput", least=least)
-    yield target("MFU of 989 TFLOP/s", "mfu", least=mfu)
-    yield target("graph breaks", "graph breaks in code", most=0, in_every_case=True)
-    yield target("step", "step time")
-    yield target("waiting for data in a step", "phase data", most=1)
-    yield target("peak memory", "peak allocated")
-    yield Target(
-        what=f"{name}, eager: images per second", part=f"{part}-eager", bench=group, quantity="throughput", case=case,
-        provider=_EAGER, basis="compiled should be 1.1 to 1.4 times as fast",
+def _of_step(
+    part: str, network: str, what: str, quantity: str, batch: str = ".*", provider: str = _FLAT, **rest: Any
+) -> Target:
+    return Target(
+        what=f"{_NAMES[network]}{what}", part=part, bench="step", quantity=quantity,
+        case=f"^{network}, batch {batch}, bf16", provider=provider, **rest,
     )  # fmt: skip
-    yield Target(
-        what=f"{name}: largest batch without recomputation", part=part.replace("step", "largest"), bench=group,
-        quantity="largest batch", case=case.replace("batch .*", "any batch.*"), provider=_COMPILED,
-        least=350 if case.startswith("^dit") else 110, basis="139 GiB by saved activations",
-    )  # fmt: skip
+
+
+def _step(part: str, network: str, rate: tuple[float, float], mfu: tuple[float, float]) -> Iterator[Target]:
+    """Yield the targets of a preset's training step; ``rate`` and ``mfu`` are bounds on an H200 and an H100."""
+    of = partial(_of_step, part, network)
+    yield of(": images per second", "throughput", least=rate[0], on_h100=rate[1], basis=_BASES[network])
+    yield of(": MFU of 989 TFLOP/s", "mfu", least=mfu[0], on_h100=mfu[1])
+    yield of(": graph breaks", "graph breaks in code", most=0, in_every_case=True)
+    yield of(": step", "step time")
+    yield of(": waiting for data in a step", "phase data", most=1)
+    yield of(": idle share of a traced step", "traced idle share")
+    yield of(": peak memory", "peak allocated")
 
 
 def _op(op: str, case: str, what: str, quantity: str, provider: str, **rest: object) -> Target:
@@ -108,43 +120,16 @@ def _op(op: str, case: str, what: str, quantity: str, provider: str, **rest: obj
 
 _COPY = "4.3 TB/s is the copy bandwidth"
 TARGETS: tuple[Target, ...] = (
-    *_step("DiT-XL/2, 256 px", "step-dit", DIT, 700, 0.45, "best published: 285 on an H800 (LightningDiT)"),
-    *_step("SD 2, 512 px", "step-sd2", SD2, 200, 0.40, "best published: 129 (MLPerf v4.0, H200, fp16)"),
-    *(
-        _op("group_norm", rf"320x64x64-nhwc bfloat16 {way}", f"GroupNorm + SiLU, {way}", "bandwidth", "triton",
-            least=3600, basis=_COPY)
-        for way in ("forward", "backward")
-    ),
-    *(
-        _op("group_norm", rf"320x64x64-nhwc bfloat16 {way}", f"GroupNorm + SiLU, {way}, over torch.compile",
-            "over compile", "triton", least=1.5, basis="Inductor: 6.2 and 18.1 bytes per element, the kernel: 6 and 10")
-        for way in ("forward", "backward")
-    ),
-    _op("adaln", r"DiT-XL\S* bfloat16 backward", "adaLN, backward, over torch.compile", "over compile", "triton",
-        least=1.3, in_every_case=True, basis="6 instead of 10 bytes per element"),
-    _op("adaln", r"DiT-XL\S* bfloat16 backward", "adaLN, backward, share of copying", "of copy", "triton", least=0.8,
-        in_every_case=True),
-    _op("adamw8bit", r".*forward", "8-bit AdamW, share of copying", "of copy", "triton", least=0.8, in_every_case=True,
-        basis="16 bytes per parameter"),
-    _op("adamw8bit", r".*forward", "8-bit AdamW", "time", "triton"),
-    _op("adamw8bit", r".*forward", "8-bit AdamW of bitsandbytes", "time", "bitsandbytes"),
-    _op("noising", r".*forward", "noise-add, over torch.compile", "over compile", "triton", least=1,
-        in_every_case=True),
-    _op("loss", r".*forward", "loss, over torch.compile", "over compile", "triton", least=1, in_every_case=True),
-    *(
-        _op("attention", rf"{shape}\S* bfloat16 {way}", f"attention, {name}, {way}", "rate",
-            "auto|cudnn|flash|sdpa", least=least, basis="useful operations; head dims of 40 and 72 are padded inside")
-        for shape, name, bounds in (
-            ("dit-xl-16x256x72", "256 tokens, head dim 72", (230, 160)),
-            ("sd2-5x4096x64-self", "4,096 tokens, head dim 64", (400, 300)),
-            ("sd15-8x4096x40-self", "4,096 tokens, head dim 40", (200, 130)),
-        )
-        for way, least in zip(("forward", "backward"), bounds, strict=True)
-    ),
+    *_step("step-dit", DIT, (670, 620), (0.48, 0.445)),
+    _of_step("step-dit-zero1", DIT, ", ZeRO-1: images per second", "throughput", provider="fastdiff zero1"),
+    _of_step("step-dit-graph", DIT, ", CUDA graph: images per second", "throughput", provider=f"{_FLAT} graph"),
+    _of_step("step-dit-fp8", DIT, ", FP8: images per second", "throughput", provider=f"{_FLAT} fp8", least=800,
+        on_h100=740, basis="products in FP8 at 1.6 times the rate of bf16"),
+    *_step("step-sd2", SD2, (150, 135), (0.36, 0.33)),
     *(
         Target(
             what=f"times as fast as {name}", part=part, bench="peer", quantity="speed-up", case=f"^{case}",
-            provider=rf"fastdiff.* over {peer}, best flags", least=1, basis="with their best flags",
+            provider=rf"fastdiff.* over {peer}, best flags", least=1.1, basis="with their best flags",
         )
         for name, part, case, peer in (
             ("DiT's trainer", "peer-dit", "dit-xl-2-256", "dit"),
@@ -152,9 +137,51 @@ TARGETS: tuple[Target, ...] = (
             ("diffusers' trainer", "peer-diffusers", "sd2-512", "diffusers"),
         )
     ),
-    Target(what="shards read, samples per second", part="data", bench="data", quantity="throughput",
-         case=r"151 KB.*warm",
-         provider="fastdiff (reader|prefetch)", least=7000, basis="ten times what DiT-XL/2 takes"),
+    _op("adaln", r"DiT-XL-gated\S* bfloat16 forward", "adaLN, forward, share of copying", "of copy", "triton",
+        least=0.8),
+    _op("adaln", r"DiT-XL\S* bfloat16 backward", "adaLN, backward, share of copying", "of copy", "triton", least=0.75,
+        in_every_case=True),
+    _op("adaln", r"DiT-XL\S* bfloat16 backward", "adaLN, backward, over torch.compile", "over compile", "triton",
+        least=1.3, in_every_case=True, basis="6 instead of 10 bytes per element"),
+    *(
+        _op("attention", rf"{shape}\S* bfloat16 {way}", f"attention, {name}, {way}", "rate",
+            "auto|short|cudnn|flash|sdpa", least=least,
+            basis="useful operations; head dims of 40 and 72 are padded inside")
+        for shape, name, bounds in (
+            ("dit-xl-16x256x72", "256 tokens, head dim 72", (230, 160)),
+            ("sd2-5x4096x64-self", "4,096 tokens, head dim 64", (400, 300)),
+            ("sd15-8x4096x40-self", "4,096 tokens, head dim 40", (200, 130)),
+        )
+        for way, least in zip(("forward", "backward"), bounds, strict=True)
+    ),
+    _op("gelu", r"DiT-XL bfloat16 backward", "GELU, backward, share of copying", "of copy", "triton", least=0.85),
+    _op("geglu", r"SD2-4096x320 bfloat16 backward", "GEGLU, backward, share of copying", "of copy", "triton"),
+    *(
+        _op("group_norm", rf"320x64x64-nhwc bfloat16 {way}", f"GroupNorm + SiLU, {way}, {what}", quantity, "triton",
+            least=least, basis=basis)
+        for what, quantity, least, basis in (
+            ("share of copying", "of copy", 0.8, ""),
+            ("over torch.compile", "over compile", 1.5,
+                "Inductor: 6.2 and 18.1 bytes per element, the kernel: 6 and 10"),
+        )
+        for way in ("forward", "backward")
+    ),
+    _op("adamw8bit", r".*forward", "8-bit AdamW, share of copying", "of copy", "triton", least=0.8, in_every_case=True,
+        basis="16 bytes per parameter"),
+    _op("adamw8bit", r".*forward", "8-bit AdamW", "time", "triton"),
+    _op("adamw8bit", r".*forward", "8-bit AdamW of bitsandbytes", "time", "bitsandbytes"),
+    _op("adamw", r".*copy-ema\S* \S+ forward", "AdamW, share of copying", "of copy", "triton", least=0.9),
+    _op("noising", r".*forward", "noise-add, over torch.compile", "over compile", "triton", least=1,
+        in_every_case=True),
+    _op("loss", r".*forward", "loss, over torch.compile", "over compile", "triton", least=1, in_every_case=True),
+    _of_step("step-dit-32", DIT, ", 32 images: images per second", "throughput", "32", f"{_FLAT}( graph)?", least=570,
+        on_h100=530, basis="0.9 of what a large batch gives"),
+    _of_step("step-dit-deterministic", DIT, ", deterministic: images per second", "throughput",
+        provider=f"{_FLAT} deterministic", least=600, on_h100=555, basis="0.9 of what the default gives"),
+    _of_step("start-warm", DIT, ", compiled code at hand: seconds until the first step", "start", "64",
+        f"{_FLAT} compiled", most=25),
+    _of_step("start-warm", DIT, ", compiled code at hand: parts of graphs compiled", "parts of graphs compiled", "64",
+        f"{_FLAT} compiled", most=0),
     Target(what="step beside a save over step", part="checkpoint", bench="checkpoint",
          quantity="step time beside a save / step time", case=r"^dit-xl-2-256", provider="fastdiff.*", most=1.05),
 )  # fmt: skip
@@ -165,15 +192,18 @@ def page(folder: Path) -> str:
     """Return the page about the records of a folder, in Markdown."""
     records, damaged = _readable(folder)
     measurements = [m for one in records for m in one.measurements]
-    rows = [_row(target, target.of(measurements)) for target in TARGETS]
-    met, missed = (sum(row[4] == verdict for row in rows) for verdict in ("met", "missed"))
+    device = records[0].fingerprint.device if records else ""
+    rows = [_row(target, target.of(measurements), device) for target in TARGETS]
+    met, missed = (sum(row[5] == verdict for row in rows) for verdict in ("met", "missed"))
     lines = [
         "# One GPU against the targets",
         "",
         *dict.fromkeys(f"{machine(one.fingerprint)}, {one.fingerprint.date[:10]}.  " for one in records),
-        f"{met} of {met + missed} measured targets are met; {sum(not row[2] for row in rows)} are not measured.",
+        f"{met} of {met + missed} measured targets are met; {sum(not row[3] for row in rows)} are not measured.",
         "",
-        *_table([("figure", "target", "measured", "p20 to p80", "", "case or missing part", "basis"), *rows]),
+        *_table(
+            [("figure", "target", "on an H100", "measured", "p20 to p80", "", "case or missing part", "basis"), *rows]
+        ),
     ]
     failures = [f for one in records for f in one.failures]
     if failures or damaged:
@@ -197,11 +227,12 @@ def _readable(folder: Path) -> tuple[list[Record], list[str]]:
     return sorted(found, key=lambda one: one.fingerprint.date), damaged
 
 
-def _row(target: Target, found: Measurement | None) -> tuple[str, ...]:
+def _row(target: Target, found: Measurement | None, device: str) -> tuple[str, ...]:
+    bounds = (target.what, target.bound, target.on("H100").bound)
     if found is None:
-        return (target.what, target.bound, "", "", "", f"`bash bench/gpu.sh {target.part}`", target.basis)
-    where = f"{found.case}; {found.provider}"
-    return (target.what, target.bound, _value(found), interval(found), target.verdict(found.value), where, target.basis)
+        return (*bounds, "", "", "", f"`bash bench/gpu.sh {target.part}`", target.basis)
+    verdict, where = target.on(device).verdict(found.value), f"{found.case}; {found.provider}"
+    return (*bounds, _value(found), interval(found), verdict, where, target.basis)
 
 
 def _value(found: Measurement) -> str:
@@ -211,7 +242,7 @@ def _value(found: Measurement) -> str:
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     head, *rest = rows
     yield f"| {' | '.join(head)} |"
-    yield "| --- | ---: | ---: | ---: | --- | --- | --- |"
+    yield "| --- | ---: | ---: | ---: | ---: | --- | --- | --- |"
     for row in rest:
         yield f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
 

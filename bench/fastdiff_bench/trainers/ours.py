@@ -3,11 +3,13 @@
 import math
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -15,6 +17,7 @@ from torch._dynamo.utils import counters
 from fastdiff.batch import Batch
 from fastdiff.config.launch_options import Launch
 from fastdiff.console import quieten
+from fastdiff.models.compile_clock import compiled
 from fastdiff.parallel.world import start_world
 from fastdiff.training.build import Run, build
 from fastdiff.training.callbacks.base import Callback, Callbacks
@@ -35,7 +38,9 @@ def run(
 ) -> None:
     """Step until ``Enough``.
 
-    Facts: ``parameters``, ``device`` (its name), ``micro`` (samples of a micro-batch), ``graph_breaks`` and
+    Facts: ``parameters``, ``device`` (its name), ``micro`` (samples of a micro-batch), ``start_s`` (from the start
+    of the process until all is built and compiled), ``compiled_anew`` and ``from_cache`` (parts of graphs that were
+    compiled until then, or loaded), ``graph_breaks`` and
     ``compilations`` of torch.compile so far, ``last_compilation`` (the last step that compiled, counted from 1; 0:
     none); with ``traced`` also ``trace``, the path of the trace.
 
@@ -53,6 +58,9 @@ def run(
             parameters=parameters_of(state),
             device=torch.cuda.get_device_name() if timer.device.type == "cuda" else "cpu",
             micro=state.config.batch.per_rank(state.world.size),
+            start_s=time.time() - psutil.Process().create_time(),
+            compiled_anew=compiled.anew,
+            from_cache=compiled.from_cache,
         )
         stream: Iterator[Batch] = _timed_batches(timer, built.batches) if phases else built.batches
         if phases:

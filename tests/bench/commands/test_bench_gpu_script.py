@@ -16,32 +16,35 @@ import pytest
 
 from fastdiff_bench import cases
 from fastdiff_bench.__main__ import COMMANDS, module_of
+from fastdiff_bench.commands import op
 from fastdiff_bench.measure import baselines, sweep
 from fastdiff_bench.records.fingerprint import ROOT
 from tests.support.processes import DIE_WITH_TESTS, stop
 from tests.support.waiting import wait_until
 
 PARTS = [
-    "doctor", "ops", "gpu", "runs", "step-dit", "step-sd2", "step-dit-eager", "step-sd2-eager", "op-philox", "op-loss",
-    "op-noising", "op-adamw", "op-adamw8bit", "op-attention", "op-adaln", "op-group_norm", "op-dropout",
-    "op-gelu", "op-geglu", "op-bias_gradient", "op-weight_gradient",
-    "step-dit-small",
-    "step-sd2-small", "peer-dit", "peer-plain", "peer-diffusers", "checkpoint", "largest-dit", "largest-sd2", "data",
-    "memcheck", "report",
+    "step-dit", "step-dit-zero1", "step-dit-graph", "step-dit-fp8", "step-sd2", "peer-dit", "peer-plain",
+    "peer-diffusers", "op-adaln", "op-attention", "op-gelu", "op-geglu", "op-group_norm", "op-adamw8bit", "op-adamw",
+    "op-weight_gradient", "op-bias_gradient", "op-loss", "op-noising", "op-dropout", "op-philox", "step-dit-32",
+    "step-dit-deterministic", "start-cold", "start-warm", "checkpoint", "doctor", "ops", "gpu", "runs", "memcheck",
+    "report",
 ]  # fmt: skip
+NEEDS_A_GPU = {"step-dit-graph"}
 WITHOUT_BENCH = {"doctor", "ops", "gpu", "runs", "memcheck"}
 
 PYTHON = """
 case "$*" in
-    -|"- --smoke") cat >/dev/null; echo nvidia-h200 ;;
+    -) cat >/dev/null; echo nvidia-h200 139 ;;
+    "- --smoke") cat >/dev/null; echo nvidia-h200 0 ;;
     *Fingerprint*) echo "device NVIDIA H200" ;;
+    *find_spec*CUDA-device*) echo CUDA-device ;;
     *find_spec*|*"import "*) ;;
     *fastdiff_bench.records.targets*) echo "targets of $3" ;;
     *"tests/ops"*) echo "one test failed"; exit 3 ;;
-    *"bench data"*) exit 5 ;;
+    *"bench checkpoint"*) exit 5 ;;
     *) printf 'ran'; printf ' %q' "$@"; echo ;;
 esac"""
-"""Stands in for Python: the kernels' tests fail, and so do the readers, in another way."""
+"""Stands in for Python: the kernels' tests fail, and so do checkpoints, in another way."""
 
 SANITIZER = 'while [[ $1 != python3 ]]; do shift; done; exec "$@"'
 
@@ -111,8 +114,8 @@ def test_it_goes_on_after_failures_and_ends_with_the_code_of_the_first(
     full: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
     done, out = full
-    assert done.returncode == 3, done.stderr
-    failed = {"ops": "failed (3)", "data": "failed (5)", "memcheck": "failed (3)"}
+    assert done.returncode == 5, done.stderr
+    failed = {"ops": "failed (3)", "checkpoint": "failed (5)", "memcheck": "failed (3)"}
     assert summary(out) == dict.fromkeys(PARTS, "passed") | failed
     assert list(summary(out)) == PARTS
     assert {p.name for p in out.iterdir()} == {
@@ -139,15 +142,16 @@ def test_every_command_exists_and_asks_for_what_there_is(
     """So that a flag, preset, op or peer that is renamed is renamed here too."""
     out = full[1] if device == "cuda" else smallest
     measuring = {name: words[2:] for name, words in commands(out).items() if words[:2] == ["-m", "fastdiff_bench"]}
-    assert WITHOUT_BENCH | {"data"} == set(PARTS) - set(measuring)
+    left_out = NEEDS_A_GPU if device == "cpu" else set()
+    assert WITHOUT_BENCH | {"checkpoint"} | left_out == set(PARTS) - set(measuring)
     for name, words in measuring.items():
         given, group = parsed(words), name.split("-")[0]
-        if group in ("report", "checkpoint"):
+        if group == "report":
             continue
         assert (given.out, given.smoke) == (out, device == "cpu")
         if group == "op":
             assert [given.ops] == [[name.removeprefix("op-")]]
-            assert cases.chosen(given, cases.OPS)
+            assert op._named(cases.chosen(given, cases.OPS), given.case)
             continue
         workloads = sweep.workloads(given, device)
         for workload in workloads if group == "peer" else []:
@@ -156,17 +160,27 @@ def test_every_command_exists_and_asks_for_what_there_is(
             "bf16"
         }
         assert device == "cuda" or not any(
-            "-xl-" in workload.preset or "512" in workload.preset for workload in workloads
+            ("-xl-" in workload.preset and not workload.model) or "512" in workload.preset for workload in workloads
         )
     assert {name.removeprefix("op-") for name in measuring if name.startswith("op-")} == set(cases.OPS)
 
 
-def test_readers_and_tests_that_are_named_exist(tmp_path: Path) -> None:
-    echo = PYTHON.replace('*"tests/ops"*)', "never)").replace('*"bench data"*)', "nor)")
+def test_it_adapts_to_the_memory_and_logs_the_clocks(tmp_path: Path) -> None:
+    out, smaller = tmp_path / "out", PYTHON.replace("nvidia-h200 139", "nvidia-h100 79")
+    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "1980, 690.1"\nexec sleep 600\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert script(tmp_path, smaller, str(out), "step").returncode == 0
+    batches = {name: parsed(words[2:]).batch for name, words in commands(out).items()}
+    assert batches["step-dit"] == batches["step-dit-fp8"] == 192
+    assert (batches["step-sd2"], batches["step-dit-32"]) == (48, 32)
+    assert (out / "clocks.csv").read_text() == "1980, 690.1\n"
+
+
+def test_tests_that_are_named_exist(tmp_path: Path) -> None:
+    echo = PYTHON.replace('*"tests/ops"*)', "never)")
     out = tmp_path / "out"
-    assert script(tmp_path, echo, str(out), "ops", "gpu", "runs", "data").returncode == 0
+    assert script(tmp_path, echo, str(out), "ops", "gpu", "runs").returncode == 0
     found = commands(out)
-    assert parsed(found["data"][2:]).rounds >= 2
     assert found["ops"][-1] == "tests/ops"
     assert found["runs"][-3:] == ["tests/gpu", "-m", "gpu"]
     files = {word for word in found["gpu"] if word.startswith("tests/")}
@@ -238,7 +252,7 @@ def test_every_part_can_be_a_call_of_its_own(
     out = str(tmp_path / "out")
     given = dict(zip(PARTS, seconds_of(full[1].with_name("limits")), strict=True))
     assert max(given.values()) <= 540
-    assert given["step-sd2"] == given["largest-sd2"] == 540, "dozens of graphs are compiled"
+    assert given["step-sd2"] == 400, "dozens of graphs are compiled"
     alone = limits(tmp_path, out, "step-sd2", "op-loss")
     assert 0 < alone[0] <= 510
     assert alone[1] == given["op-loss"]
@@ -261,16 +275,16 @@ def test_a_part_that_takes_too_long_is_interrupted(tmp_path: Path) -> None:
     """It may say its last words, and what it has recorded is in the summary."""
     out, ready = tmp_path / "out", tmp_path / "ready"
     waiting = f'sleep 600 & trap "echo last words; exit 1" INT; touch {ready}; wait'
-    hanging = PYTHON.replace("*) printf", f"*largest*|*find-batch*) {waiting} ;;\n    *) printf")
+    hanging = PYTHON.replace("*) printf", f"*deterministic*) {waiting} ;;\n    *) printf")
     # As the clock of timeout would.
     expire = f"(until [ -e {ready} ] || ! kill -0 $$; do sleep 0.05; done; kill -ALRM $$) &"
     limited = f'{expire} exec {shutil.which("timeout")} --signal=INT --kill-after=240 600 "$@"'
-    soon = f'shift 3; case "$*" in *find-batch*) {limited} ;; esac; exec "$@"'
-    done = script(tmp_path, hanging, str(out), "largest-dit", "report", timeout=soon)
+    soon = f'shift 3; case "$*" in *--deterministic*) {limited} ;; esac; exec "$@"'
+    done = script(tmp_path, hanging, str(out), "step-dit-deterministic", "report", timeout=soon)
     assert done.returncode == 124
-    assert summary(out) == {"largest-dit": "stopped after 420 s", "report": "passed"}
+    assert summary(out) == {"step-dit-deterministic": "stopped after 100 s", "report": "passed"}
     assert (out / "README.md").exists()
-    assert (out / "largest-dit.log").read_text() == "last words\n"
+    assert (out / "step-dit-deterministic.log").read_text() == "last words\n"
     assert gone(tmp_path)
 
 
@@ -310,7 +324,7 @@ def test_the_script_does_not_wait_for_processes_that_a_part_leaves(tmp_path: Pat
 
 def test_a_part_whose_package_is_missing_is_left_out(tmp_path: Path) -> None:
     without = PYTHON.replace("*find_spec*|", "*find_spec*diffusers*) echo diffusers ;;\n    *find_spec*|")
-    out, left_out = tmp_path / "out", "left out, not installed: diffusers"
+    out, left_out = tmp_path / "out", "left out, missing: diffusers"
     assert script(tmp_path, without, str(out), "peer").returncode == 0
     assert summary(out) == {"peer-dit": "passed", "peer-plain": "passed", "peer-diffusers": left_out}
     done = script(tmp_path, without, str(out), "peer-diffusers")
@@ -322,7 +336,7 @@ def test_a_part_whose_package_is_missing_is_left_out(tmp_path: Path) -> None:
     [
         (["--smok"], "there is no --smok"),
         (["--seconds", "soon"], "--seconds soon: expected seconds"),
-        (["steps"], "there is no part steps; expected some of: doctor ops gpu runs step step-dit"),
+        (["steps"], "there is no part steps; expected some of: step step-dit step-dit-zero1"),
         (["op", "OUT"], "OUT, the folder .*/out, comes before the parts"),
     ],
 )

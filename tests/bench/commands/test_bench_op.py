@@ -245,3 +245,32 @@ def test_upstream_gradients_do_not_depend_on_strides_or_dtype() -> None:
     assert strided.stride() == by_channel.stride()
     assert torch.equal(plain, strided)
     assert torch.equal(plain.double(), double)
+
+
+def test_a_pattern_chooses_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = cases(("adaln",))
+    assert {case.shape for case in op._named(given, "XL-gated.*(bfloat16|float32)")} == {"DiT-XL-gated-256x1152"}
+    assert op._named(given, None) == given
+    for pattern, reason in (("XXL", "--case XXL: in no name of the 18 cases"), ("(", "--case (: missing )")):
+        assert main(["op", "adaln", "--case", pattern, "--out", str(tmp_path)]) == 2
+        assert reason in capsys.readouterr().err
+
+
+def test_limits_are_measured_once_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record of another machine, of a smoke run or of yesterday says nothing about now."""
+    with Log(tmp_path / "op.jsonl") as log:
+        measured = limits.measure(DEVICE, timing.QUICK)
+        log.write(*measured.measurements("op"))
+
+    def again(*_: object) -> limits.Limits:
+        raise LookupError("measured again")
+
+    monkeypatch.setattr(limits, "measure", again)
+    found = limits.kept(tmp_path, DEVICE, timing.QUICK, smoke=False)
+    assert found.copy_bytes_per_s == pytest.approx(measured.copy_bytes_per_s)
+    assert found.matmul_flops_per_s == pytest.approx(measured.matmul_flops_per_s)
+    with pytest.raises(LookupError):
+        limits.kept(tmp_path, DEVICE, timing.QUICK, smoke=True)
+    (tmp_path / "op.jsonl").write_text(re.sub('"date": "2', '"date": "1', (tmp_path / "op.jsonl").read_text()))
+    with pytest.raises(LookupError):
+        limits.kept(tmp_path, DEVICE, timing.QUICK, smoke=False)

@@ -32,6 +32,7 @@ from tests.support.benches.programs import BROKEN_BATCH
 CASE = "digits, 1x8x8, batch 16, fp32, micro 8"
 QUANTITIES = {
     "step time", "throughput", "processor time", "of matmul", "peak resident", "graph breaks in code", "compilations",
+    "start", "parts of graphs compiled", "parts of graphs from a cache",
     "marked step time",
     "phase data", "phase objective", "phase forward", "phase backward", "phase optimizer", "phase ema", "phase other",
 }  # fmt: skip
@@ -310,3 +311,13 @@ def test_synthetic_data_have_the_shapes_of_the_model(name: str, tmp_path: Path) 
     channels = model.channels * (2 if info.kind == "posterior" else 1)
     assert info.latent.shape == (channels, model.size, model.size)
     assert json.loads((tmp_path / "data" / "dataset.json").read_text())["samples"] == 3
+
+
+def test_values_of_the_network_are_part_of_the_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    workload = Workload(preset="digits", model=("depth=2", "mlp_ratio=2.0"), fp8=False)
+    config = workload.config(Path(), Path())
+    assert (config.model.depth, config.model.mlp_ratio) == (2, 2.0)
+    assert workload.case.startswith("digits depth=2 mlp_ratio=2.0, 1x8x8, batch")
+    for given, reason in (("depth", "--model depth: expected NAME=VALUE"), ("deep=2", "deep")):
+        assert main(["step", "--smoke", "--model", given, "--out", str(tmp_path)]) == 2
+        assert reason in capsys.readouterr().err

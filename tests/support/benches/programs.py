@@ -133,7 +133,8 @@ def growing(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> N
     """Hold so much memory per sample of the batch in every step."""
     from fastdiff_bench.measure.stepping import PHASES
 
-    timer.ready(parameters=1, device="cpu", graph_breaks=0, compilations=0, last_compilation=0)
+    compiled = dict.fromkeys(("graph_breaks", "compilations", "last_compilation", "compiled_anew", "from_cache"), 0)
+    timer.ready(parameters=1, device="cpu", start_s=1.0, **compiled)
     while True:
         held = torch.ones(workload.samples * PER_SAMPLE // 4)
         for name in PHASES[:-1]:
