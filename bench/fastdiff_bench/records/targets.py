@@ -70,8 +70,9 @@ class Target:
         """Return the target as it is on this GPU."""
         if self.on_h100 is None or "H100" not in device:
             return self
-        bound = "least" if self.least is not None else "most"
-        return replace(self, on_h100=None, **{bound: self.on_h100})
+        if self.least is not None:
+            return replace(self, on_h100=None, least=self.on_h100)
+        return replace(self, on_h100=None, most=self.on_h100)
 
     def verdict(self, value: float) -> Literal["met", "missed", ""]:
         """Compare a value with the target; empty if there is none."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.presets import preset
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.models.cost.flops import training_flops
@@ -316,6 +317,7 @@ def test_synthetic_data_have_the_shapes_of_the_model(name: str, tmp_path: Path) 
 def test_values_of_the_network_are_part_of_the_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     workload = Workload(preset="digits", model=("depth=2", "mlp_ratio=2.0"), fp8=False)
     config = workload.config(Path(), Path())
+    assert isinstance(config.model, DiTConfig)
     assert (config.model.depth, config.model.mlp_ratio) == (2, 2.0)
     assert workload.case.startswith("digits depth=2 mlp_ratio=2.0, 1x8x8, batch")
     for given, reason in (("depth", "--model depth: expected NAME=VALUE"), ("deep=2", "deep")):
