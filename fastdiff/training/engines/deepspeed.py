@@ -29,7 +29,7 @@ from fastdiff.parallel.world import World
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.optimizer.build import build_lr_schedule, build_optimizer, create_state, forget, set_lr_step
 from fastdiff.training.zero.norm import take_norm_at_once
-from fastdiff.training.zero.shortcuts import leave_gradients_in_place
+from fastdiff.training.zero.shortcuts import keep_whole, leave_gradients_in_place, leave_parameters_in_place
 from fastdiff.training.zero.slices import flats_of, overwrite
 from fastdiff.training.zero.stage3 import partition, plan_two_passes_as_one, require_input_gradients
 from fastdiff.training.zero.sums import collect_in_fp32, drop_sums_of_skipped_steps
@@ -267,8 +267,11 @@ def _slim(engine: Any, stage: int, objective: ObjectiveConfig) -> None:
         drop_sums_of_skipped_steps(engine.optimizer)
     if stage == 3:
         leave_gradients_in_place(engine.optimizer)
+        leave_parameters_in_place(engine.optimizer)
     if stage == 3 and objective.takes_two_passes:
         plan_two_passes_as_one(engine)
+    if stage == 3:
+        keep_whole(engine.optimizer)
 
 
 def _gather_whole(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:

@@ -5,10 +5,13 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import Tensor, nn
 
 from fastdiff.config.deepspeed import resolve
@@ -52,35 +55,7 @@ def test_a_single_rank_copies_a_gradient_once(
         monkeypatch, DeepSpeedEngine, "optimizer_step", lambda: train(replace(config, samples=64), launch(3), world)
     )[-1]
     assert not backward.operations["div_"] + backward.operations["_reduce_scatter_base_"] + update.operations["cat"]
-
-
-def test_a_step_reads_no_signatures_and_sends_nothing_to_itself(
-    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: Counter[str] = Counter()
-    steps: list[Counter[str]] = []
-
-    def counted(owner: Any, name: str) -> None:
-        own = getattr(owner, name)
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            taken[name] += 1
-            return own(*arguments, **named)
-
-        monkeypatch.setattr(owner, name, call)
-
-    counted(inspect, "signature")
-    counted(torch.distributed.ProcessGroup, "all_gather_single")
-    own_step = DeepSpeedEngine.optimizer_step
-
-    def step(engine: DeepSpeedEngine) -> None:
-        own_step(engine)
-        steps.append(taken.copy())
-
-    monkeypatch.setattr(DeepSpeedEngine, "optimizer_step", step)
-    train(tiny(digits, tmp_path, 4), launch(3), world)
-    assert steps[-1]["signature"] == steps[-2]["signature"] > 0
-    assert steps[-1]["all_gather_single"] == 0
+    assert backward.operations["_foreach_copy_"] == 1
 
 
 class _Two(BlockwiseModel):
@@ -95,6 +70,50 @@ class _Two(BlockwiseModel):
     def forward(self, x: Tensor, *, both: Tensor) -> Tensor:
         x = self.unit(self.first(x))
         return self.second(x) if both.any() else x
+
+
+def calls_of_steps(world: World) -> list[Counter[str]]:
+    """Calls of the last two of five steps on two layers, by name."""
+    taken: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> Any:
+        own = getattr(owner, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            taken[name] += 1
+            return own(*arguments, **named)
+
+        return mock.patch.object(owner, name, call)
+
+    config = tiny(Path(), Path(), batch__samples=world.size, batch__micro=1, performance__engine="deepspeed")
+    steps = []
+    settings = resolve(launch(3).deepspeed, config, world.size)
+    settings["zero_optimization"]["stage3_param_persistence_threshold"] = 100_000  # DeepSpeed's
+    with (
+        counted(inspect, "signature"),
+        counted(torch.distributed.ProcessGroup, "all_gather_single"),
+        counted(partition_parameters, "free_param"),
+        counted(PartitionedParameterCoordinator, "fetch_sub_module"),
+    ):
+        trained = build_engine(_Two(), config, settings, world, (nn.Identity,))
+        for _ in range(5):
+            taken.clear()
+            trained.backward(trained(torch.ones(1, 4), both=torch.tensor(True)).square().sum())
+            taken["all_gather_single"] = 0  # of the update alone
+            assert trained.step()
+            steps.append(taken.copy())
+    return steps[-2:]
+
+
+def test_a_step_of_two_ranks_gathers_small_parameters_at_once_and_reads_no_signatures() -> None:
+    for steps in values(forked_ranks(calls_of_steps)):
+        assert [step["signature"] for step in steps] == [0, 0]
+        assert [step["all_gather_single"] for step in steps] == [1, 1]
+
+
+def test_a_single_rank_gathers_and_releases_nothing() -> None:
+    [steps] = values(forked_ranks(calls_of_steps, ranks=1))
+    assert [+step for step in steps] == [Counter(), Counter()]
 
 
 def weights_of(world: World, engine: str, stage: int, clip: float) -> Tensor:
