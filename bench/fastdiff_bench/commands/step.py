@@ -190,8 +190,11 @@ def _verdict(stepped: Stepped) -> list[str]:
     if stepped.failure is not None:
         return [f"{stepped.failure.case}; {workload.provider}: FAILED: {stepped.failure.reason}"]
     parts = [f"{values['throughput']:.1f} samples/s, {values['step time']:.2f} ms per step"]
-    marked = sum(values[f"phase {name}"] for name in PHASES)
-    parts.append(f"its phases, measured with marks, {marked:.2f} ms, {values['phase data'] / marked:.1%} of it data")
+    if "phase data" in values:  # not of a graph
+        marked = sum(values[f"phase {name}"] for name in PHASES)
+        parts.append(
+            f"its phases, measured with marks, {marked:.2f} ms, {values['phase data'] / marked:.1%} of it data"
+        )
     if "mfu" in values:
         parts.append(f"MFU {values['mfu']:.1%}")
     lines = [f"{workload.case}; {workload.provider}: {'; '.join(parts)}"]

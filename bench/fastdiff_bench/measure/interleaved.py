@@ -23,45 +23,21 @@ from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 
 from fastdiff.models.cost.memory import exhausted
 from fastdiff.parallel.world import free_port
-from fastdiff.training.metrics import peak_resident_bytes
 from fastdiff_bench import BenchError
-from fastdiff_bench.measure.session import Enough, Fact, Steps, StepTimer
+from fastdiff_bench.measure.session import Enough, Fact, Memory, Steps, StepTimer
 from fastdiff_bench.measure.timing import Timing
 from fastdiff_bench.records.tables import progress
 
 _LAST_LINES = 30
 _PARTING_SECONDS = 5.0
 """Grace period in seconds for a stopped program to end by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Largest memory use of a program (its first rank) in bytes."""
-
-    resident: int
-    """High-water mark of the process."""
-    allocated: int | None = None
-    """Peak of tensors on the GPU; None without a GPU."""
-    reserved: int | None = None
-    """Peak of torch's allocator on the GPU; None without a GPU."""
-
-    @property
-    def peak(self) -> int:
-        """Peak on the device of the computation."""
-        return self.resident if self.allocated is None else self.allocated
-
-    @property
-    def peaks(self) -> dict[str, int]:
-        """All peaks by the names of their quantities."""
-        found = {"resident": self.resident, "allocated": self.allocated, "reserved": self.reserved}
-        return {f"peak {kind}": size for kind, size in found.items() if size is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +109,12 @@ class Effort:
 
 
 def run_interleaved(
-    programs: Sequence[Program], effort: Effort, *, device: str, before_session: Callable[[], None] | None = None
+    programs: Sequence[Program],
+    effort: Effort,
+    *,
+    device: str,
+    before_session: Callable[[], None] | None = None,
+    after_round: Callable[[dict[str, Result]], None] | None = None,
 ) -> dict[str, Result]:
     """Run the programs interleaved; one that fails is left out from then on.
 
@@ -142,6 +123,7 @@ def run_interleaved(
         effort: number of steps.
         device: ``cuda`` or ``cpu``.
         before_session: called here before every session except the warm-up, while all programs wait.
+        after_round: called here with the results so far, of which those of programs that failed are incomplete.
     """
     results = {program.name: Result() for program in programs}
     workers: dict[str, _Worker] = {}
@@ -159,6 +141,8 @@ def run_interleaved(
                     if before_session is not None:
                         before_session()
                     _attempt(worker, results[name], lambda w: w.run_session(effort.steps, effort.settling))
+            if after_round is not None:
+                after_round(results)
         for name, worker in workers.items():
             if results[name].failure is None:
                 _attempt(worker, results[name], lambda w: w.finish())
@@ -227,8 +211,7 @@ class _Worker:
 
     def finish(self) -> None:
         self._tell(0)
-        facts, self.result.memory = self._answers("finished")[0]
-        self.result.facts.update(facts)
+        self.result.facts.update(self._answers("finished")[0])
 
     def kill(self) -> None:
         for connection in self._connections:
@@ -245,8 +228,9 @@ class _Worker:
 
     def _go(self, steps: int) -> Steps:
         self._tell(steps)
-        found: Steps = self._answers("steps")[0]
-        return found
+        found, facts, self.result.memory = self._answers("steps")[0]
+        self.result.facts.update(facts)
+        return cast(Steps, found)
 
     def _tell(self, steps: int) -> None:
         for connection in self._connections:
@@ -311,7 +295,7 @@ def _work(
         try:
             run(timer, *arguments)
         except Enough:
-            connection.send(("finished", (timer.facts, _memory(torch.device(device)))))
+            connection.send(("finished", timer.facts))
         else:
             raise RuntimeError("the program ended before it had taken all steps")
     except BaseException as error:
@@ -329,12 +313,6 @@ def _work(
 def ran_out(error: BaseException) -> bool:
     """Return whether GPU or system memory ran out, also if torch.compile or another library wrapped the error."""
     return exhausted(error) is not None
-
-
-def _memory(device: torch.device) -> Memory:
-    if device.type != "cuda":
-        return Memory(peak_resident_bytes())
-    return Memory(peak_resident_bytes(), torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 
 
 def _reason(error: BaseException) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import torch
 
+from fastdiff.training.metrics import peak_resident_bytes
+
 Fact = str | int | float | bool | None
 
 
@@ -47,6 +49,36 @@ class Steps:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Largest memory use of a program (its first rank) in bytes."""
+
+    resident: int
+    """High-water mark of the process."""
+    allocated: int | None = None
+    """Peak of tensors on the GPU; None without a GPU."""
+    reserved: int | None = None
+    """Peak of torch's allocator on the GPU; None without a GPU."""
+
+    @property
+    def peak(self) -> int:
+        """Peak on the device of the computation."""
+        return self.resident if self.allocated is None else self.allocated
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """All peaks by the names of their quantities."""
+        found = {"resident": self.resident, "allocated": self.allocated, "reserved": self.reserved}
+        return {f"peak {kind}": size for kind, size in found.items() if size is not None}
+
+    @classmethod
+    def here(cls, device: torch.device) -> Memory:
+        """Return that of this process so far."""
+        if device.type != "cuda":
+            return cls(peak_resident_bytes())
+        return cls(peak_resident_bytes(), torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+
+
 class StepTimer:
     """Step timer of a program in an interleaved run: call ``ready`` once, then ``after_step`` after every step.
 
@@ -63,6 +95,8 @@ class StepTimer:
         """Additional facts, reported at the end."""
         self.folder = folder
         """Folder for files, deleted after the run however the program ends; None: the system's."""
+        self.sessions = 0
+        """Sessions that have begun, the warm-up among them."""
         self._left = 0
         self._marks: list[Any] = []
         self._phases: list[tuple[str, int, Any, Any]] = []
@@ -86,7 +120,7 @@ class StepTimer:
         self._marks.append(self._mark())
         self._left -= 1
         if self._left == 0:
-            self._connection.send(("steps", self._steps()))
+            self._connection.send(("steps", (self._steps(), dict(self.facts), Memory.here(self.device))))
             self._wait()
 
     @contextmanager
@@ -111,6 +145,7 @@ class StepTimer:
         self._left = self._connection.recv()
         if self._left == 0:
             raise Enough
+        self.sessions += 1
         self._phases.clear()
         self._marks = [self._mark()]
 

@@ -1,7 +1,7 @@
 """Measurement of one workload in fastdiff's own loop.
 
-Times, memory and throughput come from a process without marks. A second process, with marks between the phases of a
-step, gives the share of each phase.
+Times, memory and throughput come from steps without marks. Later ones of the same process, with marks between the
+phases of a step, give the share of each phase; a CUDA graph has no phases.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,6 +23,7 @@ from fastdiff_bench.records.record import Failure, Log, Measurement
 BENCH = "step"
 PHASES = ("data", "objective", "forward", "backward", "optimizer", "ema", "other")
 """Phases of a step; "other" is the remainder."""
+_MARKED_ROUNDS = 2
 _PARTS = {"compiled_anew": "compiled", "from_cache": "from a cache"}
 
 
@@ -56,26 +57,31 @@ def step(
     Args:
         workload: the workload.
         data: folder of shards for its model.
-        effort: of the measurement without marks; the marked one has two rounds.
+        effort: of the measurement without marks; two more rounds have them.
         device: ``cuda`` or ``cpu``.
         limits: of this machine, measured now.
         log: gets the measurements as soon as they exist: first the unmarked steps, later the marked ones.
     """
     found = Stepped(workload)
-    result = _run(workload, data, effort, device, phases=False)
-    if result.failure is None:
-        found.workload = workload = workload.decided(result.facts)
-        found.measurements = [*_clean(workload, result, limits)]
+    marked = 0 if workload.cuda_graph else _MARKED_ROUNDS
+
+    def write(result: Result) -> None:
+        if result.failure is not None or len(result.sessions) != effort.rounds:
+            return
+        found.workload = workload.decided(result.facts)
+        found.measurements = [*_clean(found.workload, result, limits)]
         found.problems = problems(result, effort.warm_up)
         log.write(*found.measurements)
-        result = _run(workload, data, replace(effort, rounds=2), device, phases=True)
+
+    result = _run(workload, data, effort, device, marked, write)
     if result.failure is not None:
         found.out_of_memory = result.out_of_memory
-        found.failure = Failure(bench=BENCH, case=workload.case, provider=workload.provider, reason=result.failure)
-        return found
-    marked = [*_marked(workload, result)]
-    log.write(*marked)
-    found.measurements += marked
+        where = found.workload
+        found.failure = Failure(bench=BENCH, case=where.case, provider=where.provider, reason=result.failure)
+    elif marked:
+        rows = [*_marked(found.workload, replace(result, sessions=result.sessions[effort.rounds :]))]
+        log.write(*rows)
+        found.measurements += rows
     return found
 
 
@@ -102,7 +108,7 @@ def peak(workload: Workload, data: Path, device: str, limit_seconds: float, batc
         BenchError: it failed in another way.
     """
     effort = Effort(rounds=2, steps=1, warm_up=2, limit_seconds=limit_seconds)
-    result = _run(replace(workload, batch=batch), data, effort, device, phases=False)
+    result = _run(replace(workload, batch=batch), data, effort, device)
     if result.out_of_memory:
         raise DoesNotFit(result.failure)
     if result.failure is not None or result.memory is None:
@@ -111,17 +117,28 @@ def peak(workload: Workload, data: Path, device: str, limit_seconds: float, batc
 
 
 def run_fastdiff(
-    timer: StepTimer, workload: Workload, data: Path, phases: bool = False, traced: tuple[Path, int] | None = None
+    timer: StepTimer,
+    workload: Workload,
+    data: Path,
+    unmarked: int | None = None,
+    traced: tuple[Path, int] | None = None,
 ) -> None:
     """Run ``trainers.ours.run``, imported in its own process, so that this process does not load DeepSpeed."""
     from fastdiff_bench.trainers import ours
 
-    ours.run(timer, workload, data, phases, traced)
+    ours.run(timer, workload, data, unmarked, traced)
 
 
-def _run(workload: Workload, data: Path, effort: Effort, device: str, *, phases: bool) -> Result:
-    name = f"{workload.case}; {workload.provider}{', phases' if phases else ''}"
-    return run_interleaved([Program(name, run_fastdiff, (workload, data, phases))], effort, device=device)[name]
+def _run(
+    workload: Workload, data: Path, effort: Effort, device: str, marked: int = 0,
+    write: Callable[[Result], None] = lambda _: None,
+) -> Result:  # fmt: skip
+    """Run the rounds of ``effort`` and ``marked`` more; call ``write`` after every round."""
+    name = f"{workload.case}; {workload.provider}"
+    unmarked = effort.rounds + (effort.warm_up > 0) if marked else None
+    program, all_rounds = Program(name, run_fastdiff, (workload, data, unmarked)), effort.rounds + marked
+    rounds = replace(effort, rounds=all_rounds)
+    return run_interleaved([program], rounds, device=device, after_round=lambda found: write(found[name]))[name]
 
 
 def _clean(workload: Workload, result: Result, limits: Limits) -> Iterator[Measurement]:

@@ -33,7 +33,7 @@ _HELP = {
     "recompute": "recompute each block in the backward pass",
     "deterministic": "add in a fixed order everywhere; its price: --sweep deterministic=false,true",
     "fp8": "as --performance.fp8; the first 16 steps, which multiply in bf16, are not measured",
-    "cuda_graph": "as --performance.cuda_graph; the phases and traces of a step are those without it",
+    "cuda_graph": "as --performance.cuda_graph; it has no phases, and the trace is of a step without it",
     "loader": "as --data.loader",
 }
 

@@ -28,7 +28,7 @@ def run(workload: Workload, data: Path, effort: Effort, device: str, folder: Pat
     """
     name = f"{workload.case}; {workload.provider}, traced"
     place = folder / "".join(c if c.isalnum() or c in "-." else "_" for c in f"{workload.case} {workload.provider}")
-    program = Program(name, stepping.run_fastdiff, (workload, data, False, (place, effort.steps)))
+    program = Program(name, stepping.run_fastdiff, (workload, data, None, (place, effort.steps)))
     short = Effort(rounds=2, steps=1, warm_up=effort.warm_up, limit_seconds=effort.limit_seconds)
     result = run_interleaved([program], short, device=device)[name]
     if result.failure is not None:

@@ -33,7 +33,7 @@ def run(
     timer: StepTimer,
     workload: Workload,
     data: Path,
-    phases: bool = False,
+    unmarked: int | None = None,
     traced: tuple[Path, int] | None = None,
 ) -> None:
     """Step until ``Enough``.
@@ -48,7 +48,7 @@ def run(
         timer: of this process.
         workload: what to train.
         data: folder of shards that fit its model.
-        phases: also measure the phases of a step.
+        unmarked: sessions, the warm-up among them, after which the phases of a step are measured, too; None: never.
         traced: trace this number of additional steps at the end, into this folder.
     """
     with building(timer, workload, data) as (built, _):
@@ -62,20 +62,33 @@ def run(
             compiled_anew=compiled.anew,
             from_cache=compiled.from_cache,
         )
-        stream: Iterator[Batch] = _timed_batches(timer, built.batches) if phases else built.batches
-        if phases:
-            of_engine = {"backward": "backward", "check_grads": "optimizer", "optimizer_step": "optimizer"}
-            state.engine = cast(Any, _Timed(timer, state.engine, **of_engine))
-            state.objective = cast(Any, _Timed(timer, state.objective, add_noise="objective", loss="objective"))
-            state.ema = cast(Any, _Timed(timer, state.ema, update="ema"))
-        if phases or traced is not None:  # a graph shows no parts
+        stream: Iterator[Batch] = built.batches
+        if traced is not None:  # a graph shows no parts
             state.forward_backward = ForwardBackward(state.engine, state.objective, state.meters, state.guard)
+        callbacks = Observed(built.callbacks, AfterStep(timer, unmarked))
         try:
-            take_steps(state, stream, Observed(built.callbacks, AfterStep(timer)))
+            with suppress(_Marked):
+                take_steps(state, stream, callbacks)
+            stream = _marked(timer, state, stream)
+            take_steps(state, stream, callbacks)
         except Enough:
             if traced is not None:
                 timer.facts["trace"] = str(program.trace(state, lambda: _one_step(state, stream), *traced))
             raise
+
+
+class _Marked(Exception):
+    """The steps that follow have marks."""
+
+
+def _marked(timer: StepTimer, state: TrainState, stream: Iterator[Batch]) -> Iterator[Batch]:
+    """Mark the phases of all steps from here on; return the batches, marked too."""
+    of_engine = {"backward": "backward", "check_grads": "optimizer", "optimizer_step": "optimizer"}
+    state.engine = cast(Any, _Timed(timer, state.engine, **of_engine))
+    state.objective = cast(Any, _Timed(timer, state.objective, add_noise="objective", loss="objective"))
+    state.ema = cast(Any, _Timed(timer, state.ema, update="ema"))
+    state.forward_backward = ForwardBackward(state.engine, state.objective, state.meters, state.guard)
+    return _timed_batches(timer, stream)
 
 
 @contextmanager
@@ -99,8 +112,8 @@ def parameters_of(state: TrainState) -> int:
 class AfterStep(Callback):
     """Reports every step, and the activity of torch.compile so far, to the step timer."""
 
-    def __init__(self, timer: StepTimer) -> None:
-        self._timer, self._steps = timer, 0
+    def __init__(self, timer: StepTimer, unmarked: int | None = None) -> None:
+        self._timer, self._steps, self._unmarked = timer, 0, unmarked
         timer.facts["compilations"] = timer.facts["last_compilation"] = timer.facts["graph_breaks"] = 0
 
     def on_step(self, state: TrainState) -> None:
@@ -111,6 +124,9 @@ class AfterStep(Callback):
             facts["compilations"], facts["last_compilation"] = compilations, self._steps
         facts["graph_breaks"] = counters["graph_break"].total()
         self._timer.after_step()
+        if self._unmarked is not None and self._timer.sessions > self._unmarked:
+            self._unmarked = None
+            raise _Marked
 
 
 class Observed(Callbacks):

@@ -24,7 +24,7 @@ import torch
 from fastdiff_bench.__main__ import main
 from fastdiff_bench.commands import data
 from fastdiff_bench.measure import interleaved
-from fastdiff_bench.measure.session import Steps, StepTimer
+from fastdiff_bench.measure.session import Memory, Steps, StepTimer
 from fastdiff_bench.readers import other_libraries, ours, page_cache, reading
 from fastdiff_bench.readers.figures import READER, Case, Heat
 from fastdiff_bench.readers.samples import KINDS, Samples
@@ -162,7 +162,7 @@ def test_only_what_was_read_ahead_does_not_count(
     ahead: int, mean: float, samples: Samples, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = interleaved.Result([session(0.0, 1.0, 3.0, 4.0)] * 2, {"read ahead": ahead, "workers' memory": 2**30})
-    result.memory = interleaved.Memory(resident=2**30)
+    result.memory = Memory(resident=2**30)
     with Log(tmp_path / "data.jsonl") as log:
         Case(samples, 1, "cold", "cpu").report({READER: result}, 0.004, log)
     rows = {row.quantity: row for row in record.read(log.path).measurements}

@@ -115,7 +115,11 @@ def allocating(timer: StepTimer) -> None:
 
 
 def ours(
-    timer: StepTimer, workload: Workload, data: Path, phases: bool = False, traced: tuple[Path, int] | None = None
+    timer: StepTimer,
+    workload: Workload,
+    data: Path,
+    unmarked: int | None = None,
+    traced: tuple[Path, int] | None = None,
 ) -> None:
     """fastdiff's own loop; it has too little memory for one batch size.
 
@@ -126,10 +130,10 @@ def ours(
         raise torch.OutOfMemoryError("CUDA out of memory")
     from fastdiff_bench.trainers import ours
 
-    ours.run(timer, workload, data, phases, traced)
+    ours.run(timer, workload, data, unmarked, traced)
 
 
-def growing(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
+def growing(timer: StepTimer, workload: Workload, data: Path, unmarked: int | None, *, failing: bool = False) -> None:
     """Hold so much memory per sample of the batch in every step."""
     from fastdiff_bench.measure.stepping import PHASES
 
@@ -142,16 +146,16 @@ def growing(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> N
                 held[:1] += 1
         del held
         timer.after_step()
+        if failing and unmarked is not None and timer.sessions > unmarked:
+            raise ValueError("marked")
 
 
-def failing_with_marks(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
+def failing_with_marks(timer: StepTimer, workload: Workload, data: Path, unmarked: int) -> None:
     """Step well as long as nothing is marked."""
-    if phases:
-        raise ValueError("marked")
-    growing(timer, workload, data, phases)
+    growing(timer, workload, data, unmarked, failing=True)
 
 
-def wrong(timer: StepTimer, workload: Workload, data: Path, phases: bool) -> None:
+def wrong(timer: StepTimer, workload: Workload, data: Path, unmarked: int) -> None:
     """Fail, but not for memory."""
     raise ValueError("wrong")
 
