@@ -1,4 +1,4 @@
-"""adaLN: accuracy of its three forms, compilation, bytes and refusals."""
+"""adaLN: accuracy of its forms, compilation, bytes, grids and refusals."""
 
 from itertools import product
 
@@ -9,10 +9,11 @@ from torch._dynamo.backends.common import aot_autograd
 from fastdiff_bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate
 from fastdiff_kernels import adaln
 from fastdiff_kernels.adaln import (
+    Modulation,
     gated_modulated_norm,
-    gated_modulated_norm_reference,
+    gated_residual,
     modulated_norm,
-    modulated_norm_reference,
+    plan,
     residual_modulated_norm,
 )
 from tests.support.nights import by_day
@@ -30,19 +31,32 @@ SHAPES = {
 }
 
 
-def residual_modulated_norm_reference(x, shift, scale):
-    return x, modulated_norm_reference(x, shift, scale)
+def residual_reference(x, shift, scale):
+    return x, adaln.modulated_norm_reference(x, shift, scale)
 
 
 FORMS = {
-    "modulated": (modulated_norm, modulated_norm_reference),
-    "residual": (residual_modulated_norm, residual_modulated_norm_reference),
-    "gated": (gated_modulated_norm, gated_modulated_norm_reference),
-    "biased": (gated_modulated_norm, gated_modulated_norm_reference),
+    "modulated": (modulated_norm, adaln.modulated_norm_reference, 2),
+    "residual": (residual_modulated_norm, residual_reference, 2),
+    "gated": (gated_modulated_norm, adaln.gated_modulated_norm_reference, 3),
+    "biased": (gated_modulated_norm, adaln.gated_modulated_norm_reference, 3),
+    "gate": (gated_residual, adaln.gated_residual_reference, 1),
+    "biased gate": (gated_residual, adaln.gated_residual_reference, 1),
 }
-"""Biased: gated, with the bias of the layer before."""
-SUMS = {"dshift", "dscale", "dgate", "dbias"}
+"""Op, reference, and parts of the modulation that it takes; biased: with the bias of the layer before."""
+SUMS = {"dpacked", "dbias"}
+FIRST, PARTS = 1, 6
+"""First part of the modulation that the op takes, and parts in all."""
 forms = pytest.mark.parametrize("form", FORMS)
+norms = pytest.mark.parametrize("form", [form for form in FORMS if "gate" not in form.split()])
+
+
+def has_branch(form):
+    return form not in ("modulated", "residual")
+
+
+def is_pair(form):
+    return form in ("residual", "gated", "biased")
 
 
 def normal(shape, device, dtype=torch.float32, seed=0):
@@ -51,27 +65,52 @@ def normal(shape, device, dtype=torch.float32, seed=0):
 
 
 def arguments(form, shape, device, dtype=torch.float32):
-    """Inputs by name; shift, scale and gate are chunks of one tensor, as the model has them."""
+    """Inputs by name; ``packed`` has shift, scale and gate in one tensor, as the model has them."""
     batch, _, width = shape
-    shift, scale, _, gate, _, _ = normal((batch, 6 * width), device, dtype, 1).chunk(6, dim=1)
-    inputs = {"x": normal(shape, device, dtype, 2)}
-    if form in ("gated", "biased"):
-        inputs |= {"branch": normal(shape, device, dtype, 3), "gate": gate}
-    if form == "biased":
+    inputs = {"x": normal(shape, device, dtype, 2), "packed": normal((batch, PARTS * width), device, dtype, 1)}
+    if has_branch(form):
+        inputs["branch"] = normal(shape, device, dtype, 3)
+    if form.startswith("biased"):
         inputs["bias"] = normal((width,), device, dtype, 5)
-    return {name: tensor.requires_grad_() for name, tensor in (inputs | {"shift": shift, "scale": scale}).items()}
+    return {name: tensor.requires_grad_() for name, tensor in inputs.items()}
 
 
 def upstream(form, shape, device):
-    return [normal(shape, device, seed=6 + i) for i in range(1 if form == "modulated" else 2)]
+    return [normal(shape, device, seed=6 + i) for i in range(2 if is_pair(form) else 1)]
 
 
-def assert_accurate(form, inputs, seeds):
-    assert_as_accurate_as_eager(by_triton(form), FORMS[form][1], inputs, seeds, sums=SUMS)
+def modulation_from(packed):
+    """The modulation, its first parts being taken already."""
+    modulation = Modulation(packed)
+    modulation.advance(FIRST)
+    return modulation
+
+
+def by_backend(form, backend):
+    def op(packed, **inputs):
+        return FORMS[form][0](modulation=modulation_from(packed), **inputs, backend=backend)
+
+    return op
 
 
 def by_triton(form):
-    return lambda **inputs: FORMS[form][0](**inputs, backend="triton")
+    return by_backend(form, "triton")
+
+
+def by_reference(form):
+    """The reference, whose parts are chunks."""
+
+    def op(packed, **inputs):
+        _, reference, parts = FORMS[form]
+        names = ("gate", "shift", "scale") if parts != 2 else ("shift", "scale")
+        chunks = packed.chunk(PARTS, dim=1)[FIRST : FIRST + parts]
+        return reference(**inputs, **dict(zip(names, chunks, strict=False)))
+
+    return op
+
+
+def assert_accurate(form, inputs, seeds):
+    assert_as_accurate_as_eager(by_triton(form), by_reference(form), inputs, seeds, sums=SUMS)
 
 
 @pytest.mark.parametrize(
@@ -86,14 +125,13 @@ def test_as_accurate_as_eager(name, form, dtype, device):
     shape = SHAPES[name]
     inputs, seeds = arguments(form, shape, device, dtype), upstream(form, shape, device)
     if name == "one-channel":  # the error of a single sum or product is chance, so they are exact
-        for factor in ("gate", "scale"):
-            if factor in inputs:
-                inputs[factor] = (inputs[factor].detach() * 4).round().requires_grad_()
+        for factor in inputs.keys() & {"packed", "branch"}:
+            inputs[factor] = (inputs[factor].detach() * 4).round().requires_grad_()
         seeds = [(seed * 4).round() for seed in seeds]
     assert_accurate(form, inputs, seeds)
 
 
-@forms
+@norms
 def test_a_mean_far_from_zero_costs_no_accuracy(form, device):
     inputs = arguments(form, (1, 3, 160), device)
     inputs["x"] = (inputs["x"].detach() + 100).requires_grad_()
@@ -111,7 +149,7 @@ def test_strides_do_not_matter(form, device):
         inputs[name] = apart.requires_grad_()
         assert not inputs[name].is_contiguous()
     seeds = [normal(shape[::-1], device, seed=6).permute(2, 1, 0), torch.ones((), device=device).expand(shape)]
-    assert_accurate(form, inputs, seeds[: 1 if form == "modulated" else 2])
+    assert_accurate(form, inputs, seeds[: 2 if is_pair(form) else 1])
 
 
 @forms
@@ -119,34 +157,54 @@ def test_strides_do_not_matter(form, device):
 def test_empty_inputs_give_empty_outputs(form, shape, device):
     results = evaluate(by_triton(form), arguments(form, shape, device), upstream(form, shape, device))
     assert results["out0"].shape == results["dx"].shape == shape
-    assert results["dscale"].shape == (shape[0], 32)
+    assert results["dpacked"].shape == (shape[0], PARTS * 32)
     assert all(torch.count_nonzero(gradient) == 0 for gradient in results.values())
 
 
-@forms
+@norms
 def test_a_token_that_is_not_finite_spoils_itself_and_the_sums_of_its_sample(form, device):
     shape = (2, 6, 40)
     inputs = arguments(form, shape, device)
     with torch.no_grad():
         inputs["x"][0, 3, 1] = torch.inf
     results = evaluate(by_triton(form), inputs, upstream(form, shape, device))
-    y = results["out0" if form == "modulated" else "out1"]
+    y = results["out1" if is_pair(form) else "out0"]
+    *_, dshift, dscale = results["dpacked"].chunk(PARTS, dim=1)[FIRST : FIRST + FORMS[form][2]]
     assert y[0, 3].isnan().all()
-    assert results["dscale"][0].isnan().all()
-    assert results["dshift"].isfinite().all()
-    for name in ("dx", "dscale"):
-        assert results[name][1].isfinite().all()
+    assert dscale[0].isnan().all()
+    assert dshift.isfinite().all()
+    for gradient in (results["dx"], dscale):
+        assert gradient[1].isfinite().all()
     for tensor in (y, results["dx"]):
         assert tensor[0, :3].isfinite().all()
         assert tensor[0, 4:].isfinite().all()
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_ops_of_a_block_write_one_gradient_of_the_modulation(mixed, device):
+    """Its parts are those of the ops in their order, also if one of them is plain torch."""
+
+    def block(backend):
+        def op(x, packed, branch, bias):
+            modulation = Modulation(packed)
+            x, y = residual_modulated_norm(x, modulation, backend=backend)
+            plain = "reference" if mixed else backend
+            x, y = gated_modulated_norm(x, y * branch, modulation, bias=bias, backend=plain)
+            return gated_residual(x, y * branch, modulation, bias=bias, backend=backend)
+
+        return op
+
+    shape = (2, 19, 61)
+    inputs, seeds = arguments("biased", shape, device, torch.bfloat16), upstream("gate", shape, device)
+    assert_as_accurate_as_eager(block("triton"), block("reference"), inputs, seeds, sums=SUMS)
+
+
 def test_plain_gradients_are_right(device):
-    for form, (_, reference) in FORMS.items():
+    for form in FORMS:
         inputs = {k: v.detach().double().requires_grad_() for k, v in arguments(form, (2, 3, 5), device).items()}
 
-        def positional(*values, reference=reference, names=tuple(inputs)):
-            return reference(**dict(zip(names, values, strict=True)))
+        def positional(*values, form=form, names=tuple(inputs)):
+            return by_backend(form, "reference")(**dict(zip(names, values, strict=True)))
 
         assert torch.autograd.gradcheck(positional, tuple(inputs.values()))
 
@@ -155,8 +213,8 @@ def test_only_what_the_model_holds_anyway_is_saved_with_the_statistics(device):
     saved = []
     inputs = arguments("gated", (2, 6, 40), device, torch.bfloat16)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor), lambda _: None):
-        gated_modulated_norm(**inputs, backend="triton")
-    held = {inputs[name].data_ptr() for name in ("x", "branch", "gate", "scale")}
+        by_triton("gated")(**inputs)
+    held = {inputs[name].data_ptr() for name in ("x", "branch", "packed")}
     assert held <= {tensor.data_ptr() for tensor in saved}
     others = [tensor for tensor in saved if tensor.data_ptr() not in held]
     assert [(tensor.dtype, tensor.shape) for tensor in others] == [(torch.float32, (2, 6))] * 2
@@ -174,59 +232,70 @@ def compiled(form, graphs):
 
 
 @pytest.mark.parametrize(
-    ("form", "dtype"), by_day(zip(FORMS, [*DTYPES, DTYPES[0]], strict=True), *product(FORMS, DTYPES))
+    ("form", "dtype"), by_day(zip(FORMS, [*DTYPES, *DTYPES], strict=True), *product(FORMS, DTYPES))
 )
-def test_compiled_the_forward_is_plain_and_only_the_backward_a_kernel(form, dtype, device):
+def test_compiled_it_is_the_kernels(form, dtype, device):
     shape, graphs = (2, 5, 40), []
     inputs = arguments(form, shape, device, dtype)
     assert_as_accurate_as_eager(
-        compiled(form, graphs), FORMS[form][1], inputs, upstream(form, shape, device), sums=SUMS
+        compiled(form, graphs), by_reference(form), inputs, upstream(form, shape, device), sums=SUMS
     )
-    forward, backward = graphs
-    assert not any("fastdiff" in name for name in forward)
-    assert [name for name in backward if "fastdiff" in name] == ["fastdiff.adaln_backward.default"]
-
-
-@forms
-def test_compiled_without_gradients_no_kernel_is_called(form, device):
-    graphs = []
-    with torch.no_grad():
-        results = evaluate(compiled(form, graphs), arguments(form, (1, 4, 24), device), None)
-        expected = evaluate(by_triton(form), arguments(form, (1, 4, 24), device), None)
-    assert not any("fastdiff" in name for names in graphs for name in names)
-    for name in expected:
-        torch.testing.assert_close(results[name], expected[name])
+    called = [[name for name in graph if "fastdiff" in name] for graph in graphs]
+    forward = (
+        [] if "gate" in form.split() else ["fastdiff.adaln_forward.default"]
+    )  # a gate is fused with its neighbours
+    assert called == [forward, ["fastdiff.adaln_backward.default" if forward else "fastdiff.gate_backward.default"]]
 
 
 @forms
 def test_the_ops_pass_opcheck(form, device):
-    x, *rest = (tensor.detach() for tensor in arguments(form, (2, 3, 24), device, torch.bfloat16).values())
-    shift, scale = rest[-2:]
-    branch, gate, bias = (*rest[:-2], None, None, None)[:3]
-    torch.library.opcheck(adaln._adaln_triton, (x, branch, bias, gate, shift, scale, 1e-6))
-    _, mean, rstd, *_ = adaln._adaln_triton(x, branch, bias, gate, shift, scale, 1e-6)
-    dh = None if form == "modulated" else x
-    torch.library.opcheck(adaln._adaln_backward_triton, (x, dh, x, branch, bias, gate, scale, mean, rstd))
+    given = {name: tensor.detach() for name, tensor in arguments(form, (2, 3, 24), device, torch.bfloat16).items()}
+    x, packed, branch, bias = given["x"], given["packed"], given.get("branch"), given.get("bias")
+    if "gate" in form.split():
+        torch.library.opcheck(adaln._gate_backward_triton, (packed, x, branch, bias, packed, FIRST))
+        return
+    torch.library.opcheck(adaln._adaln_triton, (x, branch, bias, packed, FIRST, 1e-6))
+    _, mean, rstd, *_ = adaln._adaln_triton(x, branch, bias, packed, FIRST, 1e-6)
+    later, dh = (packed, x) if is_pair(form) else (None, None)
+    torch.library.opcheck(adaln._adaln_backward_triton, (later, x, dh, x, branch, bias, packed, FIRST, mean, rstd))
 
 
 def test_a_second_derivative_is_refused(device):
     inputs = arguments("modulated", (1, 2, 24), device)
-    (dx,) = torch.autograd.grad(modulated_norm(**inputs, backend="triton").sum(), inputs["x"], create_graph=True)
+    (dx,) = torch.autograd.grad(by_triton("modulated")(**inputs).sum(), inputs["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         dx.sum().backward()
 
 
+def plans(shape, dtype=torch.bfloat16):
+    x = torch.empty(shape, device="meta", dtype=dtype)
+    flags = (False, True)
+    yield from (plan.forward_plan(x, gated, biased) for gated, biased in product(flags, flags))
+    yield from (plan.backward_plan(x, *given) for given in product(flags, flags, flags))
+    yield plan.gate_plan(x)
+
+
 @pytest.mark.parametrize("processors", [1, 108, 132])
 @pytest.mark.parametrize("width", [1, 33, 384, 1152, 4096])
-def test_programs_cover_every_token_and_partial_sums_stay_small(width, processors, monkeypatch):
-    monkeypatch.setattr(adaln, "processors", lambda _: processors)
-    for batch in (1, 7, 64, 3000):
-        for length in (1, 16, 17, 255, 256, 1024):
-            rows, blocks, constants = adaln._plan(torch.empty(batch, length, width, device="meta"), gated=False)
-            assert (blocks - 1) * rows < length <= blocks * rows
-            assert rows >= min(length, 9)
-            assert batch * blocks <= max(batch, processors * 16)
-            assert constants["BLOCK_HEAD"] <= width <= constants["BLOCK_HEAD"] + constants["BLOCK_TAIL"]
+def test_programs_cover_every_token(width, processors, monkeypatch):
+    monkeypatch.setattr(plan, "processors", lambda _: processors)
+    for batch, length in product((1, 7, 64, 3000), (1, 16, 17, 255, 256, 1024)):
+        for one in plans((batch, length, width)):
+            assert (one.blocks - 1) * one.rows < length <= one.blocks * one.rows
+            assert one.rows >= min(length, 9)
+            if "BLOCK_HEAD" in one.constants:
+                assert one.constants["BLOCK_HEAD"] <= width
+                assert one.constants["BLOCK_HEAD"] + one.constants["BLOCK_TAIL"] >= width
+
+
+@pytest.mark.parametrize("batch", [64, 128, 192, 256])
+def test_programs_of_a_training_step_fill_the_processors_of_an_h200(batch):
+    """The last wave of each kernel, or its only one, leaves at most 15 % of the places empty."""
+    for one in plans((batch, 256, 1152)):
+        warps, registers = one.constants["num_warps"], one.constants["maxnreg"]
+        places = 132 * (2**16 // (32 * warps * registers))
+        waves = batch * one.blocks * -(-1152 // one.constants.get("BLOCK_C", 1152)) / places
+        assert waves / -(-waves // 1) >= 0.85, (batch, one)
 
 
 BYTES = {
@@ -234,6 +303,8 @@ BYTES = {
     "residual": ((4, 4), (8, 18)),
     "gated": ((8, 6), (12, 28)),
     "biased": ((8, 8), (12, 38)),
+    "gate": ((0, 0), (6, 10)),
+    "biased gate": ((0, 0), (6, 20)),
 }
 """Per element, and per element and token of a program: the table of the module's docstring."""
 
@@ -243,49 +314,58 @@ BYTES = {
 def test_bytes_per_element_are_those_of_the_documentation(form):
     from tests.support.benches.traffic import counting
 
-    shape = batch, length, width = (1, 32, 1152)
-    rows, _, _ = adaln._plan(torch.empty(shape), gated=False)
-    inputs = arguments(form, shape, "cpu", torch.bfloat16)
+    batch, length, width = shape = (1, 32, 1152)
+    inputs, parts = arguments(form, shape, "cpu", torch.bfloat16), FORMS[form][2]
     with counting() as forward:
         outputs = by_triton(form)(**inputs)
-    outputs = [outputs] if form == "modulated" else list(outputs)
+    outputs = list(outputs) if is_pair(form) else [outputs]
     with counting() as backward:
         torch.autograd.grad(outputs, list(inputs.values()), [torch.ones_like(output) for output in outputs])
-    elements = batch * length * width
-    statistics = 8 * batch * length
-    gradients = {"gated": 2 * 3, "biased": 2 * 3 + 4}.get(form, 2 * 2) * batch * width
-    for traffic, (per_element, per_row), rest in zip((forward, backward), BYTES[form], (0, gradients), strict=True):
-        assert traffic.bytes == elements * per_element + elements // rows * per_row + statistics + rest
+    elements, biased, gate = batch * length * width, form.startswith("biased"), "gate" in form.split()
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    grids = (
+        plan.forward_plan(x, parts == 3, biased),
+        plan.gate_plan(x) if gate else plan.backward_plan(x, is_pair(form), parts == 3, biased),
+    )
+    statistics = 0 if gate else 8 * batch * length
+    # The gradient of the whole modulation is written, and that by the later ops read.
+    rest = 2 * batch * width * (PARTS * (2 if is_pair(form) else 1) + biased)
+    for traffic, one, (per_element, per_row), more in zip(
+        (forward, backward), grids, BYTES[form], (0, rest), strict=True
+    ):
+        assert traffic.bytes == elements * per_element + elements // one.rows * per_row + statistics + more
 
 
-ALL_DOUBLE = dict.fromkeys(("x", "branch", "bias", "gate", "shift", "scale"), torch.float64)
+ALL_DOUBLE = dict.fromkeys(("x", "branch", "bias", "packed"), torch.float64)
 BAD = {
     "two-dimensions": ({"x": (6, 8)}, {}, r"x has shape \(6, 8\), expected \[B, T, D\]"),
     "no-channel": ({"x": (2, 3, 0)}, {}, r"x has shape \(2, 3, 0\), expected \[B, T, D\] with D > 0"),
-    "too-wide": ({"x": (1, 1, 4097), "shift": (1, 4097), "scale": (1, 4097)}, {}, "4097 channels, expected at most"),
-    "shift": ({"shift": (2, 7)}, {}, r"shift has shape \(2, 7\), expected \(2, 8\) as x is \(2, 3, 8\)"),
-    "scale": ({"scale": (2, 3, 8)}, {}, r"scale has shape \(2, 3, 8\), expected \(2, 8\)"),
+    "too-wide": ({"x": (1, 1, 4097)}, {}, "4097 channels, expected at most"),
+    "samples": ({"packed": (3, 48)}, {}, r"modulation has shape \(3, 48\), expected \(2, K \* 8\)"),
+    "width": ({"packed": (2, 47)}, {}, r"modulation has shape \(2, 47\), expected \(2, K \* 8\) as x is \(2, 3, 8\)"),
+    "parts": ({"packed": (2, 8)}, {}, r"modulation has 0 of 1 parts left, expected [123]"),
     "branch": ({"branch": (2, 8)}, {}, r"branch has shape \(2, 8\), expected \(2, 3, 8\)"),
-    "gate": ({"gate": (1, 8)}, {}, r"gate has shape \(1, 8\), expected \(2, 8\)"),
     "bias": ({"bias": (2, 8)}, {}, r"bias has shape \(2, 8\), expected \(8,\)"),
     "double": ({}, ALL_DOUBLE, "x is torch.float64, expected float32, bfloat16 or float16; use backend 'reference'"),
-    "mixed": ({}, {"scale": torch.bfloat16}, r"scale is torch.bfloat16 on .*, torch.float32 on .*use scale.to\(x\)"),
+    "mixed": (
+        {}, {"packed": torch.bfloat16}, r"modulation is torch.bfloat16 .*, torch.float32 .*use modulation.to\(x\)",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("shapes", "dtypes", "message"), BAD.values(), ids=BAD)
 def test_refusals_say_what_was_given(shapes, dtypes, message, device):
-    sizes = {"x": (2, 3, 8), "branch": (2, 3, 8), "bias": (8,), "gate": (2, 8), "shift": (2, 8), "scale": (2, 8)}
-    wanted = {"gated": {*sizes} - {"bias"}, "biased": {*sizes}}
+    sizes = {"x": (2, 3, 8), "branch": (2, 3, 8), "bias": (8,), "packed": (2, 48)}
     given = {n: torch.zeros(size, device=device, dtype=dtypes.get(n)) for n, size in (sizes | shapes).items()}
-    for form, (op, _) in FORMS.items():
-        names = wanted.get(form, {"x", "shift", "scale"})
+    for form in FORMS:
+        names = arguments(form, (1, 1, 1), device).keys()
         if shapes.keys() <= names:
             with pytest.raises(ValueError, match=message):
-                op(**{name: given[name] for name in names}, backend="triton")
+                by_triton(form)(**{name: given[name] for name in names})
 
 
 def test_the_reference_takes_what_the_kernel_refuses(device):
     shift, scale = torch.ones(2, 1, 4097, device=device, dtype=torch.float64)
-    y = modulated_norm(torch.zeros(1, 1, 4097, device=device).double(), shift, scale, backend="reference")
+    x = torch.zeros(1, 1, 4097, device=device).double()
+    y = modulated_norm(x, Modulation(torch.cat([shift, scale], 1)), backend="reference")
     assert torch.equal(y[0], shift)

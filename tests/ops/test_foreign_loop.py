@@ -31,7 +31,7 @@ def compiled(code: str) -> str:
     """Return the block in which each function that it imports of the package is one graph."""
 
     def with_graphs(line: re.Match[str]) -> str:
-        functions = [name for name in line[1].split(", ") if name not in ("AdamW8bit", "step_numbers")]
+        functions = [name for name in line[1].split(", ") if name not in ("AdamW8bit", "Modulation", "step_numbers")]
         graphs = [f"{name} = torch.compile({name}, fullgraph=True, backend='aot_eager')" for name in functions]
         return "\n".join([line[0], *graphs])
 

@@ -1,11 +1,17 @@
-"""adaLN with the tensor layout of the DiT: shift, scale and gate are chunks of one tensor."""
+"""adaLN with the tensor layout of the DiT: shifts, scales and gates are parts of one tensor."""
 
 from collections.abc import Callable
 
 import torch
 
 from fastdiff_bench.cases.case import Case, Inputs, Outputs, elements
-from fastdiff_kernels.adaln import gated_modulated_norm, modulated_norm, residual_modulated_norm
+from fastdiff_kernels.adaln import (
+    Modulation,
+    gated_modulated_norm,
+    gated_residual,
+    modulated_norm,
+    residual_modulated_norm,
+)
 from fastdiff_kernels.names import Backend
 
 # Channels of DiT-S, -B, -L and -XL.
@@ -16,35 +22,43 @@ SAMPLES_LARGE = 64
 
 
 def _norm(inputs: Inputs, backend: Backend) -> Outputs:
-    shift, scale, *_ = inputs["modulations"].chunk(6, dim=1)
-    return modulated_norm(inputs["x"], shift, scale, backend=backend)
+    return modulated_norm(inputs["x"], Modulation(inputs["modulations"]), backend=backend)
 
 
 def _residual(inputs: Inputs, backend: Backend) -> Outputs:
-    shift, scale, *_ = inputs["modulations"].chunk(6, dim=1)
-    return residual_modulated_norm(inputs["x"], shift, scale, backend=backend)
+    return residual_modulated_norm(inputs["x"], Modulation(inputs["modulations"]), backend=backend)
 
 
 def _gated(inputs: Inputs, backend: Backend) -> Outputs:
-    shift, scale, gate, *_ = inputs["modulations"].chunk(6, dim=1)
-    return gated_modulated_norm(inputs["x"], inputs["branch"], gate, shift, scale, backend=backend)
+    modulation = Modulation(inputs["modulations"])
+    return gated_modulated_norm(inputs["x"], inputs["branch"], modulation, bias=inputs.get("bias"), backend=backend)
 
 
-_CALLS = {"norm": _norm, "residual": _residual, "gated": _gated}
+def _gate(inputs: Inputs, backend: Backend) -> Outputs:
+    modulation = Modulation(inputs["modulations"])
+    return gated_residual(inputs["x"], inputs["branch"], modulation, bias=inputs["bias"], backend=backend)
 
-_FORWARD = {"norm": 7, "residual": 7, "gated": 9}
-"""Operations per element: mean 1, centred 1, variance 2, normed 1, modulated 2; a gated branch 2."""
-_BACKWARD = {"norm": 13, "residual": 14, "gated": 19}
-"""Normed 2, g 1, its means 3, shift 1, scale 2, dx 4, and dh 1; of a gated branch h 2, its gradient 1, the gate's 2."""
+
+_CALLS = {"norm": _norm, "residual": _residual, "gated": _gated, "biased": _gated, "gate": _gate}
+"""Biased: gated, with the bias of the layer before, as in the DiT; the gate has it, too."""
+_INPUTS = {"gated": ("x", "branch"), "biased": ("x", "branch", "bias"), "gate": ("x", "branch", "bias")}
+
+_FORWARD = {"norm": 7, "residual": 7, "gated": 9, "biased": 10, "gate": 3}
+"""Operations per element: mean 1, centred 1, variance 2, normed 1, modulated 2; a gated branch 2, a bias 1."""
+_BACKWARD = {"norm": 13, "residual": 14, "gated": 19, "biased": 21, "gate": 4}
+"""Normed 2, g 1, its means 3, shift 1, scale 2, dx 4, and dh 1; of a gated branch h 2, its gradient 1, the gate's 2, a
+bias's 1 to 2."""
 
 
 def _case(letter: str, dtype: torch.dtype, form: str) -> Case:
     width = WIDTHS[letter]
-    names = ("x", "branch") if form == "gated" else ("x",)
+    names = _INPUTS.get(form, ("x",))
 
     def build(samples: int) -> Callable[[str], Inputs]:
         def inputs(device: str) -> Inputs:
+            shapes: dict[str, tuple[int, ...]]
             shapes = dict.fromkeys(names, (samples, TOKENS, width)) | {"modulations": (samples, 6 * width)}
+            shapes |= {"bias": (width,)} if "bias" in names else {}
             return {n: torch.randn(s, dtype=dtype, device=device).requires_grad_() for n, s in shapes.items()}
 
         return inputs
@@ -56,7 +70,7 @@ def _case(letter: str, dtype: torch.dtype, form: str) -> Case:
         build=build(SAMPLES),
         build_large=build(SAMPLES_LARGE),
         call=_CALLS[form],
-        sums=("dmodulations",),
+        sums=("dmodulations", "dbias"),
         # The residual stream is returned unchanged and is not written.
         forward_bytes=(lambda i: 2 * i["x"].nbytes + i["modulations"].nbytes) if form == "residual" else None,
         forward_operations=elements("x", _FORWARD[form]),

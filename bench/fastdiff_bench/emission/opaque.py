@@ -60,10 +60,10 @@ _FREE = frozenset(
     (
         "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "view", "_unsafe_view", "reshape",
         "permute", "transpose", "t", "select", "slice", "as_strided", "expand", "squeeze", "unsqueeze", "unbind",
-        "split", "split_with_sizes", "detach", "alias", "movedim", "_reshape_alias", "unfold",
+        "split", "split_with_sizes", "detach", "alias", "movedim", "_reshape_alias", "unfold", "narrow", "device",
     )
 )  # fmt: skip
-"""Operations that launch nothing."""
+"""Operations that launch nothing: those that make views, and the question for a device."""
 
 
 class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]

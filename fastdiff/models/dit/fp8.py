@@ -74,7 +74,7 @@ class _NormAndProduct(torch.autograd.Function):
         qkv = output(normed.y, w, bias).view(*tokens.shape[:2], 3, heads, -1)
         maxima = folded([normed.y.maxima, w.maxima])
         ctx.save_for_backward(
-            tokens, scale, normed.mean, normed.rstd, normed.y.columns, normed.y.plain, weight, units, maxima
+            tokens, modulations, normed.mean, normed.rstd, normed.y.columns, normed.y.plain, weight, units, maxima
         )
         ctx.forms, ctx.packed = forms, packed
         parts = (qkv,) if packed else qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, T, 3, H, D] -> 3 x [B, H, T, D]
@@ -82,15 +82,15 @@ class _NormAndProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, scale, mean, rstd, *y, weight, units, maxima = ctx.saved_tensors
+        tokens, modulations, mean, rstd, *y, weight, units, maxima = ctx.saved_tensors
         dtokens, *parts = upstream
         unit, form = units[0, GRADIENT], ctx.forms.operand
         du, dbias = join_packed(parts[0], unit, form) if ctx.packed else join(parts[0], parts[1], parts[2], unit, form)
         dweight = weight_gradient(du, kept(y[0], y[1], units[0, INPUT]))
         dy = input_gradient(du, cast(weight, units[0, WEIGHT], ctx.forms.turned_weight))
-        dx, modulations = norm_backward(dy.view_as(tokens), dtokens, tokens, scale, mean, rstd)
+        dx, dmodulations = norm_backward(dy.view_as(tokens), dtokens, tokens, modulations, mean, rstd)
         seen = torch.cat([maxima, folded([du.maxima])]).view_as(units)
-        return dx, _side_by_side(modulations), dweight, dbias, None, seen, None, None, None
+        return dx, dmodulations, dweight, dbias, None, seen, None, None, None
 
 
 class _AfterAttention(torch.autograd.Function):
@@ -147,8 +147,3 @@ class _AfterAttention(torch.autograd.Function):
         seen = torch.cat([maxima.view(3, 2), gradients.unsqueeze(1)], dim=1)
         weights = dw_proj, first.dbias, dw_in, db_in, dw_out, out.dbias
         return dmixed, first.dx, modulations, *weights, None, seen, None
-
-
-def _side_by_side(modulations: Tensor) -> Tensor:
-    """``[K, B, D] -> [B, K * D]``."""
-    return modulations.transpose(0, 1).flatten(1)

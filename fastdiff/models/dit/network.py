@@ -16,7 +16,13 @@ from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.models.blockwise import BlockwiseModel, is_compiled, run_block
 from fastdiff.models.embeddings import LabelEmbedder, PatchEmbed, TimestepEmbedder, position_table
 from fastdiff_kernels import dispatch
-from fastdiff_kernels.adaln import gated_modulated_norm, modulated_norm, residual_modulated_norm
+from fastdiff_kernels.adaln import (
+    Modulation,
+    gated_modulated_norm,
+    gated_residual,
+    modulated_norm,
+    residual_modulated_norm,
+)
 from fastdiff_kernels.gelu import gelu
 from fastdiff_kernels.names import AttentionBackend
 from fastdiff_kernels.packed_attention import packed_attention, packed_choice
@@ -38,24 +44,20 @@ class DiTBlock(nn.Module):
 
     def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
         """``tokens [B, T, D], condition [B, D] -> [B, T, D]``."""
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(condition).chunk(
-            6, dim=1
-        )  # 6 x [B, D]
-        tokens, normed = residual_modulated_norm(tokens, shift_a, scale_a, eps=NORM_EPS)
+        # Shift, scale and gate of the attention, then of the MLP, each [B, D].
+        modulation = Modulation(self.adaLN_modulation(condition))
+        tokens, normed = residual_modulated_norm(tokens, modulation, eps=NORM_EPS)
         branch, bias = self.attn(normed)
-        tokens, normed = gated_modulated_norm(tokens, branch, gate_a, shift_m, scale_m, bias=bias, eps=NORM_EPS)
+        tokens, normed = gated_modulated_norm(tokens, branch, modulation, bias=bias, eps=NORM_EPS)
         branch, bias = self.mlp(normed)
-        tokens = tokens + gate_m.unsqueeze(1) * branch
-        # Apart from the branch, so that the sums over tokens that are its gradient and that of the gate are one pass.
-        return tokens if bias is None else tokens + (gate_m * bias).unsqueeze(1)
+        return gated_residual(tokens, branch, modulation, bias=bias)
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
         """Yield the choice of its adaLN ops, which are alike; see ``fastdiff_kernels.dispatch.Explains``."""
         chosen = dispatch.choice("adaln", example)
-        if is_compiled(self):
-            compiled, why = "compile (Inductor)", f"{chosen.why}; in a compiled block"
-            backward = "triton" if chosen.backward == "triton" else compiled
-            chosen = replace(chosen, forward=compiled, backward=backward, why=why)
+        if is_compiled(self) and chosen.forward != "triton":
+            compiled = "compile (Inductor)"
+            chosen = replace(chosen, forward=compiled, backward=compiled, why=f"{chosen.why}; in a compiled block")
         yield chosen
 
 
@@ -138,8 +140,8 @@ class FinalLayer(nn.Module):
 
     def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
         """``tokens [B, T, D], condition [B, D] -> [B, T, p * p * C_out]``."""
-        shift, scale = self.adaLN_modulation(condition).chunk(2, dim=1)  # 2 x [B, D]
-        return cast(Tensor, self.linear(modulated_norm(tokens, shift, scale, eps=NORM_EPS)))
+        modulation = Modulation(self.adaLN_modulation(condition))
+        return cast(Tensor, self.linear(modulated_norm(tokens, modulation, eps=NORM_EPS)))
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
         """Yield the choice of its adaLN; see ``fastdiff_kernels.dispatch.Explains``."""

@@ -1,4 +1,4 @@
-"""adaLN: layer norm with shift and scale from a condition, alone or fused with the residual stream.
+"""adaLN: layer norm with shift and scale from a condition, alone or fused with the residual stream, and the gate.
 
 With one shift, scale and gate per sample and channel (Peebles & Xie 2023, "Scalable Diffusion Models with
 Transformers", section 3.2; layer norm: Ba et al. 2016, without affine parameters)::
@@ -8,6 +8,7 @@ Transformers", section 3.2; layer norm: Ba et al. 2016, without affine parameter
     modulated_norm            h = x                        returns y
     residual_modulated_norm   h = x                        returns h, y
     gated_modulated_norm      h = x + gate * branch        returns h, y      (or branch + bias)
+    gated_residual            h = x + gate * branch        returns h         (or branch + bias)
 
 Gradient, with g = dy * (1 + scale), means over the channels of a token and sums over the tokens of a sample::
 
@@ -22,13 +23,15 @@ the bytes of Inductor's kernels (residual: with the addition of dh fused)::
     residual    4 + 4 / R    8 + 18 / R     4 / 8      4.02 / 12.05
     gated       8 + 6 / R    12 + 28 / R    8 / 12     8.03 / 18.05
     with bias   8 + 8 / R    12 + 38 / R    8 / 12     8.03 / 20.08
+    gate        plain torch  6 + 10 / R     6 / 6      6.03 / 6.03
+    with bias   plain torch  6 + 20 / R     6 / 6      6.03 / 6.05
 
-R is the number of tokens that one program handles: 32 for 64 samples of 256 x 1152 on an H200, never below 9 unless a
-sample is shorter. The terms divided by R, modulations and the partial sums of their gradients (fp32), fit in the L2
-cache. The gated backward recomputes ``h`` from ``x`` and ``branch``, which are stored anyway.
+R is the number of tokens that one program handles: 43 to 86 for 64 or 256 samples of 256 x 1152 on an H200, never below
+9 unless a sample is shorter. The terms divided by R, modulations and the partial sums of their gradients (fp32), fit in
+the L2 cache. The gated backward recomputes ``h`` from ``x`` and ``branch``, which are stored anyway.
 
-Inductor's forward is already at the limit and fuses with its neighbours, which a custom op would prevent. So in code
-that is being compiled only the backward is a kernel, and the forward is plain torch; in eager mode both are kernels.
+The kernels read the next rows while they work on one: asynchronous copies to shared memory. Inductor's forward moves
+as few bytes but has three times the instructions, which take longer than the bytes do on an H200.
 
 Limits: the kernels take fp32, bf16 and fp16, all tensors alike, and up to 4096 channels.
 """
@@ -42,13 +45,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastdiff_kernels.adaln import kernels
+from fastdiff_kernels.adaln.modulation import Modulation
+from fastdiff_kernels.adaln.plan import Plan, backward_plan, forward_plan, gate_plan
 from fastdiff_kernels.dispatch import choose, plain
-from fastdiff_kernels.launch import processors, run, triton
+from fastdiff_kernels.launch import run, triton
 from fastdiff_kernels.names import Backend
 
+__all__ = [
+    "Modulation",
+    "gated_modulated_norm",
+    "gated_residual",
+    "modulated_norm",
+    "residual_modulated_norm",
+]
 _MAX_WIDTH = 4096
-_WARPS_PER_PROCESSOR = 16  # enough loads in flight to reach the bandwidth; more would only add partial sums
-_LEAST_ROWS = 16
+_FOLD: dict[str, int] = {"BLOCK_D": 512, "BLOCK_R": 64, "BLOCK_C": 16, "num_warps": 2}
 
 
 def modulate(tokens: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -70,169 +81,185 @@ def gated_modulated_norm_reference(
     return h, modulated_norm_reference(h, shift, scale, eps)
 
 
-def _plan(x: Tensor, gated: bool) -> tuple[int, int, dict[str, Any]]:
-    """Tokens per program, programs per sample, and the constants and warps of a kernel."""
-    batch, length, width = x.shape
-    head = max(int(triton.next_power_of_2(width)) // 2, 1)
-    warps = max(head // 256, 1)  # a thread reads 8 columns of the head
-    lanes = min(32 * warps, head)
-    tail = max(int(triton.next_power_of_2(max(width - head, 1))), lanes)
-    # As many programs as keep every processor busy, no more.
-    programs = processors(x) * (_WARPS_PER_PROCESSOR // warps)
-    blocks = min(max(programs // max(batch, 1), 1), triton.cdiv(length, _LEAST_ROWS))
-    rows = triton.cdiv(length, max(blocks, 1))
-    constants = {"D": width, "BLOCK_HEAD": head, "BLOCK_TAIL": tail, "LANES": lanes, "GATED": gated, "num_warps": warps}
-    return rows, triton.cdiv(length, max(rows, 1)), constants
+def gated_residual_reference(x: Tensor, branch: Tensor, gate: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``gated_residual`` in plain torch, differentiable, in any floating dtype."""
+    return x + gate.unsqueeze(1) * (branch if bias is None else branch + bias)
 
 
-def _strided(modulation: Tensor | None) -> tuple[Any, int]:
-    """A ``[B, D]`` tensor whose rows are contiguous, usually as it is, and the distance between rows."""
-    if modulation is None:
-        return None, 0
-    rows = modulation if modulation.stride(1) == 1 else modulation.contiguous()
-    return rows, rows.stride(0)
+def _rows(packed: Tensor, part: int, count: int, width: int) -> tuple[Tensor, int]:
+    """``count`` parts of a modulation with contiguous rows, usually as they are, and the distance between rows."""
+    parts = packed.narrow(1, part * width, count * width)
+    parts = parts if parts.stride(1) == 1 else parts.contiguous()
+    return parts, parts.stride(0)
 
 
-def _validate(kernel: bool, x: Tensor, shift: Tensor, scale: Tensor, **gated: Tensor) -> None:
-    if x.dim() != 3 or x.shape[2] == 0:
-        raise ValueError(f"x has shape {tuple(x.shape)}, expected [B, T, D] with D > 0")
-    if kernel and x.shape[2] > _MAX_WIDTH:
-        raise ValueError(f"x has {x.shape[2]} channels, expected at most {_MAX_WIDTH}; use backend 'reference'")
-    if kernel and x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"x is {x.dtype}, expected float32, bfloat16 or float16; use backend 'reference'")
-    for name, tensor in {"shift": shift, "scale": scale, **gated}.items():
-        expected = {"branch": tuple(x.shape), "bias": (x.shape[2],)}.get(name, (x.shape[0], x.shape[2]))
-        if tuple(tensor.shape) != expected:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected} as x is {tuple(x.shape)}")
-        if tensor.dtype != x.dtype or tensor.device != x.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}, expected that of x, {x.dtype} on {x.device}; "
-                f"use {name}.to(x)"
-            )
+def _contiguous(*tensors: Tensor | None) -> list[Any]:
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
 @torch.library.custom_op("fastdiff::adaln_forward", mutates_args=())
 def _adaln_triton(
-    x: Tensor, branch: Tensor | None, bias: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor, eps: float
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, packed: Tensor, part: int, eps: float
 ) -> list[Tensor]:
-    """``[y, mean, rstd]``, for a gated pair ``[y, mean, rstd, h]``; statistics are ``[B, T]`` fp32."""
-    outputs: list[Tensor] = _empty(x, branch, bias, gate, shift, scale, eps)
+    """``[y, mean, rstd]``, for a gated pair ``[y, mean, rstd, h]``; statistics are ``[B, T]`` fp32.
+
+    ``packed`` is the modulation ``[B, K * D]``, its first part for this op ``part``: for a gated pair gate, shift,
+    scale, otherwise shift, scale.
+    """
+    outputs: list[Tensor] = _empty(x, branch, bias, packed, part, eps)
     y, mean, rstd, *h = outputs
-    rows, blocks, constants = _plan(x, branch is not None)
-    branch, bias = (None if t is None else t.contiguous() for t in (branch, bias))
-    (gate, gate_stride), (shift, shift_stride) = _strided(gate), _strided(shift)
-    scale, scale_stride = _strided(scale)
+    gated = branch is not None
+    plan = forward_plan(x, gated, bias is not None)
+    modulation, stride = _rows(packed, part, 3 if gated else 2, x.shape[2])
     run(
-        kernels.adaln_fwd_kernel, (x.shape[0] * blocks,),
-        y, h[0] if h else None, mean, rstd, x.contiguous(), branch, bias, gate, shift, scale, gate_stride,
-        shift_stride, scale_stride, x.shape[1], rows, blocks, eps, **constants,
+        kernels.adaln_fwd_kernel, (x.shape[0] * plan.blocks,),
+        y, h[0] if gated else None, mean, rstd, *_contiguous(x, branch, bias), modulation, stride, x.shape[1],
+        plan.rows, plan.blocks, eps, **plan.constants,
     )  # fmt: skip
     return outputs
 
 
 @_adaln_triton.register_fake
 def _empty(
-    x: Tensor, branch: Tensor | None, bias: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor, eps: float
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, packed: Tensor, part: int, eps: float
 ) -> list[Tensor]:
     mean, rstd = (x.new_empty(x.shape[:2], dtype=torch.float32) for _ in range(2))
     return [x.new_empty(x.shape), mean, rstd, *([] if branch is None else [x.new_empty(x.shape)])]
 
 
-def _four(gradients: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the outputs of the backward op, with None for those that it has not."""
-    dx, modulations, *others = gradients
-    return dx, modulations, others[0] if others else None, others[1] if len(others) > 1 else None
-
-
 @torch.library.custom_op("fastdiff::adaln_backward", mutates_args=())
 def _adaln_backward_triton(
-    dy: Tensor, dh: Tensor | None, x: Tensor, branch: Tensor | None, bias: Tensor | None, gate: Tensor | None,
-    scale: Tensor, mean: Tensor, rstd: Tensor,
+    later: Tensor | None, dy: Tensor, dh: Tensor | None, x: Tensor, branch: Tensor | None, bias: Tensor | None,
+    packed: Tensor, part: int, mean: Tensor, rstd: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    """``[dx, modulations]``, for a gated pair ``[dx, modulations, dbranch]``, with a bias also ``dbias``.
+    """``[dpacked, dx]``, for a gated pair ``[dpacked, dx, dbranch]``, with a bias ``[dpacked, dx, dbranch, dbias]``.
 
-    ``modulations`` is ``[K, B, D]``: the gradients of shift and scale, for a gated pair also of the gate. ``dbias`` is
-    ``[B, D]`` fp32, one row per sample.
+    ``dpacked`` is the gradient of the whole modulation: that of this op's parts and ``later``, that by the ops that
+    took their parts later; None: by no op.
     """
-    outputs: list[Tensor] = _empty_gradients(dy, dh, x, branch, bias, gate, scale, mean, rstd)
-    dx, modulations, dbranch, dbias = _four(outputs)
-    batch, length, width = x.shape
-    rows, blocks, constants = _plan(x, branch is not None)
-    sums = len(modulations) + (bias is not None)
-    partials = x.new_empty((sums, batch, blocks, width), dtype=torch.float32)
-    dh, branch, bias = (None if t is None else t.contiguous() for t in (dh, branch, bias))
-    (gate, gate_stride), (scale, scale_stride) = _strided(gate), _strided(scale)
-    # 128 registers fit _WARPS_PER_PROCESSOR; without a limit the assembler spills to fit more warps.
-    registers = 128 if branch is None else None
+    outputs: list[Tensor] = _empty_gradients(later, dy, dh, x, branch, bias, packed, part, mean, rstd)
+    dpacked, dx = outputs[:2]
+    dbranch, dbias = (*outputs[2:], None, None)[:2]
+    parts = 2 if branch is None else 3
+    plan = backward_plan(x, dh is not None, branch is not None, bias is not None)
+    modulation, stride = _rows(packed, part, parts, x.shape[2])
+    partials = _partials(x, plan, parts, bias)
     run(
-        kernels.adaln_bwd_kernel, (batch * blocks,),
-        dx, dbranch, partials, dy.contiguous(), dh, x.contiguous(), branch, bias, gate, scale,
-        mean.contiguous(), rstd.contiguous(), gate_stride, scale_stride, length, rows, blocks,
-        RESIDUAL=dh is not None, maxnreg=registers, **constants,
+        kernels.adaln_bwd_kernel, (x.shape[0] * plan.blocks,),
+        dx, dbranch, partials, *_contiguous(dy, dh, x, branch, bias), modulation, mean.contiguous(), rstd.contiguous(),
+        stride, x.shape[1], plan.rows, plan.blocks, **plan.constants,
     )  # fmt: skip
-    grid, rows = (sums * batch, triton.cdiv(width, 256)), len(modulations) * batch
-    run(kernels.adaln_fold_kernel, grid, modulations, dbias, partials, blocks, rows, D=width, BLOCK_D=256, num_warps=1)
+    _fold(dpacked, dbias, partials, later, part)
     return outputs
 
 
 @_adaln_backward_triton.register_fake
 def _empty_gradients(
-    dy: Tensor, dh: Tensor | None, x: Tensor, branch: Tensor | None, bias: Tensor | None, gate: Tensor | None,
-    scale: Tensor, mean: Tensor, rstd: Tensor,
+    later: Tensor | None, dy: Tensor, dh: Tensor | None, x: Tensor, branch: Tensor | None, bias: Tensor | None,
+    packed: Tensor, part: int, mean: Tensor, rstd: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    modulations = scale.new_empty((2 if branch is None else 3, *scale.shape))
-    gated = [] if branch is None else [x.new_empty(x.shape)]
-    biased = [] if bias is None else [x.new_empty((x.shape[0], x.shape[2]), dtype=torch.float32)]
-    return [x.new_empty(x.shape), modulations, *gated, *biased]
+    return [packed.new_empty(packed.shape), x.new_empty(x.shape), *_empty_branch(x, branch, bias)]
 
 
-def _adaln_plain(
-    x: Tensor, branch: Tensor | None, bias: Tensor | None, gate: Tensor | None, shift: Tensor, scale: Tensor, eps: float
+@torch.library.custom_op("fastdiff::gate_backward", mutates_args=())
+def _gate_backward_triton(
+    later: Tensor | None, dh: Tensor, branch: Tensor, bias: Tensor | None, packed: Tensor, part: int
 ) -> list[Tensor]:
-    """``_adaln_triton`` in plain torch."""
-    h = x
-    if branch is not None and gate is not None:
-        h = x + gate.unsqueeze(1) * (branch if bias is None else branch + bias)
-    # In fp32, because on a CPU the statistics come in the dtype of the argument.
-    normed, mean, rstd = torch.native_layer_norm(h.float(), h.shape[-1:], None, None, eps)
-    y = modulate(normed.to(x.dtype), shift, scale)
-    # A view: in fp32 h.float() is h itself, and code compiled by torch 2.11 then drops the gradient of this output.
-    return [y, mean, rstd] if branch is None else [y, mean, rstd, h.view_as(h)]
+    """``[dpacked, dbranch]``, with a bias ``[dpacked, dbranch, dbias]``; see ``_adaln_backward_triton``."""
+    outputs: list[Tensor] = _empty_gate_gradients(later, dh, branch, bias, packed, part)
+    dpacked, dbranch = outputs[:2]
+    dbias = outputs[2] if bias is not None else None
+    plan = gate_plan(dh)
+    gate, stride = _rows(packed, part, 1, dh.shape[2])
+    partials = _partials(dh, plan, 1, bias)
+    run(
+        kernels.gate_bwd_kernel, (dh.shape[0] * plan.blocks, triton.cdiv(dh.shape[2], plan.constants["BLOCK_C"])),
+        dbranch, partials, *_contiguous(dh, branch, bias), gate, stride, dh.shape[1], plan.rows, plan.blocks,
+        **plan.constants,
+    )  # fmt: skip
+    _fold(dpacked, dbias, partials, later, part)
+    return outputs
+
+
+@_gate_backward_triton.register_fake
+def _empty_gate_gradients(
+    later: Tensor | None, dh: Tensor, branch: Tensor, bias: Tensor | None, packed: Tensor, part: int
+) -> list[Tensor]:
+    return [packed.new_empty(packed.shape), *_empty_branch(dh, branch, bias)]
+
+
+def _empty_branch(x: Tensor, branch: Tensor | None, bias: Tensor | None) -> list[Tensor]:
+    """Memory for the gradients of the branch and of the bias, as far as there are any."""
+    gated = [] if branch is None else [x.new_empty(x.shape)]
+    return gated if bias is None else [*gated, x.new_empty(bias.shape)]
+
+
+def _partials(x: Tensor, plan: Plan, parts: int, bias: Tensor | None) -> Tensor:
+    """Memory for the partial sums of a backward kernel: those of the modulation, then those of the bias."""
+    sums = parts + (bias is not None)
+    return x.new_empty((sums, x.shape[0], plan.blocks, x.shape[2]), dtype=torch.float32)
+
+
+def _fold(dpacked: Tensor, dbias: Tensor | None, partials: Tensor, later: Tensor | None, part: int) -> None:
+    """Add up partial sums into the gradients of the modulation and of the bias."""
+    sums, batch, blocks, width = partials.shape
+    parts = dpacked.shape[1] // width
+    bias_programs = 0 if dbias is None else triton.cdiv(width, _FOLD["BLOCK_C"])
+    run(
+        kernels.adaln_fold_kernel, (bias_programs + batch * parts * triton.cdiv(width, _FOLD["BLOCK_D"]),),
+        dpacked, dbias, partials, *_contiguous(later), batch, blocks, part, bias_programs,
+        D=width, SUMS=sums - (dbias is not None), PARTS=parts, **_FOLD,
+    )  # fmt: skip
 
 
 class _AdaLN(torch.autograd.Function):
-    """``y``, and ``h`` before it if gated or ``residual``. While compiling, the forward is plain torch."""
+    """``y``; for a pair ``h, y``, and ``packed`` for the next op."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, bias: Tensor | None, gate: Tensor | None, shift: Tensor,
-        scale: Tensor, eps: float, residual: bool,
+        ctx: Any, x: Tensor, branch: Tensor | None, bias: Tensor | None, packed: Tensor, part: int, eps: float,
+        pair: bool,
     ) -> Any:  # fmt: skip
-        forward = _adaln_plain if torch.compiler.is_compiling() else _adaln_triton
-        y, mean, rstd, *h = forward(x, branch, bias, gate, shift, scale, eps)
-        ctx.save_for_backward(x, branch, bias, gate, scale, mean, rstd)
-        return (*(h or [x.view_as(x)]), y) if residual else y
+        y, mean, rstd, *h = _adaln_triton(x, branch, bias, packed, part, eps)
+        ctx.save_for_backward(x, branch, bias, packed, mean, rstd)
+        ctx.part = part
+        return (*(h or [x.view_as(x)]), y, packed.view_as(packed)) if pair else y
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        *dh, dy = upstream
-        x, *saved = ctx.saved_tensors
-        gradients = _adaln_backward_triton(dy, dh[0] if dh else None, x, *saved)
-        dx, modulations, dbranch, dbias = _four(gradients)
-        dshift, dscale, *dgate = modulations.unbind(0)
-        dbias = None if dbias is None else dbias.sum(0).to(x.dtype)
-        return dx, dbranch, dbias, dgate[0] if dgate else None, dshift, dscale, None, None
+        dh, dy, later = upstream if len(upstream) == 3 else (None, upstream[0], None)
+        x, branch, bias, packed, *statistics = ctx.saved_tensors
+        gradients = _adaln_backward_triton(later, dy, dh, x, branch, bias, packed, ctx.part, *statistics)
+        dpacked, dx, dbranch, dbias = (*gradients, None, None)[:4]
+        return dx, dbranch, dbias, dpacked, None, None, None
 
 
-def modulated_norm(
-    x: Tensor, shift: Tensor, scale: Tensor, *, eps: float = 1e-6, backend: Backend | None = None
-) -> Tensor:
+class _Gate(torch.autograd.Function):
+    """``x + gate * (branch + bias)``, in plain torch: only the backward is a kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, branch: Tensor, bias: Tensor | None, packed: Tensor, part: int) -> Tensor:
+        ctx.save_for_backward(branch, bias, packed)
+        ctx.part = part
+        gate = packed.narrow(1, part * x.shape[2], x.shape[2])
+        h = torch.addcmul(x, gate.unsqueeze(1), branch)
+        return h if bias is None else h + (gate * bias).unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        (dh,) = upstream
+        gradients = _gate_backward_triton(None, dh, *ctx.saved_tensors, ctx.part)
+        dpacked, dbranch, dbias = (*gradients, None)[:3]
+        return dh, dbranch, dbias, dpacked, None
+
+
+def modulated_norm(x: Tensor, modulation: Modulation, *, eps: float = 1e-6, backend: Backend | None = None) -> Tensor:
     """``layer_norm(x) * (1 + scale) + shift``.
 
     Args:
         x: ``[B, T, D]`` fp32, bf16 or fp16, D at most 4096; the reference takes any floating dtype and D.
-        shift: ``[B, D]``, dtype and device of ``x``; rows need not be adjacent, as in a chunk.
-        scale: likewise.
+        modulation: its next parts are shift and scale; dtype and device of ``x``. They are its last: it does not pass
+            the modulation on.
         eps: added to the variance.
         backend: implementation; None: the default of ``dispatch.choose``.
 
@@ -244,43 +271,103 @@ def modulated_norm(
         RuntimeError: Triton was requested and cannot run here.
     """
     chosen = choose("adaln", x, backend)
-    _validate(chosen == "triton", x, shift, scale)
+    _validate(chosen == "triton", x, modulation, 2)
     if chosen == "triton":
-        y: Tensor = _AdaLN.apply(x, None, None, None, shift, scale, eps, False)  # type: ignore[no-untyped-call]
+        packed = modulation.packed
+        y: Tensor = _AdaLN.apply(x, None, None, packed, modulation.advance(2), eps, False)  # type: ignore[no-untyped-call]
     else:
+        shift, scale = modulation.take(2, x.shape[2])
         y = plain(modulated_norm_reference, chosen)(x, shift, scale, eps)
     return y
 
 
 def residual_modulated_norm(
-    x: Tensor, shift: Tensor, scale: Tensor, *, eps: float = 1e-6, backend: Backend | None = None
+    x: Tensor, modulation: Modulation, *, eps: float = 1e-6, backend: Backend | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``x`` itself and ``modulated_norm(x, shift, scale)``, for a residual stream that passes by the norm.
+    """``x`` itself and ``modulated_norm(x, modulation)``, for a residual stream that passes by the norm.
 
     Continue with the returned ``x``: the backward kernel then adds the gradient of the stream, which otherwise takes
-    another pass. Arguments and errors as for ``modulated_norm``.
+    another pass. Arguments and errors as for ``modulated_norm``; the modulation is passed on.
     """
     if choose("adaln", x, backend) != "triton":
-        return x, modulated_norm(x, shift, scale, eps=eps, backend=backend)
-    _validate(True, x, shift, scale)
-    pair: tuple[Tensor, Tensor] = _AdaLN.apply(x, None, None, None, shift, scale, eps, True)  # type: ignore[no-untyped-call]
-    return pair
+        return x, modulated_norm(x, modulation, eps=eps, backend=backend)
+    _validate(True, x, modulation, 2)
+    return _pair(x, None, None, modulation, 2, eps)
 
 
 def gated_modulated_norm(
-    x: Tensor, branch: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, *, bias: Tensor | None = None,
-    eps: float = 1e-6, backend: Backend | None = None,
+    x: Tensor, branch: Tensor, modulation: Modulation, *, bias: Tensor | None = None, eps: float = 1e-6,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``h = x + gate * (branch + bias)`` and ``modulated_norm(h, shift, scale)``, each ``[B, T, D]``, in x's dtype.
+    """``h = x + gate * (branch + bias)`` and ``modulated_norm(h)``, each ``[B, T, D]``, in the dtype of ``x``.
 
-    Arguments and errors as for ``modulated_norm``; ``branch`` has the shape of ``x``, ``gate`` that of ``shift``.
-    ``bias`` ``[D]``, or None, is that of the linear layer before; its gradient then takes no pass of its own.
+    Arguments and errors as for ``modulated_norm``. ``branch`` has the shape of ``x``. The next parts of ``modulation``
+    are gate, shift and scale; it is passed on. ``bias`` ``[D]``, or None, is that of the linear layer before; its
+    gradient then takes no pass of its own.
     """
     chosen = choose("adaln", x, backend)
-    given = {"branch": branch, "gate": gate} | ({} if bias is None else {"bias": bias})
-    _validate(chosen == "triton", x, shift, scale, **given)
+    _validate(chosen == "triton", x, modulation, 3, branch=branch, bias=bias)
     if chosen == "triton":
-        pair: tuple[Tensor, Tensor] = _AdaLN.apply(x, branch, bias, gate, shift, scale, eps, True)  # type: ignore[no-untyped-call]
-    else:
-        pair = plain(gated_modulated_norm_reference, chosen)(x, branch, gate, shift, scale, bias, eps)
+        return _pair(x, branch, bias, modulation, 3, eps)
+    gate, shift, scale = modulation.take(3, x.shape[2])
+    pair: tuple[Tensor, Tensor] = plain(gated_modulated_norm_reference, chosen)(
+        x, branch, gate, shift, scale, bias, eps
+    )
     return pair
+
+
+def gated_residual(
+    x: Tensor, branch: Tensor, modulation: Modulation, *, bias: Tensor | None = None, backend: Backend | None = None
+) -> Tensor:
+    """``x + gate * (branch + bias)``, ``[B, T, D]``, in the dtype of ``x``.
+
+    Arguments and errors as for ``gated_modulated_norm``. The next part of ``modulation`` is the gate, and its last: it
+    is not passed on.
+    """
+    chosen = choose("adaln", x, backend)
+    _validate(chosen == "triton", x, modulation, 1, branch=branch, bias=bias)
+    if chosen == "triton":
+        h: Tensor = _Gate.apply(x, branch, bias, modulation.packed, modulation.advance(1))  # type: ignore[no-untyped-call]
+    else:
+        h = plain(gated_residual_reference, chosen)(x, branch, *modulation.take(1, x.shape[2]), bias)
+    return h
+
+
+def _pair(
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, modulation: Modulation, parts: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    packed = modulation.packed
+    h, y, packed = _AdaLN.apply(x, branch, bias, packed, modulation.advance(parts), eps, True)  # type: ignore[no-untyped-call]
+    modulation.passed_on(packed)
+    return h, y
+
+
+def _validate(kernel: bool, x: Tensor, modulation: Modulation, parts: int, **gated: Tensor | None) -> None:
+    """Refuse arguments of an op that takes the next ``parts`` of ``modulation``."""
+    if x.dim() != 3 or x.shape[2] == 0:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected [B, T, D] with D > 0")
+    if kernel and x.shape[2] > _MAX_WIDTH:
+        raise ValueError(f"x has {x.shape[2]} channels, expected at most {_MAX_WIDTH}; use backend 'reference'")
+    if kernel and x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"x is {x.dtype}, expected float32, bfloat16 or float16; use backend 'reference'")
+    batch, _, width = x.shape
+    packed = modulation.packed
+    if packed.dim() != 2 or packed.shape[0] != batch or packed.shape[1] % width:
+        raise ValueError(
+            f"modulation has shape {tuple(packed.shape)}, expected ({batch}, K * {width}) as x is {tuple(x.shape)}"
+        )
+    if (left := modulation.left(width)) < parts:
+        raise ValueError(
+            f"modulation has {max(left, 0)} of {packed.shape[1] // width} parts left, expected {parts} or more"
+        )
+    for name, tensor in {"modulation": packed, **gated}.items():
+        if tensor is None:
+            continue
+        expected = {"branch": tuple(x.shape), "bias": (width,)}.get(name, tuple(tensor.shape))
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected} as x is {tuple(x.shape)}")
+        if tensor.dtype != x.dtype or tensor.device != x.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, expected that of x, {x.dtype} on {x.device}; "
+                f"use {name}.to(x)"
+            )

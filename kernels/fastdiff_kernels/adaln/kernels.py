@@ -1,4 +1,4 @@
-"""The kernels of ``adaln``: forward, backward, and the sum of the backward's partial sums."""
+"""The kernels of ``adaln``: the norm forward and backward, the gate backward, and the sum of their partial sums."""
 
 from __future__ import annotations
 
@@ -28,11 +28,22 @@ def _store(row_ptr, head, tail, a, b, D: tl.constexpr):  # type: ignore[no-untyp
 
 
 @jit
-def _row_mean(a, b, D: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Mean over both parts of a row. Each lane adds up its own columns first: one exchange between lanes."""
+def _lane_sums(a, b, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sum over both parts of a row, as far as one lane holds them: one exchange between lanes remains."""
     lanes = tl.sum(tl.reshape(a, (LANES, a.shape[0] // LANES)), 1)
-    lanes += tl.sum(tl.reshape(b, (LANES, b.shape[0] // LANES)), 1)
-    return tl.sum(lanes, 0) / D
+    return lanes + tl.sum(tl.reshape(b, (LANES, b.shape[0] // LANES)), 1)
+
+
+@jit
+def _row_mean(a, b, D: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.sum(_lane_sums(a, b, LANES), 0) / D
+
+
+@jit
+def _row_means(a, b, c, d, D: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Means of two rows, (a, b) and (c, d), in one exchange."""
+    pair = tl.join(_lane_sums(a, b, LANES), _lane_sums(c, d, LANES))
+    return tl.split(tl.sum(pair, 0) / D)
 
 
 @jit
@@ -52,9 +63,11 @@ def _stream(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _load_bias(row_ptr, head, tail, D: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``_load``; 0 if there is no bias."""
-    if row_ptr is not None:
+def _load_if(  # type: ignore[no-untyped-def]
+    EXISTS: tl.constexpr, row_ptr, head, tail, D: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr
+):
+    """``_load``; 0 if it does not exist."""
+    if EXISTS:
         return _load(row_ptr, head, tail, D)
     else:
         return tl.zeros((BLOCK_HEAD,), tl.float32), tl.zeros((BLOCK_TAIL,), tl.float32)
@@ -62,23 +75,23 @@ def _load_bias(row_ptr, head, tail, D: tl.constexpr, BLOCK_HEAD: tl.constexpr, B
 
 @jit
 def adaln_fwd_kernel(  # type: ignore[no-untyped-def]
-    y_ptr, h_ptr, mean_ptr, rstd_ptr, x_ptr, branch_ptr, bias_ptr, gate_ptr, shift_ptr, scale_ptr,
-    gate_stride, shift_stride, scale_stride, length, rows, blocks, eps,
+    y_ptr, h_ptr, mean_ptr, rstd_ptr, x_ptr, branch_ptr, bias_ptr, modulation_ptr, modulation_stride, length, rows,
+    blocks, eps,
     D: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program does ``rows`` tokens of one sample."""
     program = tl.program_id(0).to(tl.int64)
     sample, start = program // blocks, program % blocks * rows
     stop = tl.minimum(start + rows, length)
     head, tail = _columns(BLOCK_HEAD, BLOCK_TAIL)
-    shift_a, shift_b = _load(shift_ptr + sample * shift_stride, head, tail, D)
-    scale_a, scale_b = _load(scale_ptr + sample * scale_stride, head, tail, D)
-    if GATED:
-        gate_a, gate_b = _load(gate_ptr + sample * gate_stride, head, tail, D)
-    else:
-        gate_a, gate_b = scale_a, scale_b
-    bias_a, bias_b = _load_bias(bias_ptr, head, tail, D, BLOCK_HEAD, BLOCK_TAIL)
-    for row in range(sample * length + start, sample * length + stop):
+    part_ptr = modulation_ptr + sample * modulation_stride
+    gate_a, gate_b = _load_if(GATED, part_ptr, head, tail, D, BLOCK_HEAD, BLOCK_TAIL)
+    bias_a, bias_b = _load_if(bias_ptr is not None, bias_ptr, head, tail, D, BLOCK_HEAD, BLOCK_TAIL)
+    part_ptr += D if GATED else 0
+    shift_a, shift_b = _load(part_ptr, head, tail, D)
+    scale_a, scale_b = _load(part_ptr + D, head, tail, D)
+    for row in tl.range(sample * length + start, sample * length + stop, num_stages=STAGES):
         at = row * D
         a, b, _, _ = _stream(x_ptr, branch_ptr, at, gate_a, gate_b, bias_a, bias_b, head, tail, D, GATED)
         if GATED:
@@ -94,40 +107,36 @@ def adaln_fwd_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
-    dx_ptr, dbranch_ptr, partials_ptr, dy_ptr, dh_ptr, x_ptr, branch_ptr, bias_ptr, gate_ptr, scale_ptr, mean_ptr,
-    rstd_ptr,
-    gate_stride, scale_stride, length, rows, blocks,
+    dx_ptr, dbranch_ptr, partials_ptr, dy_ptr, dh_ptr, x_ptr, branch_ptr, bias_ptr, modulation_ptr, mean_ptr, rstd_ptr,
+    modulation_stride, length, rows, blocks,
     D: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program does ``rows`` tokens of one sample, and one row of partial sums for each modulation and the bias."""
     program = tl.program_id(0).to(tl.int64)
     sample, start = program // blocks, program % blocks * rows
     stop = tl.minimum(start + rows, length)
     head, tail = _columns(BLOCK_HEAD, BLOCK_TAIL)
-    scale_a, scale_b = _load(scale_ptr + sample * scale_stride, head, tail, D)
-    if GATED:
-        gate_a, gate_b = _load(gate_ptr + sample * gate_stride, head, tail, D)
-    else:
-        gate_a, gate_b = scale_a, scale_b
-    bias_a, bias_b = _load_bias(bias_ptr, head, tail, D, BLOCK_HEAD, BLOCK_TAIL)
+    part_ptr = modulation_ptr + sample * modulation_stride
+    gate_a, gate_b = _load_if(GATED, part_ptr, head, tail, D, BLOCK_HEAD, BLOCK_TAIL)
+    bias_a, bias_b = _load_if(bias_ptr is not None, bias_ptr, head, tail, D, BLOCK_HEAD, BLOCK_TAIL)
+    scale_a, scale_b = _load(part_ptr + (2 * D if GATED else D), head, tail, D)
     dshift_a, dshift_b = tl.zeros((BLOCK_HEAD,), tl.float32), tl.zeros((BLOCK_TAIL,), tl.float32)
     dscale_a, dscale_b, dgate_a, dgate_b = dshift_a, dshift_b, dshift_a, dshift_b
     dbias_a, dbias_b = dshift_a, dshift_b
-    for row in range(sample * length + start, sample * length + stop):
+    for row in tl.range(sample * length + start, sample * length + stop, num_stages=STAGES):
         at = row * D
         a, b, branch_a, branch_b = _stream(x_ptr, branch_ptr, at, gate_a, gate_b, bias_a, bias_b, head, tail, D, GATED)
         up_a, up_b = _load(dy_ptr + at, head, tail, D)
-        if RESIDUAL:  # read here, so that it does not wait for the means
-            dh_a, dh_b = _load(dh_ptr + at, head, tail, D)
         mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
         a, b = (a - mean) * rstd, (b - mean) * rstd
         dshift_a, dshift_b = dshift_a + up_a, dshift_b + up_b
         dscale_a, dscale_b = dscale_a + up_a * a, dscale_b + up_b * b
         up_a, up_b = up_a * (1 + scale_a), up_b * (1 + scale_b)
-        offset, slope = _row_mean(up_a, up_b, D, LANES), _row_mean(up_a * a, up_b * b, D, LANES)
+        offset, slope = _row_means(up_a, up_b, up_a * a, up_b * b, D, LANES)
         a, b = rstd * (up_a - offset - a * slope), rstd * (up_b - offset - b * slope)
-        if RESIDUAL:
+        if dh_ptr is not None:
+            dh_a, dh_b = _load(dh_ptr + at, head, tail, D)
             a, b = a + dh_a, b + dh_b
         if GATED:
             _store(dbranch_ptr + at, head, tail, a * gate_a, b * gate_b, D)
@@ -136,25 +145,102 @@ def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
             dbias_a, dbias_b = dbias_a + a, dbias_b + b
         _store(dx_ptr + at, head, tail, a, b, D)
     step = tl.num_programs(0).to(tl.int64) * D
-    _store(partials_ptr + program * D, head, tail, dshift_a, dshift_b, D)
-    _store(partials_ptr + step + program * D, head, tail, dscale_a, dscale_b, D)
+    sums_ptr = partials_ptr + program * D
     if GATED:
-        _store(partials_ptr + 2 * step + program * D, head, tail, dgate_a, dgate_b, D)
+        _store(sums_ptr, head, tail, dgate_a, dgate_b, D)
+        sums_ptr += step
+    _store(sums_ptr, head, tail, dshift_a, dshift_b, D)
+    _store(sums_ptr + step, head, tail, dscale_a, dscale_b, D)
     if bias_ptr is not None:
-        _store(partials_ptr + 3 * step + program * D, head, tail, dbias_a * gate_a, dbias_b * gate_b, D)
+        _store(sums_ptr + 2 * step, head, tail, dbias_a * gate_a, dbias_b * gate_b, D)
+
+
+@jit
+def gate_bwd_kernel(  # type: ignore[no-untyped-def]
+    dbranch_ptr, partials_ptr, dh_ptr, branch_ptr, bias_ptr, gate_ptr, gate_stride, length, rows, blocks,
+    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """One program does ``rows`` tokens of one sample for a block of columns, and their partial sums."""
+    program = tl.program_id(0).to(tl.int64)
+    sample, start = program // blocks, program % blocks * rows
+    stop = tl.minimum(start + rows, length)
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    exists = column < D
+    gate = tl.load(gate_ptr + sample * gate_stride + column, mask=exists, other=0.0).to(tl.float32)
+    dgate = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    ups = dgate
+    for first in range(start, stop, BLOCK_R):
+        row = first + tl.arange(0, BLOCK_R)
+        at = (sample * length + row)[:, None] * D + column[None, :]
+        inside = (row < stop)[:, None] & exists[None, :]
+        up = tl.load(dh_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        branch = tl.load(branch_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dbranch_ptr + at, (up * gate[None, :]).to(dbranch_ptr.dtype.element_ty), mask=inside)
+        dgate += up * branch
+        if bias_ptr is not None:
+            ups += up
+    sums_ptr = partials_ptr + program * D + column
+    total = tl.sum(dgate, 0)
+    if bias_ptr is not None:  # sum(dh * (branch + bias))
+        up = tl.sum(ups, 0)
+        total += up * tl.load(bias_ptr + column, mask=exists, other=0.0).to(tl.float32)
+        tl.store(sums_ptr + tl.num_programs(0).to(tl.int64) * D, up * gate, mask=exists)
+    tl.store(sums_ptr, total, mask=exists)
 
 
 @jit
 def adaln_fold_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, dbias_ptr, partials_ptr, blocks, modulations, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """One program adds up the partial sums of one modulation of one sample, in order; after them those of the bias."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    out_ptr, dbias_ptr, partials_ptr, later_ptr, batch, blocks, part, bias_programs,
+    D: tl.constexpr, SUMS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Add up partial sums ``[SUMS, batch, blocks, D]``, and after them those of a bias, in order.
+
+    The first programs do the bias, over all samples. Each other program does ``BLOCK_D`` columns of one of the
+    ``PARTS`` of the modulation of a sample. The sums belong to the parts from ``part`` on, and are added to ``later``,
+    the gradient by the later ops; without it other parts are 0.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    if dbias_ptr is None:
+        _fold_part(out_ptr, partials_ptr, later_ptr, program, batch, blocks, part, D, SUMS, PARTS, BLOCK_D)
+    elif program < bias_programs:
+        first_ptr = partials_ptr + SUMS * batch * blocks * D
+        _fold_rows(dbias_ptr, first_ptr, program, batch * blocks, D, BLOCK_R, BLOCK_C)
+    else:
+        program -= bias_programs
+        _fold_part(out_ptr, partials_ptr, later_ptr, program, batch, blocks, part, D, SUMS, PARTS, BLOCK_D)
+
+
+@jit
+def _fold_part(  # type: ignore[no-untyped-def]
+    out_ptr, partials_ptr, later_ptr, program, batch, blocks, part,
+    D: tl.constexpr, SUMS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Add up a block of columns of one part of one sample."""
+    COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    column = program % COLUMNS * BLOCK_D + tl.arange(0, BLOCK_D)
     exists = column < D
+    row = program // COLUMNS
+    sample, index = row // PARTS, row % PARTS - part  # of the sums
+    row_ptr = partials_ptr + (index * batch + sample) * blocks * D + column
     total = tl.zeros((BLOCK_D,), tl.float32)
-    for block in range(blocks):
-        total += tl.load(partials_ptr + (row * blocks + block) * D + column, mask=exists, other=0.0)
-    tl.store(out_ptr + row * D + column, total.to(out_ptr.dtype.element_ty), mask=exists & (row < modulations))
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + (row - modulations) * D + column, total, mask=exists & (row >= modulations))
+    if later_ptr is not None:
+        total += tl.load(later_ptr + row * D + column, mask=exists, other=0.0).to(tl.float32)
+    for _ in range(tl.where((index >= 0) & (index < SUMS), blocks, 0)):
+        total += tl.load(row_ptr, mask=exists, other=0.0)
+        row_ptr += D
+    tl.store(out_ptr + row * D + column, total.to(out_ptr.dtype.element_ty), mask=exists)
+
+
+@jit
+def _fold_rows(  # type: ignore[no-untyped-def]
+    out_ptr, rows_ptr, program, rows, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Add up a block of columns of ``[rows, D]``."""
+    column = program * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for first in range(0, rows, BLOCK_R):
+        row = first + tl.arange(0, BLOCK_R)
+        inside = (row < rows)[:, None] & (column < D)[None, :]
+        total += tl.load(rows_ptr + row[:, None] * D + column[None, :], mask=inside, other=0.0)
+    tl.store(out_ptr + column, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=column < D)

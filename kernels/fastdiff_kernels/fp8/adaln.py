@@ -85,28 +85,30 @@ def gated_norm(
 
 
 def norm_backward_reference(
-    dy: Tensor, dh: Tensor, x: Tensor, scale: Tensor, mean: Tensor, rstd: Tensor
+    dy: Tensor, dh: Tensor, x: Tensor, modulation: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
     """``norm_backward`` in plain torch."""
+    _, scale = modulation.chunk(2, dim=1)
     up = dy.float()
     normed = (x.float() - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
     g = up * (1 + scale.float().unsqueeze(1))
     inner = g - g.mean(-1, keepdim=True) - normed * (g * normed).mean(-1, keepdim=True)
     dx = dh.float() + rstd.unsqueeze(-1) * inner
-    return dx.to(x.dtype), torch.stack([up.sum(1), (up * normed).sum(1)]).to(x.dtype)
+    return dx.to(x.dtype), torch.cat([up.sum(1), (up * normed).sum(1)], dim=1).to(x.dtype)
 
 
 def norm_backward(
-    dy: Tensor, dh: Tensor, x: Tensor, scale: Tensor, mean: Tensor, rstd: Tensor
+    dy: Tensor, dh: Tensor, x: Tensor, modulation: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``norm``, none of them an operand: ``dx [B, T, D]``, and of shift and scale ``[2, B, D]``.
+    """Gradients of ``norm``, none of them an operand: ``dx [B, T, D]``, and that of ``modulation``.
 
-    ``dy`` is that of its output, ``dh`` that of the residual stream beside, ``[B, T, D]`` each.
+    ``modulation [B, 2D]`` is shift and scale side by side. ``dy`` is the gradient of the output, ``dh`` that of the
+    residual stream beside, ``[B, T, D]`` each.
     """
     if choose("adaln", x) != "triton":
-        return norm_backward_reference(dy, dh, x, scale, mean, rstd)
-    dx, modulations = adaln_backward(dy, dh, x, None, None, None, scale, mean, rstd)
-    return dx, modulations
+        return norm_backward_reference(dy, dh, x, modulation, mean, rstd)
+    dmodulation, dx = adaln_backward(None, dy, dh, x, None, None, modulation, 0, mean, rstd)
+    return dx, dmodulation
 
 
 def gated_norm_backward_reference(

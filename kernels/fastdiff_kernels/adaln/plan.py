@@ -1,0 +1,99 @@
+"""Grids of the adaLN kernels: as many programs as fit the processors, with equal work.
+
+A program's share of a processor follows from the columns that a thread holds and the vectors that the kernel holds for
+each. ``maxnreg`` keeps the compiler to it, so the number of programs that run at a time is known without compiling.
+``fastdiff bench aot`` shows that nothing spills.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from fastdiff_kernels.launch import processors, triton
+
+_REGISTERS = 2**16
+"""Registers of a processor, sm_80 to sm_100."""
+_WARPS = 64
+"""Most warps on a processor."""
+_LEAST_ROWS = 16
+_GATE_ROWS, _GATE_COLUMNS, _GATE_PROGRAMS = 16, 128, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Tokens of a program, programs of a sample, and the constants and options of the kernel."""
+
+    rows: int
+    blocks: int
+    constants: dict[str, Any]
+
+
+def forward_plan(x: Tensor, gated: bool, biased: bool) -> Plan:
+    """Return the plan of ``adaln_fwd_kernel``; it holds x, shift and scale, then gate and branch, then the bias."""
+    return _row_plan(x, 3 + 2 * gated + biased, gated, base=32, setup=2)
+
+
+def backward_plan(x: Tensor, residual: bool, gated: bool, biased: bool) -> Plan:
+    """Return the plan of ``adaln_bwd_kernel``.
+
+    It holds x, dy, the scale and two sums, then dh, then branch, gate and a sum, then the bias; its sum takes the
+    place of a temporary.
+    """
+    return _row_plan(x, 5 + residual + 3 * gated + biased, gated, base=63, setup=4)
+
+
+def gate_plan(x: Tensor) -> Plan:
+    """Return the plan of ``gate_bwd_kernel``; its programs hold a block of columns, not whole rows."""
+    batch, length, width = x.shape
+    constants = {"BLOCK_R": _GATE_ROWS, "BLOCK_C": _GATE_COLUMNS, "num_warps": 4, "maxnreg": _limit(_GATE_PROGRAMS, 4)}
+    shares = _shares(batch * triton.cdiv(width, _GATE_COLUMNS), length, processors(x) * _GATE_PROGRAMS, _GATE_ROWS)
+    return Plan(*shares, {"D": width} | constants)
+
+
+def _row_plan(x: Tensor, vectors: int, gated: bool, *, base: int, setup: int) -> Plan:
+    batch, length, width = x.shape
+    head = max(int(triton.next_power_of_2(width)) // 2, 1)
+    warps = max(head // 256, 1)  # a thread reads 8 columns of the head
+    lanes = min(32 * warps, head)
+    # A thread reads 4 bytes of the tail or more, the least that is copied asynchronously.
+    tail = max(int(triton.next_power_of_2(max(width - head, 1))), lanes * max(4 // x.element_size(), 1))
+    programs = _programs(base + vectors * ((head + tail) // lanes), warps)
+    rows, blocks = _shares(batch, length, processors(x) * programs, setup)
+    constants = {"D": width, "BLOCK_HEAD": head, "BLOCK_TAIL": tail, "LANES": lanes, "GATED": gated}
+    # The rows that follow are on their way to shared memory; in fp32 one, since they take twice the space.
+    stages = {"STAGES": 3 if x.element_size() == 2 else 2}
+    return Plan(rows, blocks, constants | stages | {"num_warps": warps, "maxnreg": _limit(programs, warps)})
+
+
+def _programs(registers: int, warps: int) -> int:
+    """Programs that a processor holds at a time, of ``warps`` warps with so many registers per thread."""
+    return max(min(_REGISTERS // (32 * warps * registers), _WARPS // warps, 32), 1)
+
+
+def _limit(programs: int, warps: int) -> int:
+    """Most registers of a thread with which so many programs fit; they are given out by eights."""
+    return min(_REGISTERS // (32 * warps * programs) // 8 * 8, 255)
+
+
+@cache
+def _shares(batch: int, length: int, slots: int, setup: int) -> tuple[int, int]:
+    """Return the tokens of a program and the programs of a sample that take the least time.
+
+    Args:
+        batch: samples, or blocks of columns of all samples.
+        length: tokens of a sample.
+        slots: programs that run at a time.
+        setup: what a program does besides its tokens, in tokens: modulations, partial sums, and the first loads.
+    """
+
+    def time(blocks: int) -> tuple[int, int]:
+        waves = -(-batch * blocks // max(slots, 1))
+        return waves * (-(-length // blocks) + setup), blocks
+
+    blocks = min(range(1, max(-(-length // _LEAST_ROWS), 1) + 1), key=time)
+    rows = -(-length // blocks)
+    return rows, -(-length // max(rows, 1))
