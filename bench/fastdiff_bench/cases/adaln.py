@@ -70,7 +70,7 @@ def _case(letter: str, dtype: torch.dtype, form: str) -> Case:
         build=build(SAMPLES),
         build_large=build(SAMPLES_LARGE),
         call=_CALLS[form],
-        sums=("dmodulations", "dbias"),
+        sums=("dmodulations", "dbias") if "bias" in names else ("dmodulations",),
         # The residual stream is returned unchanged and is not written.
         forward_bytes=(lambda i: 2 * i["x"].nbytes + i["modulations"].nbytes) if form == "residual" else None,
         forward_operations=elements("x", _FORWARD[form]),
