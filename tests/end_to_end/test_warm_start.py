@@ -13,8 +13,10 @@ from tests.support.scripts import COMMAND
 
 
 @pytest.fixture
-def counting(tmp_path: Path) -> Path:
+def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A C++ compiler that notes each call beside itself."""
+    for folder in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # a compilation in this process leaves them set
+        monkeypatch.delenv(folder, raising=False)
     compiler = tmp_path / "counting-g++"
     calls, real = shlex.quote(str(tmp_path / "calls")), shlex.quote(str(shutil.which("g++")))
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec {real} "$@"\n')

@@ -44,8 +44,9 @@ def test_every_op_is_shown() -> None:
         for node in ast.walk(ast.parse(LOOP + FLAT))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("fastdiff_kernels.")
     }
-    attention = {"packed_attention"}  # chooses short_attention where it is fastest
-    assert imported == ({*KERNELS} - {"short_attention", "fp8"}) | attention  # FP8 is of whole blocks
+    attention = {"packed_attention"}  # chooses short_attention where it is fastest, and calls bias_gradient's join
+    others = {"short_attention", "bias_gradient", "geglu", "fp8"}  # GEGLU is of UNets, FP8 of whole blocks
+    assert imported == ({*KERNELS} - others) | attention
 
 
 def test_the_loop_trains() -> None:

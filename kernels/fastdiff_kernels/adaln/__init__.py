@@ -173,7 +173,7 @@ def _gate_backward_triton(
     gate, stride = _rows(packed, part, 1, dh.shape[2])
     partials = _partials(dh, plan, 1, bias)
     run(
-        kernels.gate_bwd_kernel, (dh.shape[0] * plan.blocks, triton.cdiv(dh.shape[2], plan.constants["BLOCK_C"])),
+        kernels.adaln_gate_bwd_kernel, (dh.shape[0] * plan.blocks, triton.cdiv(dh.shape[2], plan.constants["BLOCK_C"])),
         dbranch, partials, *_contiguous(dh, branch, bias), gate, stride, dh.shape[1], plan.rows, plan.blocks,
         **plan.constants,
     )  # fmt: skip

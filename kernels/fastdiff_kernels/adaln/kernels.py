@@ -156,7 +156,7 @@ def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def gate_bwd_kernel(  # type: ignore[no-untyped-def]
+def adaln_gate_bwd_kernel(  # type: ignore[no-untyped-def]
     dbranch_ptr, partials_ptr, dh_ptr, branch_ptr, bias_ptr, gate_ptr, gate_stride, length, rows, blocks,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip

@@ -47,7 +47,7 @@ def backward_plan(x: Tensor, residual: bool, gated: bool, biased: bool) -> Plan:
 
 
 def gate_plan(x: Tensor) -> Plan:
-    """Return the plan of ``gate_bwd_kernel``; its programs hold a block of columns, not whole rows."""
+    """Return the plan of ``adaln_gate_bwd_kernel``; its programs hold a block of columns, not whole rows."""
     batch, length, width = x.shape
     constants = {"BLOCK_R": _GATE_ROWS, "BLOCK_C": _GATE_COLUMNS, "num_warps": 4, "maxnreg": _limit(_GATE_PROGRAMS, 4)}
     shares = _shares(batch * triton.cdiv(width, _GATE_COLUMNS), length, processors(x) * _GATE_PROGRAMS, _GATE_ROWS)

@@ -270,7 +270,7 @@ def test_kernels_give_the_gradients_of_the_reference(
     blocks = 2 * SMALL.depth
     assert launched.count("adaln_fwd_kernel") == 1 + blocks * (2 if recompute else 1)
     assert launched.count("adaln_bwd_kernel") == 1 + blocks
-    assert launched.count("gate_bwd_kernel") == SMALL.depth
+    assert launched.count("adaln_gate_bwd_kernel") == SMALL.depth
 
 
 @pytest.mark.parametrize("compiled", [False, True])
