@@ -134,11 +134,9 @@ class Zero:
         for size in _buckets(padded[::-1], self.reduce_bucket):
             yield Message("reduce-scatter", sums * size, "backward")
         yield Message("all-reduce", 4)  # the norm of the gradients
-        yield from (
-            Message("all-gather", width * size)
-            for size, whole in zip(padded, persistent[len(frozen) :], strict=True)
-            if whole
-        )
+        kept = sum(size for size, whole in zip(padded, persistent[len(frozen) :], strict=True) if whole)
+        if kept:
+            yield Message("all-gather", width * kept)
 
 
 def _on_host(section: Mapping[str, Any], name: str) -> bool:

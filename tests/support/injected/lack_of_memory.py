@@ -156,7 +156,7 @@ def _plant(state: Any, lack: Lack, occurred: Path) -> None:
         state.engine.module.get_submodule(lack.module).register_forward_hook(at_output)
     elif lack.where == "step":
         engine = state.engine
-        owner, name = (engine.optimizer, "step") if engine.kind == "deepspeed" else (engine._update, "_take")
+        owner, name = (engine.optimizer, "step") if engine.kind == "deepspeed" else (engine._update, "take")
         before(owner, name, "step")
     else:
         from fastdiff.training.callbacks import previews
