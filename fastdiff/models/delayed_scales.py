@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastdiff.console import log
 from fastdiff_kernels.fp8.values import LARGEST, Form
 
 WINDOW = 16
@@ -161,7 +162,12 @@ class DelayedScales(Scales):
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """See ``Scales``."""
-        fits = bool(state) and state["maxima"].shape == self._history.shape  # --performance.fp8_ends may be another
+        fits = bool(state) and state["maxima"].shape == self._history.shape
+        if state and not fits:
+            log.warning(
+                f"the checkpoint has scales of {len(state['maxima'][0])} blocks in FP8, and this run has "
+                f"{len(self.units)}: the next {WINDOW} steps multiply in 16 bits and record anew"
+            )
         self._history.copy_(state["maxima"] if fits else torch.zeros(()))
         self._steps = int(state["steps"]) if fits else 0
         self.forget()

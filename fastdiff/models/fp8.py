@@ -39,7 +39,7 @@ def inner_blocks(model: BlockwiseModel, performance: PerformanceConfig) -> list[
     name, ends = type(model).__name__, performance.fp8_ends
     require(wanted is not None, f"--performance.fp8: {name} has no blocks in FP8, as a DiT has; leave the flag out")
     assert wanted is not None
-    blocks = [module for module in model.modules() if isinstance(module, wanted.__mro__[1])]
+    blocks = [module for module in model.modules() if isinstance(module, wanted.__base__)]
     inner = blocks[ends : len(blocks) - ends]
     require(
         bool(inner),

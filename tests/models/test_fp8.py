@@ -160,6 +160,16 @@ def test_a_measurement_goes_without_the_first_steps(narrow: None) -> None:
     assert scales.forms == forms(weight_gradients=True)
 
 
+def test_a_history_of_other_blocks_is_told_and_begun_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    saved, other = (DelayedScales(blocks, 4, CPU, forms(weight_gradients=True)) for blocks in (28, 26))
+    saved.maxima.fill_(3.0)
+    saved.end_step(lambda maxima: maxima, applied=True)
+    other.restore(saved.state())
+    assert "scales of 28 blocks in FP8, and this run has 26" in "".join(capsys.readouterr())
+    assert not other.state()["steps"]
+    assert not other.state()["maxima"].any()
+
+
 def test_a_skipped_step_leaves_the_history(narrow: None) -> None:
     scales = DelayedScales(1, 1, CPU, forms(weight_gradients=True))
     before = {name: value.clone() for name, value in scales.state().items()}
@@ -268,6 +278,11 @@ def test_devices_that_gain_nothing_are_refused() -> None:
         fp8.require_usable((9, 0), compiled=False)
     fp8.require_usable((8, 9), compiled=True)
     fp8.require_usable(None, compiled=False)
+
+
+def test_flags_of_fp8_alone_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--performance.fp8_ends 0 change nothing in 16 bits; add --performance.fp8"):
+        PerformanceConfig(fp8_ends=0)
 
 
 def test_other_dtypes_and_adapters_are_refused() -> None:

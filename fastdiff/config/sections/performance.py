@@ -77,6 +77,11 @@ class PerformanceConfig:
         )
         require(self.fp8_ends >= 0, f"--performance.fp8_ends {self.fp8_ends}: expected 0 or more blocks")
         require(
+            self.fp8 or (self.fp8_weight_gradients, self.fp8_ends) == ("fp8", 1),
+            f"--performance.fp8_weight_gradients {self.fp8_weight_gradients} and --performance.fp8_ends "
+            f"{self.fp8_ends} change nothing in 16 bits; add --performance.fp8, or leave them out",
+        )
+        require(
             self.grad_accum_dtype in (None, "fp32", self.precision),
             f"--performance.grad_accum_dtype {self.grad_accum_dtype} with --performance.precision {self.precision}: "
             f"{' or '.join(dict.fromkeys(['fp32', self.precision]))}",
