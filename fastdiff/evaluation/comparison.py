@@ -61,10 +61,14 @@ class Row:
         return self.difference / self.a.mean if self.a.mean else math.nan
 
     @property
+    def enough(self) -> bool:
+        """Whether both runs have enough samples for a comparison."""
+        return min(self.a.count, self.b.count) >= _ENOUGH
+
+    @property
     def significant(self) -> bool:
         """Whether the difference exceeds ``SIGNIFICANT`` standard errors, with enough samples."""
-        enough = min(self.a.count, self.b.count) >= _ENOUGH
-        return enough and abs(self.difference) > SIGNIFICANT * self.error
+        return self.enough and abs(self.difference) > SIGNIFICANT * self.error
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +187,7 @@ def _paired(log_snr: Sequence[npt.NDArray[np.float32]], values: Sequence[Floats]
 def _unpaired(log_snr: Sequence[npt.NDArray[np.float32]], values: Sequence[Floats]) -> tuple[list[Row], Row]:
     a, b = (by_log_snr(*found)[1] for found in zip(log_snr, values, strict=True))
     rows = [_independent(name_of(n), a[n], b[n]) for n in range(BINS)]
-    common = [row for row in rows if min(row.a.count, row.b.count) >= _ENOUGH]
+    common = [row for row in rows if row.enough]
     means = [_mean_of_bins([row.a for row in common]), _mean_of_bins([row.b for row in common])]
     return rows, _independent("mean of bins", *means)
 

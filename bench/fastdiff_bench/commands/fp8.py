@@ -1,0 +1,230 @@
+"""``bench fp8``: the digits trained in FP8 and in bf16, by pairs, and whether their losses differ.
+
+Runs of a seed have equal data, noise and initial weights; they differ in how the blocks multiply. At the end each is
+validated on unseen digits under the same noise. The loss in FP8 minus that in bf16 is given in percent of the latter,
+with its standard error over the seeds, for all samples and for each noise level; the probabilities of the levels are
+corrected for their number (Holm). A control, whose scales clip the largest values, shows what the test finds.
+
+A CPU emulates FP8. Each run is a process of its own. A second start in the same folder skips finished runs.
+"""
+
+import argparse
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastdiff.data.encoding.builtin import encode_digits
+from fastdiff.errors import FastdiffError
+from fastdiff.evaluation.comparison import MeasuredRun, compare
+from fastdiff_bench import BenchError
+from fastdiff_bench.arguments import Commands, add_output, open_log
+from fastdiff_bench.records.fingerprint import ROOT
+from fastdiff_bench.records.paired import SIGNIFICANT, Difference, difference, holm
+from fastdiff_bench.records.record import Fact, Failure, Log, Measurement
+from fastdiff_bench.records.tables import table
+from fastdiff_bench.trainers import in_fp8
+from fastdiff_bench.trainers.in_fp8 import ARITHMETICS, BASELINE, CONTROL, Trained, Trial
+
+LIMIT_PERCENT = 0.5
+"""Mean difference of the loss that does not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tested:
+    """An arithmetic against the baseline; differences in percent."""
+
+    seeds: int
+    total: Difference
+    levels: dict[str, tuple[Difference, float]]
+    """By range of the log SNR, with its corrected probability."""
+
+    @property
+    def faults(self) -> list[str]:
+        """What speaks against equal losses."""
+        found = {
+            "over two standard errors": not self.total.is_small,
+            f"over {LIMIT_PERCENT:g} %": abs(self.total.mean) >= LIMIT_PERCENT,
+            "a noise level is significant": self.least < SIGNIFICANT,
+        }
+        return [fault for fault, exists in found.items() if exists]
+
+    @property
+    def differs(self) -> bool:
+        """Whether the mean difference, or that of a noise level, is significant."""
+        return min(self.total.p, self.least) < SIGNIFICANT
+
+    @property
+    def least(self) -> float:
+        """The smallest corrected probability of a level."""
+        return min(p for _, p in self.levels.values())
+
+
+def add(commands: Commands) -> None:
+    """Register the command."""
+    parser = commands.add_parser("fp8", description=__doc__)
+    parser.add_argument("--width", type=int, nargs="+", default=[384, 768], help="features per token; default: 384 768")
+    parser.add_argument("--depth", type=int, default=3, help="blocks, all of them in FP8; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of a run; default: %(default)s")
+    parser.add_argument("--batch", type=int, default=32, help="samples of a step; default: %(default)s")
+    parser.add_argument("--seeds", type=int, default=3, help="pairs of each width; default: %(default)s")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=ARITHMETICS,
+        metavar="NAME",
+        help=f"some of: {'; '.join(ARITHMETICS)}; default: all",
+    )
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time; default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each; default: %(default)s")
+    parser.add_argument(
+        "--folder", type=Path, help="folder of the data and the runs; default: runs/fp8, --smoke: runs/fp8-smoke"
+    )
+    add_output(parser, "a few steps of a tiny network", "<machine>/<date>_fp8")
+    parser.set_defaults(run=_run)
+
+
+def _run(given: argparse.Namespace) -> int:
+    if given.seeds < 2:
+        raise BenchError(f"--seeds {given.seeds}: a standard error takes at least 2")
+    root = (given.folder or ROOT / "runs" / ("fp8-smoke" if given.smoke else "fp8")).resolve()
+    for split in ("train", "test"):
+        if not (root / split / "dataset.json").is_file():
+            encode_digits(root / split, split=split)
+    wanted = trials(given)
+    with open_log(given, "fp8") as log:
+        done: list[Trained] = []
+        for found in finish(wanted, root, given.processes, given.threads):
+            if isinstance(found, Trained):
+                log.write(*measured(found))
+                done.append(found)
+                print(f"{len(done)} of {len(wanted)}: {_words(found)}", flush=True)
+            else:
+                log.write(found)
+                print(f"{found.case}, {found.provider}: {found.reason}", flush=True)
+        report(done, root, log)
+        return int(len(done) < len(wanted))
+
+
+def trials(given: argparse.Namespace) -> list[Trial]:
+    """Return the runs, those of a width first, and of these the ones of an arithmetic."""
+    shape = (1, 18, 16) if given.smoke else (given.depth, given.steps, given.batch)
+    chosen = [name for name in ARITHMETICS if name == BASELINE or name in (given.only or ARITHMETICS)]
+    return [
+        Trial(width, *shape, seed, name)
+        for width in ([64] if given.smoke else given.width)
+        for name in chosen
+        for seed in range(2 if given.smoke else given.seeds)
+    ]
+
+
+def finish(wanted: Sequence[Trial], root: Path, processes: int, threads: int) -> Iterator[Trained | Failure]:
+    """Run what is not finished; yield each as soon as it is."""
+    left = []
+    for trial in wanted:
+        found = in_fp8.finished(trial, root)
+        if found is None:
+            left.append(trial)
+        else:
+            yield found
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
+        running: dict[Future[None], Trial] = {pool.submit(in_fp8.run, trial, root, threads): trial for trial in left}
+        while running:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield _outcome(running.pop(future), root, future)
+
+
+def _outcome(trial: Trial, root: Path, future: Future[None]) -> Trained | Failure:
+    try:
+        future.result()
+    except FastdiffError as error:
+        return Failure(bench="fp8", case=trial.case, provider=trial.arithmetic, reason=f"seed {trial.seed}: {error}")
+    found = in_fp8.finished(trial, root)
+    assert found is not None
+    return found
+
+
+def measured(one: Trained) -> Iterator[Measurement]:
+    """Yield the measurements of a run."""
+    trial = one.trial
+    facts: dict[str, Fact] = {"seed": trial.seed, "samples": len(one.validated.loss)}
+    loss = float(one.validated.loss.mean())
+    yield Measurement.of(
+        "fp8", trial.case, trial.arithmetic, f"validation loss, seed {trial.seed}", "1", loss, "lower", facts=facts
+    )
+    for weights, name, error in _errors(one):
+        quantity = f"gradient error, {weights} weights, seed {trial.seed}"
+        yield Measurement.of("fp8", trial.case, name, quantity, "1", error, "lower", facts={"seed": trial.seed})
+
+
+def _errors(one: Trained) -> Iterator[tuple[str, str, float]]:
+    """Yield weights, arithmetic and relative error of the gradients."""
+    for weights, errors in one.gradient_errors.items():
+        for name, error in errors.items():
+            yield weights, name, error
+
+
+def tested(done: Sequence[Trained], root: Path) -> dict[tuple[str, str], Tested]:
+    """Test every arithmetic that has at least two pairs, by case and arithmetic."""
+    runs = {(one.trial.case, one.trial.arithmetic, one.trial.seed): one for one in done}
+    pairs: dict[tuple[str, str], list[tuple[Trained, Trained]]] = {}
+    for (case, name, seed), one in runs.items():
+        if name != BASELINE and (case, BASELINE, seed) in runs:
+            pairs.setdefault((case, name), []).append((runs[case, BASELINE, seed], one))
+    return {key: _tested(found, root) for key, found in pairs.items() if len(found) > 1}
+
+
+def _tested(pairs: Sequence[tuple[Trained, Trained]], root: Path) -> Tested:
+    found = [compare(*(MeasuredRun(one.trial.folder(root), one.validated) for one in pair)) for pair in pairs]
+    total = difference([100 * one.total.relative for one in found])
+    levels = {
+        rows[0].name: difference([100 * row.relative for row in rows])
+        for rows in zip(*(one.bins for one in found), strict=True)
+        if all(row.enough for row in rows)
+    }
+    corrected = holm([one.p for one in levels.values()])
+    return Tested(len(pairs), total, dict(zip(levels, zip(levels.values(), corrected, strict=True), strict=True)))
+
+
+def report(done: Sequence[Trained], root: Path, log: Log) -> None:
+    """Write and print the tests."""
+    found = tested(done, root)
+    for (case, name), one in found.items():
+        log.write(*_differences(case, name, one))
+    head = ("case", "", "seeds", "difference, %", "standard error", "p", "least p of a level", "")
+    rows = [
+        (case, name, str(one.seeds), f"{one.total.mean:+.3f}", f"{one.total.error:.3f}", f"{one.total.p:.3f}",
+         f"{one.least:.3f}", _verdict(name, one))
+        for (case, name), one in found.items()
+    ]  # fmt: skip
+    print()
+    print(table([head, *rows], "<<>>>>><"))
+    errors = [
+        (one.trial.case, name, f"{weights}, seed {one.trial.seed}", f"{error:.4f}")
+        for one in done
+        for weights, name, error in _errors(one)
+    ]
+    print()
+    print(table([("case", "", "weights", "gradient error"), *errors], "<<<>"))
+
+
+def _differences(case: str, name: str, one: Tested) -> Iterator[Measurement]:
+    parts = {"difference": (one.total, one.total.p)}
+    parts |= {f"difference, log SNR {level}": values for level, values in one.levels.items()}
+    for quantity, (found, corrected) in parts.items():
+        facts: dict[str, Fact] = {
+            "standard_error": found.error, "p": found.p, "p_corrected": corrected, "seeds": one.seeds
+        }  # fmt: skip
+        yield Measurement.of("fp8", case, name, quantity, "%", found.mean, "neither", facts=facts)
+
+
+def _verdict(name: str, one: Tested) -> str:
+    if name == CONTROL:
+        return "found" if one.differs else "not found: the test is too weak"
+    return ", ".join(one.faults) or "equal"
+
+
+def _words(one: Trained) -> str:
+    return f"{one.trial.case}, seed {one.trial.seed}, {one.trial.arithmetic}: {one.validated.loss.mean():.5f}"

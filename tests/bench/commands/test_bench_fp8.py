@@ -1,0 +1,90 @@
+"""``bench fp8``: real runs in both arithmetics, and a test of their losses that finds a difference where there is one."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fastdiff.data.encoding.builtin import encode_digits
+from fastdiff.evaluation.validation_files import Validated
+from fastdiff.models import delayed_scales, fp8
+from fastdiff.parallel.world import World
+from fastdiff_bench.__main__ import main
+from fastdiff_bench.commands.fp8 import tested
+from fastdiff_bench.records import record
+from fastdiff_bench.records.paired import difference, holm
+from fastdiff_bench.trainers import in_fp8
+from fastdiff_bench.trainers.in_fp8 import BASELINE, CONTROL, Trained, Trial
+
+TINY = Trial(width=64, depth=1, steps=18, batch=16, seed=0, arithmetic=BASELINE)
+
+
+def test_a_mean_difference_is_tested_by_students_t() -> None:
+    values = [0.3, -0.1, 0.4, 0.2]
+    found = difference(values)
+    assert found.p == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
+    assert (found.mean, found.error) == pytest.approx((0.2, stats.sem(values)))
+    assert difference([0.0, 0.0]).p == 1.0
+    assert difference([0.1, 0.1]).p == 0.0
+
+
+def test_probabilities_are_corrected_for_their_number() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.9]) == pytest.approx([0.04, 0.09, 0.09, 0.9])
+    assert holm([0.6, 0.5]) == [1.0, 1.0]
+
+
+def trained(seed: int, arithmetic: str, change: float, at: float | None = None) -> Trained:
+    """A run that differs from the baseline by a share of the loss, at a log SNR and more, and by chance."""
+    drawn = np.random.default_rng([seed, len(arithmetic)])
+    levels = np.linspace(-9, 9, 320).astype(np.float32)
+    losses = (1 + 0.1 * seed) * np.exp(-levels.astype(np.float64) / 9)
+    losses *= 1 + 1e-3 * drawn.standard_normal() + change * (levels >= (-np.inf if at is None else at))
+    about = {"data": "digits", "seed": 1, "objective": {}, "unit": "mse"}
+    validated = Validated(np.arange(320), levels, losses, losses, about)
+    return Trained(Trial(64, 1, 18, 16, seed, arithmetic), validated, {})
+
+
+def test_the_test_finds_what_differs_and_no_more() -> None:
+    runs = [
+        trained(seed, name, change, at)
+        for seed in range(3)
+        for name, change, at in ((BASELINE, 0.0, None), ("fp8", 0.0, None), (CONTROL, 0.1, None), ("one end", 0.1, 7.0))
+    ]
+    found = {name: one for (_, name), one in tested(runs, Path()).items()}
+    assert found["fp8"].faults == []
+    assert not found["fp8"].differs
+    assert found[CONTROL].differs
+    assert found[CONTROL].total.mean == pytest.approx(10, abs=0.5)
+    assert found["one end"].differs
+    assert [name for name, (_, p) in found["one end"].levels.items() if p < 0.05] == ["7.50 to 8.75", "above 8.75"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fp8")
+    for split in ("train", "test"):
+        encode_digits(folder / split, split=split)
+    return folder
+
+
+def test_a_run_leaves_losses_and_errors_of_gradients(world: World, root: Path) -> None:
+    before = fp8.LEAST, delayed_scales.MARGIN
+    assert in_fp8.finished(TINY, root) is None
+    in_fp8.run(TINY, root, threads=1)
+    found = in_fp8.finished(TINY, root)
+    assert found is not None
+    assert len(found.validated.loss) == 382
+    assert not (TINY.folder(root) / "checkpoints").exists()
+    assert (fp8.LEAST, delayed_scales.MARGIN) == before
+    for errors in found.gradient_errors.values():
+        assert errors[BASELINE] < errors["fp8"] < errors[CONTROL] / 4
+
+
+@pytest.mark.nightly
+def test_the_record_has_both_arithmetics(tmp_path: Path) -> None:
+    assert main(["fp8", "--smoke", "--only", "fp8", "--folder", str(tmp_path / "runs"), "--out", str(tmp_path)]) == 0
+    rows = record.read(tmp_path / "fp8.jsonl").measurements
+    losses = {row.provider for row in rows if row.quantity == "validation loss, seed 1"}
+    assert losses == {BASELINE, "fp8"}
+    assert [row.provider for row in rows if row.quantity == "difference"] == ["fp8"]
