@@ -131,9 +131,15 @@ def finish(wanted: Sequence[Trial], root: Path, processes: int, threads: int) ->
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
         running: dict[Future[None], Trial] = {pool.submit(in_fp8.run, trial, root, threads): trial for trial in left}
-        while running:
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                yield _outcome(running.pop(future), root, future)
+        try:
+            while running:
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield _outcome(running.pop(future), root, future)
+        except BaseException:  # otherwise the pool would wait for all of them
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
 
 
 def _outcome(trial: Trial, root: Path, future: Future[None]) -> Trained | Failure:
