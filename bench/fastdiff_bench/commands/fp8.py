@@ -109,10 +109,10 @@ def _run(given: argparse.Namespace) -> int:
 
 def trials(given: argparse.Namespace) -> list[Trial]:
     """Return the runs, those of a width first, and of these the ones of an arithmetic."""
-    shape = (1, 18, 16) if given.smoke else (given.depth, given.steps, given.batch)
+    depth, steps, batch = (1, 18, 16) if given.smoke else (given.depth, given.steps, given.batch)
     chosen = [name for name in ARITHMETICS if name == BASELINE or name in (given.only or ARITHMETICS)]
     return [
-        Trial(width, *shape, seed, name)
+        Trial(width, depth, steps, batch, seed, name)
         for width in ([64] if given.smoke else given.width)
         for name in chosen
         for seed in range(2 if given.smoke else given.seeds)
@@ -172,7 +172,7 @@ def _errors(one: Trained) -> Iterator[tuple[str, str, float]]:
             yield weights, name, error
 
 
-def tested(done: Sequence[Trained], root: Path) -> dict[tuple[str, str], Tested]:
+def comparisons(done: Sequence[Trained], root: Path) -> dict[tuple[str, str], Tested]:
     """Test every arithmetic that has at least two pairs, by case and arithmetic."""
     runs = {(one.trial.case, one.trial.arithmetic, one.trial.seed): one for one in done}
     pairs: dict[tuple[str, str], list[tuple[Trained, Trained]]] = {}
@@ -196,7 +196,7 @@ def _tested(pairs: Sequence[tuple[Trained, Trained]], root: Path) -> Tested:
 
 def report(done: Sequence[Trained], root: Path, log: Log) -> None:
     """Write and print the tests."""
-    found = tested(done, root)
+    found = comparisons(done, root)
     for (case, name), one in found.items():
         log.write(*_differences(case, name, one))
     head = ("case", "", "seeds", "difference, %", "standard error", "p", "least p of a level", "")

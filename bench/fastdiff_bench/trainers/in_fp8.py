@@ -240,5 +240,5 @@ def _pass(trial: Trial, model: Model, data: Path) -> Tensor:
         batch = read_batch(reader, chosen, np.arange(len(chosen)), per_channel(reader.info.normalisation, _CPU))
     corruption = objective.add_noise(batch)
     prediction = model(corruption.noisy, corruption.time, **corruption.condition)
-    objective.loss(prediction, batch, corruption).mean().backward()
+    objective.loss(prediction, batch, corruption).mean().backward()  # type: ignore[no-untyped-call]
     return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
