@@ -129,8 +129,8 @@ def finish(wanted: Sequence[Trial], root: Path, processes: int, threads: int) ->
         else:
             yield found
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
-        running: dict[Future[None], Trial] = {pool.submit(in_fp8.run, trial, root, threads): trial for trial in left}
+    with ProcessPoolExecutor(processes, context, in_fp8.set_up_process, (threads,), max_tasks_per_child=1) as pool:
+        running: dict[Future[None], Trial] = {pool.submit(in_fp8.run, trial, root): trial for trial in left}
         try:
             while running:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:

@@ -145,18 +145,25 @@ def finished(trial: Trial, root: Path) -> Trained | None:
     return Trained(trial, validation_files.read(folder, trial.steps), errors)
 
 
-def run(trial: Trial, root: Path, threads: int) -> None:
-    """Train to the end, or what is left of it, in a process of its own; then remove the checkpoints.
+def set_up_process(threads: int) -> None:
+    """Make this process one that trains: quiet, with so many threads.
 
     Args:
-        trial: the run.
-        root: folder of the data and the runs.
         threads: of torch; the environment, too, says so to libraries that have not started theirs.
     """
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     quieten()
     log.setLevel(logging.WARNING)
+
+
+def run(trial: Trial, root: Path) -> None:
+    """Train to the end, or what is left of it; then remove the checkpoints.
+
+    Args:
+        trial: the run.
+        root: folder of the data and the runs.
+    """
     folder = trial.folder(root)
     with lowered(ARITHMETICS[trial.arithmetic].margin):
         train(trial.config(root), Launch(deepspeed={"zero_optimization": {"stage": 0}}), start_world())

@@ -71,7 +71,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_leaves_losses_and_errors_of_gradients(world: World, root: Path) -> None:
     before = fp8.LEAST, delayed_scales.MARGIN
     assert in_fp8.finished(TINY, root) is None
-    in_fp8.run(TINY, root, threads=1)
+    in_fp8.run(TINY, root)
     found = in_fp8.finished(TINY, root)
     assert found is not None
     assert len(found.validated.loss) == 382
