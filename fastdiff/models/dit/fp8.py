@@ -68,8 +68,7 @@ class _NormAndProduct(torch.autograd.Function):
         ctx: Any, tokens: Tensor, modulations: Tensor, weight: Tensor, bias: Tensor, units: Tensor, probe: Tensor,
         forms: Forms, heads: int, packed: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        shift, scale = modulations.chunk(2, dim=1)  # 2 x [B, D]
-        normed = norm(tokens, shift, scale, NORM_EPS, units[0, INPUT], forms.operand)
+        normed = norm(tokens, modulations, NORM_EPS, units[0, INPUT], forms.operand)
         w = cast(weight, units[0, WEIGHT], forms.weight)
         qkv = output(normed.y, w, bias).view(*tokens.shape[:2], 3, heads, -1)
         maxima = folded([normed.y.maxima, w.maxima])
@@ -101,49 +100,47 @@ class _AfterAttention(torch.autograd.Function):
         ctx: Any, mixed: Tensor, tokens: Tensor, modulations: Tensor, w_proj: Tensor, b_proj: Tensor, w_in: Tensor,
         b_in: Tensor, w_out: Tensor, b_out: Tensor, units: Tensor, probe: Tensor, forms: Forms,
     ) -> Tensor:  # fmt: skip
-        gate, shift, scale, gate_out = modulations.chunk(4, dim=1)  # 4 x [B, D]
         proj, fc1, fc2 = units.unbind(0)
         weights = [
             cast(weight, unit[WEIGHT], forms.weight) for weight, unit in ((w_proj, proj), (w_in, fc1), (w_out, fc2))
         ]
         x = cast(mixed.flatten(0, 1), proj[INPUT], forms.operand)
         branch = output(x, weights[0]).view_as(tokens)
-        normed = gated_norm(tokens, branch, b_proj, gate, shift, scale, NORM_EPS, fc1[INPUT], forms.operand)
+        normed = gated_norm(tokens, branch, b_proj, modulations, NORM_EPS, fc1[INPUT], forms.operand)
         u = output(normed.y, weights[1], b_in)  # [B * T, 4D]
         inner = gelu(u, fc2[INPUT], forms.operand)
         last = output(inner, weights[2]).view_as(tokens)
         operands = [x, normed.y, inner]
         maxima = folded([operand.maxima for pair in zip(operands, weights, strict=True) for operand in pair])
         ctx.save_for_backward(
-            tokens, branch, b_proj, normed.mean, normed.rstd, u, last, b_out, gate, scale, gate_out, w_proj, w_in,
-            w_out, units, maxima, *(tensor for operand in operands for tensor in (operand.columns, operand.plain)),
+            tokens, branch, b_proj, normed.mean, normed.rstd, u, last, b_out, modulations, w_proj, w_in, w_out,
+            units, maxima, *(tensor for operand in operands for tensor in (operand.columns, operand.plain)),
         )  # fmt: skip
         ctx.forms = forms
+        gate_out = modulations[:, -tokens.shape[2] :]  # [B, D]
         return normed.h + gate_out.unsqueeze(1) * last + (gate_out * b_out).unsqueeze(1)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (
-            tokens, branch, b_proj, mean, rstd, u, last, b_out, gate, scale, gate_out, w_proj, w_in,
-            w_out, units, maxima, *operands,
+            tokens, branch, b_proj, mean, rstd, u, last, b_out, modulations, w_proj, w_in, w_out,
+            units, maxima, *operands,
         ) = ctx.saved_tensors  # fmt: skip
         (dout,), forms = upstream, ctx.forms
         proj, fc1, fc2 = units.unbind(0)
         x, y, inner = (kept(operands[2 * n], operands[2 * n + 1], units[n, INPUT]) for n in range(3))
-        out = gate_backward(dout, last, b_out, gate_out, fc2[GRADIENT], forms.operand)
+        out = gate_backward(dout, last, b_out, modulations, fc2[GRADIENT], forms.operand)
         dw_out = weight_gradient(out.dbranch, inner)
         dinner = input_gradient(out.dbranch, cast(w_out, fc2[WEIGHT], forms.turned_weight))
         du, db_in = gelu_backward(dinner, u, fc1[GRADIENT], forms.operand)
         dw_in = weight_gradient(du, y)
         dy = input_gradient(du, cast(w_in, fc1[WEIGHT], forms.turned_weight)).view_as(tokens)
         first = gated_norm_backward(
-            dy, dout, tokens, branch, b_proj, gate, scale, mean, rstd, proj[GRADIENT], forms.operand
+            out.dmodulation, dy, dout, tokens, branch, b_proj, modulations, mean, rstd, proj[GRADIENT], forms.operand
         )
         dw_proj = weight_gradient(first.dbranch, x)
         dmixed = input_gradient(first.dbranch, cast(w_proj, proj[WEIGHT], forms.turned_weight)).view_as(tokens)
-        dshift, dscale, dgate = first.modulations.unbind(0)
-        modulations = torch.cat([dgate, dshift, dscale, out.modulations[0]], dim=1)
         gradients = folded([first.dbranch.maxima, du.maxima, out.dbranch.maxima])
         seen = torch.cat([maxima.view(3, 2), gradients.unsqueeze(1)], dim=1)
         weights = dw_proj, first.dbias, dw_in, db_in, dw_out, out.dbias
-        return dmixed, first.dx, modulations, *weights, None, seen, None
+        return dmixed, first.dx, first.dmodulation, *weights, None, seen, None

@@ -44,11 +44,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdiff_kernels.adaln import kernels
+from fastdiff_kernels.adaln import launches
 from fastdiff_kernels.adaln.modulation import Modulation
-from fastdiff_kernels.adaln.plan import Plan, backward_plan, forward_plan, gate_plan
+from fastdiff_kernels.adaln.plan import MAX_WIDTH, backward_plan, forward_plan, gate_plan
 from fastdiff_kernels.dispatch import choose, plain
-from fastdiff_kernels.launch import run, triton
 from fastdiff_kernels.names import Backend
 
 __all__ = [
@@ -58,8 +57,6 @@ __all__ = [
     "modulated_norm",
     "residual_modulated_norm",
 ]
-_MAX_WIDTH = 4096
-_FOLD: dict[str, int] = {"BLOCK_D": 512, "BLOCK_R": 64, "BLOCK_C": 16, "num_warps": 2}
 
 
 def modulate(tokens: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -86,17 +83,6 @@ def gated_residual_reference(x: Tensor, branch: Tensor, gate: Tensor, bias: Tens
     return x + gate.unsqueeze(1) * (branch if bias is None else branch + bias)
 
 
-def _rows(packed: Tensor, part: int, count: int, width: int) -> tuple[Tensor, int]:
-    """``count`` parts of a modulation with contiguous rows, usually as they are, and the distance between rows."""
-    parts = packed.narrow(1, part * width, count * width)
-    parts = parts if parts.stride(1) == 1 else parts.contiguous()
-    return parts, parts.stride(0)
-
-
-def _contiguous(*tensors: Tensor | None) -> list[Any]:
-    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
-
-
 @torch.library.custom_op("fastdiff::adaln_forward", mutates_args=())
 def _adaln_triton(
     x: Tensor, branch: Tensor | None, bias: Tensor | None, packed: Tensor, part: int, eps: float
@@ -110,12 +96,9 @@ def _adaln_triton(
     y, mean, rstd, *h = outputs
     gated = branch is not None
     plan = forward_plan(x, gated, bias is not None)
-    modulation, stride = _rows(packed, part, 3 if gated else 2, x.shape[2])
-    run(
-        kernels.adaln_fwd_kernel, (x.shape[0] * plan.blocks,),
-        y, h[0] if gated else None, mean, rstd, *_contiguous(x, branch, bias), modulation, stride, x.shape[1],
-        plan.rows, plan.blocks, eps, **plan.constants,
-    )  # fmt: skip
+    launches.norm_forward(
+        launches.Target(y), h[0] if gated else None, mean, rstd, x, branch, bias, packed, part, eps, plan
+    )
     return outputs
 
 
@@ -140,16 +123,10 @@ def _adaln_backward_triton(
     outputs: list[Tensor] = _empty_gradients(later, dy, dh, x, branch, bias, packed, part, mean, rstd)
     dpacked, dx = outputs[:2]
     dbranch, dbias = (*outputs[2:], None, None)[:2]
-    parts = 2 if branch is None else 3
     plan = backward_plan(x, dh is not None, branch is not None, bias is not None)
-    modulation, stride = _rows(packed, part, parts, x.shape[2])
-    partials = _partials(x, plan, parts, bias)
-    run(
-        kernels.adaln_bwd_kernel, (x.shape[0] * plan.blocks,),
-        dx, dbranch, partials, *_contiguous(dy, dh, x, branch, bias), modulation, mean.contiguous(), rstd.contiguous(),
-        stride, x.shape[1], plan.rows, plan.blocks, **plan.constants,
-    )  # fmt: skip
-    _fold(dpacked, dbias, partials, later, part)
+    launches.norm_backward(
+        launches.Target(dbranch), dx, dpacked, dbias, later, dy, dh, x, branch, bias, packed, part, mean, rstd, plan
+    )
     return outputs
 
 
@@ -169,15 +146,9 @@ def _gate_backward_triton(
     outputs: list[Tensor] = _empty_gate_gradients(later, dh, branch, bias, packed, part)
     dpacked, dbranch = outputs[:2]
     dbias = outputs[2] if bias is not None else None
-    plan = gate_plan(dh)
-    gate, stride = _rows(packed, part, 1, dh.shape[2])
-    partials = _partials(dh, plan, 1, bias)
-    run(
-        kernels.adaln_gate_bwd_kernel, (dh.shape[0] * plan.blocks, triton.cdiv(dh.shape[2], plan.constants["BLOCK_C"])),
-        dbranch, partials, *_contiguous(dh, branch, bias), gate, stride, dh.shape[1], plan.rows, plan.blocks,
-        **plan.constants,
-    )  # fmt: skip
-    _fold(dpacked, dbias, partials, later, part)
+    launches.gate_backward(
+        launches.Target(dbranch), dpacked, dbias, later, dh, branch, bias, packed, part, gate_plan(dh)
+    )
     return outputs
 
 
@@ -192,24 +163,6 @@ def _empty_branch(x: Tensor, branch: Tensor | None, bias: Tensor | None) -> list
     """Memory for the gradients of the branch and of the bias, as far as there are any."""
     gated = [] if branch is None else [x.new_empty(x.shape)]
     return gated if bias is None else [*gated, x.new_empty(bias.shape)]
-
-
-def _partials(x: Tensor, plan: Plan, parts: int, bias: Tensor | None) -> Tensor:
-    """Memory for the partial sums of a backward kernel: those of the modulation, then those of the bias."""
-    sums = parts + (bias is not None)
-    return x.new_empty((sums, x.shape[0], plan.blocks, x.shape[2]), dtype=torch.float32)
-
-
-def _fold(dpacked: Tensor, dbias: Tensor | None, partials: Tensor, later: Tensor | None, part: int) -> None:
-    """Add up partial sums into the gradients of the modulation and of the bias."""
-    sums, batch, blocks, width = partials.shape
-    parts = dpacked.shape[1] // width
-    bias_programs = 0 if dbias is None else triton.cdiv(width, _FOLD["BLOCK_C"])
-    run(
-        kernels.adaln_fold_kernel, (bias_programs + batch * parts * triton.cdiv(width, _FOLD["BLOCK_D"]),),
-        dpacked, dbias, partials, *_contiguous(later), batch, blocks, part, bias_programs,
-        D=width, SUMS=sums - (dbias is not None), PARTS=parts, **_FOLD,
-    )  # fmt: skip
 
 
 class _AdaLN(torch.autograd.Function):
@@ -346,8 +299,8 @@ def _validate(kernel: bool, x: Tensor, modulation: Modulation, parts: int, **gat
     """Refuse arguments of an op that takes the next ``parts`` of ``modulation``."""
     if x.dim() != 3 or x.shape[2] == 0:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected [B, T, D] with D > 0")
-    if kernel and x.shape[2] > _MAX_WIDTH:
-        raise ValueError(f"x has {x.shape[2]} channels, expected at most {_MAX_WIDTH}; use backend 'reference'")
+    if kernel and x.shape[2] > MAX_WIDTH:
+        raise ValueError(f"x has {x.shape[2]} channels, expected at most {MAX_WIDTH}; use backend 'reference'")
     if kernel and x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"x is {x.dtype}, expected float32, bfloat16 or float16; use backend 'reference'")
     batch, _, width = x.shape

@@ -1,7 +1,12 @@
-"""The kernels of ``adaln``: the norm forward and backward, the gate backward, and the sum of their partial sums."""
+"""The kernels of ``adaln``: the norm forward and backward, the gate backward, and the sum of their partial sums.
+
+Each writes the output of a norm, or the gradient of a branch, in 16 bits, or as an operand of FP8 products: e4m3 rows,
+their transpose ``columns``, and one maximum per program (``fastdiff_kernels.fp8``). What has no pointer is not written.
+"""
 
 from __future__ import annotations
 
+from fastdiff_kernels.fp8.rounding import inverse, to_e4m3
 from fastdiff_kernels.launch import jit, tl
 
 # A row is held as two parts, because blocks have power-of-two sizes: 1152 columns as 1024 (_a) and 128 (_b). In one
@@ -74,13 +79,48 @@ def _load_if(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _inverse_if(unit_ptr):  # type: ignore[no-untyped-def]
+    """``inverse``; 1 without a scale."""
+    if unit_ptr is not None:
+        return inverse(unit_ptr)
+    else:
+        return 1.0
+
+
+@jit
+def _lane_maxima(a, b, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Largest absolute values of a row, as far as one lane holds them."""
+    lanes = tl.max(tl.abs(tl.reshape(a, (LANES, a.shape[0] // LANES))), 1)
+    return tl.maximum(lanes, tl.max(tl.abs(tl.reshape(b, (LANES, b.shape[0] // LANES))), 1))
+
+
+@jit
+def _turn(  # type: ignore[no-untyped-def]
+    columns_ptr, rows_ptr, start, stop, total, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Write the transpose of e4m3 rows of which this program wrote those from ``start`` to ``stop``.
+
+    By tiles, so that whole sectors of 32 bytes are written: one row alone is a byte of each column.
+    """
+    tl.debug_barrier()  # a thread reads what others wrote
+    for first in range(start, stop, BLOCK_R):
+        row = first + tl.arange(0, BLOCK_R)
+        for left in tl.range(0, D, BLOCK_C, num_stages=2):
+            column = left + tl.arange(0, BLOCK_C)
+            inside = (row < stop)[:, None] & (column < D)[None, :]
+            numbers = tl.load(rows_ptr + row[:, None] * D + column[None, :], mask=inside)
+            turned = (column < D)[:, None] & (row < stop)[None, :]
+            tl.store(columns_ptr + column[:, None].to(tl.int64) * total + row[None, :], tl.trans(numbers), mask=turned)
+
+
+@jit
 def adaln_fwd_kernel(  # type: ignore[no-untyped-def]
-    y_ptr, h_ptr, mean_ptr, rstd_ptr, x_ptr, branch_ptr, bias_ptr, modulation_ptr, modulation_stride, length, rows,
-    blocks, eps,
+    y_ptr, rows_ptr, columns_ptr, maxima_ptr, unit_ptr, h_ptr, mean_ptr, rstd_ptr, x_ptr, branch_ptr, bias_ptr,
+    modulation_ptr, modulation_stride, total, length, rows, blocks, eps,
     D: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One program does ``rows`` tokens of one sample."""
+    """One program does ``rows`` tokens of one sample; there are ``total``."""
     program = tl.program_id(0).to(tl.int64)
     sample, start = program // blocks, program % blocks * rows
     stop = tl.minimum(start + rows, length)
@@ -91,6 +131,7 @@ def adaln_fwd_kernel(  # type: ignore[no-untyped-def]
     part_ptr += D if GATED else 0
     shift_a, shift_b = _load(part_ptr, head, tail, D)
     scale_a, scale_b = _load(part_ptr + D, head, tail, D)
+    unit, most = _inverse_if(unit_ptr), tl.zeros((LANES,), tl.float32)
     for row in tl.range(sample * length + start, sample * length + stop, num_stages=STAGES):
         at = row * D
         a, b, _, _ = _stream(x_ptr, branch_ptr, at, gate_a, gate_b, bias_a, bias_b, head, tail, D, GATED)
@@ -102,15 +143,24 @@ def adaln_fwd_kernel(  # type: ignore[no-untyped-def]
         tl.store(mean_ptr + row, mean)
         tl.store(rstd_ptr + row, rstd)
         a, b = a * rstd * (1 + scale_a) + shift_a, b * rstd * (1 + scale_b) + shift_b
-        _store(y_ptr + at, head, tail, a, b, D)
+        if y_ptr is not None:
+            _store(y_ptr + at, head, tail, a, b, D)
+        if rows_ptr is not None:
+            _store(rows_ptr + at, head, tail, to_e4m3(a * unit), to_e4m3(b * unit), D)
+        if maxima_ptr is not None:
+            most = tl.maximum(most, _lane_maxima(a, b, LANES))
+    if maxima_ptr is not None:
+        tl.store(maxima_ptr + program, tl.max(most, 0))
+    if columns_ptr is not None:
+        _turn(columns_ptr, rows_ptr, sample * length + start, sample * length + stop, total, D, BLOCK_R, BLOCK_C)
 
 
 @jit
 def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
-    dx_ptr, dbranch_ptr, partials_ptr, dy_ptr, dh_ptr, x_ptr, branch_ptr, bias_ptr, modulation_ptr, mean_ptr, rstd_ptr,
-    modulation_stride, length, rows, blocks,
+    dx_ptr, dbranch_ptr, rows_ptr, columns_ptr, maxima_ptr, unit_ptr, partials_ptr, dy_ptr, dh_ptr, x_ptr, branch_ptr,
+    bias_ptr, modulation_ptr, mean_ptr, rstd_ptr, modulation_stride, total, length, rows, blocks,
     D: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """One program does ``rows`` tokens of one sample, and one row of partial sums for each modulation and the bias."""
     program = tl.program_id(0).to(tl.int64)
@@ -124,6 +174,7 @@ def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
     dshift_a, dshift_b = tl.zeros((BLOCK_HEAD,), tl.float32), tl.zeros((BLOCK_TAIL,), tl.float32)
     dscale_a, dscale_b, dgate_a, dgate_b = dshift_a, dshift_b, dshift_a, dshift_b
     dbias_a, dbias_b = dshift_a, dshift_b
+    unit, most = _inverse_if(unit_ptr), tl.zeros((LANES,), tl.float32)
     for row in tl.range(sample * length + start, sample * length + stop, num_stages=STAGES):
         at = row * D
         a, b, branch_a, branch_b = _stream(x_ptr, branch_ptr, at, gate_a, gate_b, bias_a, bias_b, head, tail, D, GATED)
@@ -138,8 +189,13 @@ def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
         if dh_ptr is not None:
             dh_a, dh_b = _load(dh_ptr + at, head, tail, D)
             a, b = a + dh_a, b + dh_b
-        if GATED:
+        if dbranch_ptr is not None:
             _store(dbranch_ptr + at, head, tail, a * gate_a, b * gate_b, D)
+        if rows_ptr is not None:
+            _store(rows_ptr + at, head, tail, to_e4m3(a * gate_a * unit), to_e4m3(b * gate_b * unit), D)
+        if maxima_ptr is not None:
+            most = tl.maximum(most, _lane_maxima(a * gate_a, b * gate_b, LANES))
+        if GATED:
             dgate_a, dgate_b = dgate_a + a * branch_a, dgate_b + b * branch_b
         if bias_ptr is not None:
             dbias_a, dbias_b = dbias_a + a, dbias_b + b
@@ -153,11 +209,16 @@ def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
     _store(sums_ptr + step, head, tail, dscale_a, dscale_b, D)
     if bias_ptr is not None:
         _store(sums_ptr + 2 * step, head, tail, dbias_a * gate_a, dbias_b * gate_b, D)
+    if maxima_ptr is not None:
+        tl.store(maxima_ptr + program, tl.max(most, 0))
+    if columns_ptr is not None:
+        _turn(columns_ptr, rows_ptr, sample * length + start, sample * length + stop, total, D, BLOCK_R, BLOCK_C)
 
 
 @jit
 def adaln_gate_bwd_kernel(  # type: ignore[no-untyped-def]
-    dbranch_ptr, partials_ptr, dh_ptr, branch_ptr, bias_ptr, gate_ptr, gate_stride, length, rows, blocks,
+    dbranch_ptr, rows_ptr, columns_ptr, maxima_ptr, unit_ptr, partials_ptr, dh_ptr, branch_ptr, bias_ptr, gate_ptr,
+    gate_stride, total, length, rows, blocks,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """One program does ``rows`` tokens of one sample for a block of columns, and their partial sums."""
@@ -169,23 +230,37 @@ def adaln_gate_bwd_kernel(  # type: ignore[no-untyped-def]
     gate = tl.load(gate_ptr + sample * gate_stride + column, mask=exists, other=0.0).to(tl.float32)
     dgate = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     ups = dgate
+    unit, most = _inverse_if(unit_ptr), tl.zeros((BLOCK_R,), tl.float32)
     for first in range(start, stop, BLOCK_R):
         row = first + tl.arange(0, BLOCK_R)
-        at = (sample * length + row)[:, None] * D + column[None, :]
+        token = sample * length + row
+        at = token[:, None] * D + column[None, :]
         inside = (row < stop)[:, None] & exists[None, :]
         up = tl.load(dh_ptr + at, mask=inside, other=0.0).to(tl.float32)
         branch = tl.load(branch_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dbranch_ptr + at, (up * gate[None, :]).to(dbranch_ptr.dtype.element_ty), mask=inside)
+        gated = up * gate[None, :]
+        if dbranch_ptr is not None:
+            tl.store(dbranch_ptr + at, gated.to(dbranch_ptr.dtype.element_ty), mask=inside)
+        if rows_ptr is not None:
+            tl.store(rows_ptr + at, to_e4m3(gated * unit), mask=inside)
+        if columns_ptr is not None:
+            turned_ptr = columns_ptr + column[:, None].to(tl.int64) * total + token[None, :]
+            turned = exists[:, None] & (row < stop)[None, :]
+            tl.store(turned_ptr, tl.trans(to_e4m3(gated * unit)), mask=turned)
+        if maxima_ptr is not None:
+            most = tl.maximum(most, tl.max(tl.abs(gated), 1))
         dgate += up * branch
         if bias_ptr is not None:
             ups += up
     sums_ptr = partials_ptr + program * D + column
-    total = tl.sum(dgate, 0)
+    dgates = tl.sum(dgate, 0)
     if bias_ptr is not None:  # sum(dh * (branch + bias))
         up = tl.sum(ups, 0)
-        total += up * tl.load(bias_ptr + column, mask=exists, other=0.0).to(tl.float32)
+        dgates += up * tl.load(bias_ptr + column, mask=exists, other=0.0).to(tl.float32)
         tl.store(sums_ptr + tl.num_programs(0).to(tl.int64) * D, up * gate, mask=exists)
-    tl.store(sums_ptr, total, mask=exists)
+    tl.store(sums_ptr, dgates, mask=exists)
+    if maxima_ptr is not None:
+        tl.store(maxima_ptr + program * tl.num_programs(1) + tl.program_id(1), tl.max(most, 0))
 
 
 @jit

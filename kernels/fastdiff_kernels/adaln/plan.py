@@ -15,12 +15,17 @@ from torch import Tensor
 
 from fastdiff_kernels.launch import processors, triton
 
+MAX_WIDTH = 4096
+"""Most channels of a row that a program holds."""
 _REGISTERS = 2**16
 """Registers of a processor, sm_80 to sm_100."""
 _WARPS = 64
 """Most warps on a processor."""
 _LEAST_ROWS = 16
-_GATE_ROWS, _GATE_COLUMNS, _GATE_PROGRAMS = 16, 128, 5
+_GATE: dict[bool, tuple[int, int, int, int]] = {False: (16, 128, 4, 5), True: (64, 64, 8, 3)}
+"""Rows, columns and warps of a program of ``adaln_gate_bwd_kernel``, and programs on a processor, by ``turned``."""
+_TURN: dict[str, int] = {"BLOCK_R": 32, "BLOCK_C": 128}
+"""Tile that is turned at a time: a sector of ``columns`` is 32 rows, an access of ``rows`` 16 columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +37,37 @@ class Plan:
     constants: dict[str, Any]
 
 
-def forward_plan(x: Tensor, gated: bool, biased: bool) -> Plan:
-    """Return the plan of ``adaln_fwd_kernel``; it holds x, shift and scale, then gate and branch, then the bias."""
-    return _row_plan(x, 3 + 2 * gated + biased, gated, base=32, setup=2)
+def forward_plan(x: Tensor, gated: bool, biased: bool, turned: bool = False) -> Plan:
+    """Return the plan of ``adaln_fwd_kernel``; it holds x, shift and scale, then gate and branch, then the bias.
+
+    ``turned``: it writes the transpose of FP8 rows, too, from whole tiles.
+    """
+    return _row_plan(x, 3 + 2 * gated + biased, gated, turned, base=32, setup=2)
 
 
-def backward_plan(x: Tensor, residual: bool, gated: bool, biased: bool) -> Plan:
-    """Return the plan of ``adaln_bwd_kernel``.
+def backward_plan(x: Tensor, residual: bool, gated: bool, biased: bool, turned: bool = False) -> Plan:
+    """Return the plan of ``adaln_bwd_kernel``; ``turned`` as for ``forward_plan``.
 
     It holds x, dy, the scale and two sums, then dh, then branch, gate and a sum, then the bias; its sum takes the
     place of a temporary.
     """
-    return _row_plan(x, 5 + residual + 3 * gated + biased, gated, base=63, setup=4)
+    return _row_plan(x, 5 + residual + 3 * gated + biased, gated, turned, base=63, setup=4)
 
 
-def gate_plan(x: Tensor) -> Plan:
-    """Return the plan of ``adaln_gate_bwd_kernel``; its programs hold a block of columns, not whole rows."""
+def gate_plan(x: Tensor, turned: bool = False) -> Plan:
+    """Return the plan of ``adaln_gate_bwd_kernel``; its programs hold a block of columns, not whole rows.
+
+    ``turned`` as for ``forward_plan``.
+    """
     batch, length, width = x.shape
-    constants = {"BLOCK_R": _GATE_ROWS, "BLOCK_C": _GATE_COLUMNS, "num_warps": 4, "maxnreg": _limit(_GATE_PROGRAMS, 4)}
-    shares = _shares(batch * triton.cdiv(width, _GATE_COLUMNS), length, processors(x) * _GATE_PROGRAMS, _GATE_ROWS)
+    rows, columns, warps, programs = _GATE[turned]
+    constants = {"BLOCK_R": rows, "BLOCK_C": columns, "num_warps": warps, "maxnreg": _limit(programs, warps)}
+    samples, slots = batch * triton.cdiv(width, columns), processors(x) * programs
+    shares = _shares(samples, length, slots, rows, rows if turned else 1)
     return Plan(*shares, {"D": width} | constants)
 
 
-def _row_plan(x: Tensor, vectors: int, gated: bool, *, base: int, setup: int) -> Plan:
+def _row_plan(x: Tensor, vectors: int, gated: bool, turned: bool, *, base: int, setup: int) -> Plan:
     batch, length, width = x.shape
     head = max(int(triton.next_power_of_2(width)) // 2, 1)
     warps = max(head // 256, 1)  # a thread reads 8 columns of the head
@@ -62,8 +75,8 @@ def _row_plan(x: Tensor, vectors: int, gated: bool, *, base: int, setup: int) ->
     # A thread reads 4 bytes of the tail or more, the least that is copied asynchronously.
     tail = max(int(triton.next_power_of_2(max(width - head, 1))), lanes * max(4 // x.element_size(), 1))
     programs = _programs(base + vectors * ((head + tail) // lanes), warps)
-    rows, blocks = _shares(batch, length, processors(x) * programs, setup)
-    constants = {"D": width, "BLOCK_HEAD": head, "BLOCK_TAIL": tail, "LANES": lanes, "GATED": gated}
+    rows, blocks = _shares(batch, length, processors(x) * programs, setup, _TURN["BLOCK_R"] if turned else 1)
+    constants = {"D": width, "BLOCK_HEAD": head, "BLOCK_TAIL": tail, "LANES": lanes, "GATED": gated} | _TURN
     # The rows that follow are on their way to shared memory; in fp32 one, since they take twice the space.
     stages = {"STAGES": 3 if x.element_size() == 2 else 2}
     return Plan(rows, blocks, constants | stages | {"num_warps": warps, "maxnreg": _limit(programs, warps)})
@@ -80,7 +93,7 @@ def _limit(programs: int, warps: int) -> int:
 
 
 @cache
-def _shares(batch: int, length: int, slots: int, setup: int) -> tuple[int, int]:
+def _shares(batch: int, length: int, slots: int, setup: int, multiple: int) -> tuple[int, int]:
     """Return the tokens of a program and the programs of a sample that take the least time.
 
     Args:
@@ -88,12 +101,16 @@ def _shares(batch: int, length: int, slots: int, setup: int) -> tuple[int, int]:
         length: tokens of a sample.
         slots: programs that run at a time.
         setup: what a program does besides its tokens, in tokens: modulations, partial sums, and the first loads.
+        multiple: divisor of the tokens of a program.
     """
+
+    def tokens(blocks: int) -> int:
+        return -(-length // (blocks * multiple)) * multiple
 
     def time(blocks: int) -> tuple[int, int]:
         waves = -(-batch * blocks // max(slots, 1))
-        return waves * (-(-length // blocks) + setup), blocks
+        return waves * (tokens(blocks) + setup), blocks
 
     blocks = min(range(1, max(-(-length // _LEAST_ROWS), 1) + 1), key=time)
-    rows = -(-length // blocks)
+    rows = tokens(blocks)
     return rows, -(-length // max(rows, 1))

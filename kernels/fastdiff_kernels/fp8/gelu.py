@@ -15,7 +15,7 @@ from torch import Tensor
 from fastdiff_kernels.bias_gradient import fold
 from fastdiff_kernels.dispatch import choose, plain
 from fastdiff_kernels.fp8.rounding import inverse, to_e4m3
-from fastdiff_kernels.fp8.values import E4M3, Form, Quantised, quantise
+from fastdiff_kernels.fp8.values import Form, Quantised, blank, by_form, quantise
 from fastdiff_kernels.gelu import curve, slope
 from fastdiff_kernels.launch import jit, run, tl
 from fastdiff_kernels.names import Backend
@@ -91,7 +91,7 @@ def fp8_gelu_backward_kernel(  # type: ignore[no-untyped-def]
 def _gelu(u: Tensor, unit: Tensor, form: list[bool]) -> list[Tensor]:
     """``[maxima, rows, columns, plain]``, of the last three those asked for."""
     outputs: list[Tensor] = _empty(u, unit, form)
-    maxima, written = outputs[0], _by_form(outputs[1:], form)
+    maxima, written = outputs[0], by_form(outputs[1:], form)
     run(fp8_gelu_kernel, _grid(u), *written, maxima, u.contiguous(), unit, *u.shape, BLOCK=_BLOCK, num_warps=4)
     return outputs
 
@@ -99,9 +99,7 @@ def _gelu(u: Tensor, unit: Tensor, form: list[bool]) -> list[Tensor]:
 @_gelu.register_fake
 def _empty(u: Tensor, unit: Tensor, form: list[bool]) -> list[Tensor]:
     first, second = _grid(u)
-    shapes = ((tuple(u.shape), E4M3), ((u.shape[1], u.shape[0]), E4M3), (tuple(u.shape), u.dtype))
-    written = [u.new_empty(shape, dtype=dtype) for (shape, dtype), asked in zip(shapes, form, strict=True) if asked]
-    return [u.new_empty(first * second, dtype=torch.float32), *written]
+    return [u.new_empty(first * second, dtype=torch.float32), *blank(u, (u.shape[0], u.shape[1]), form)]
 
 
 @torch.library.custom_op("fastdiff::fp8_gelu_backward", mutates_args=())
@@ -112,7 +110,7 @@ def _gelu_backward(dy: Tensor, u: Tensor, unit: Tensor, form: list[bool]) -> lis
     grid = _grid(u)
     sums = u.new_empty((grid[0], u.shape[1]), dtype=torch.float32)
     run(
-        fp8_gelu_backward_kernel, grid, *_by_form(rest, form), maxima, sums, dy.contiguous(), u.contiguous(), unit,
+        fp8_gelu_backward_kernel, grid, *by_form(rest, form), maxima, sums, dy.contiguous(), u.contiguous(), unit,
         *u.shape, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     fold(sums, dbias)
@@ -126,13 +124,6 @@ def _empty_gradients(dy: Tensor, u: Tensor, unit: Tensor, form: list[bool]) -> l
 
 def _grid(u: Tensor) -> tuple[int, int]:
     return -(-u.shape[0] // _BLOCK), -(-u.shape[1] // _BLOCK)
-
-
-def _by_form(written: list[Tensor], form: list[bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return rows, columns and plain; None where one was not asked for."""
-    remaining = iter(written)
-    rows, columns, unrounded = (next(remaining) if asked else None for asked in form)
-    return rows, columns, unrounded
 
 
 def gelu(u: Tensor, unit: Tensor, form: Form, *, backend: Backend | None = None) -> Quantised:
@@ -153,7 +144,7 @@ def gelu(u: Tensor, unit: Tensor, form: Form, *, backend: Backend | None = None)
         found: Quantised = plain(gelu_reference, chosen)(u, unit, form)
         return found
     maxima, *written = _gelu(u, unit, list(form))
-    return Quantised(*_by_form(written, list(form)), unit, maxima)
+    return Quantised(*by_form(written, form), unit, maxima)
 
 
 def gelu_backward(
@@ -176,4 +167,4 @@ def gelu_backward(
         found: tuple[Quantised, Tensor] = plain(gelu_backward_reference, chosen)(dy, u, unit, form)
         return found
     dbias, maxima, *written = _gelu_backward(dy, u, unit, list(form))
-    return Quantised(*_by_form(written, list(form)), unit, maxima), dbias
+    return Quantised(*by_form(written, form), unit, maxima), dbias

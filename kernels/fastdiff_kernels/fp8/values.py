@@ -56,6 +56,19 @@ def quantise(values: Tensor, scale: Tensor, form: Form, dtype: torch.dtype) -> Q
     return Quantised(rows, columns, plain, scale, values.abs().amax().float().view(1))
 
 
+def blank(like: Tensor, shape: tuple[int, int], form: Sequence[bool]) -> list[Tensor]:
+    """Return memory for the forms of a matrix that are asked for; ``like`` has the dtype of the plain one."""
+    shapes = ((shape, E4M3), (shape[::-1], E4M3), (shape, like.dtype))
+    return [like.new_empty(shape, dtype=dtype) for (shape, dtype), asked in zip(shapes, form, strict=True) if asked]
+
+
+def by_form(written: Sequence[Tensor], form: Sequence[bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return rows, columns and plain of those that were asked for; None: it was not."""
+    remaining = iter(written)
+    rows, columns, plain = (next(remaining) if asked else None for asked in form)
+    return rows, columns, plain
+
+
 def kept(columns: Tensor | None, plain: Tensor | None, scale: Tensor) -> Quantised:
     """Return what the gradient of a weight needs of an operand."""
     return Quantised(None, columns, plain, scale, scale.view(1))
