@@ -1,6 +1,8 @@
 """Operands of FP8 products, rows and columns, at the shapes of a DiT."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +10,8 @@ from torch import Tensor
 from fastdiff_bench.cases.adaln import SAMPLES, SAMPLES_LARGE, TOKENS, WIDTHS
 from fastdiff_bench.cases.bias_gradient import HEADS
 from fastdiff_bench.cases.case import Case, Inputs, elements
+from fastdiff_kernels.adaln import gated_modulated_norm_reference, gated_residual_reference, modulated_norm_reference
+from fastdiff_kernels.fp8.adaln import gate_backward, gated_norm, gated_norm_backward, norm
 from fastdiff_kernels.fp8.cast import cast
 from fastdiff_kernels.fp8.gelu import gelu, gelu_backward
 from fastdiff_kernels.fp8.join import join
@@ -142,6 +146,131 @@ def _gelu_case(way: str, dtype: torch.dtype) -> Case:
     )
 
 
+_EPS = 1e-6
+_WIDE_UNIT = 2.0**-4
+"""Scale of products of normal numbers, of which few exceed 28."""
+
+
+class _AdaLN(NamedTuple):
+    """An op of adaLN; of the six parts of the modulation it has those from ``first`` on, as in the block."""
+
+    tensors: tuple[str, ...]
+    """Inputs like x."""
+    first: int
+    parts: int
+    call: Callable[[Inputs, Backend], list[Tensor]]
+    exact: Callable[[Inputs], list[Tensor]]
+    operations: int
+    """As in ``adaln``, and 1 of the cast."""
+    sums: tuple[str, ...] = ()
+
+
+def _norm(inputs: Inputs, backend: Backend) -> list[Tensor]:
+    normed = norm(inputs["x"], inputs["modulation"], _EPS, inputs["unit"], _FORM, backend=backend)
+    return [*written(normed.y)[:2], normed.mean, normed.rstd]
+
+
+def _norm_exact(inputs: Inputs) -> list[Tensor]:
+    y = modulated_norm_reference(inputs["x"], *_parts(inputs), eps=_EPS)
+    return [*numbers(y.flatten(0, 1), inputs["unit"])[:2], *_statistics(inputs["x"])]
+
+
+def _gated_norm(inputs: Inputs, backend: Backend) -> list[Tensor]:
+    given = [inputs[name] for name in ("x", "branch", "bias", "modulation")]
+    normed = gated_norm(*given, _EPS, inputs["unit"], _FORM, backend=backend)
+    return [*written(normed.y)[:2], normed.h, normed.mean, normed.rstd]
+
+
+def _gated_norm_exact(inputs: Inputs) -> list[Tensor]:
+    gate, shift, scale, _ = _parts(inputs)
+    h, y = gated_modulated_norm_reference(inputs["x"], inputs["branch"], gate, shift, scale, inputs["bias"], _EPS)
+    return [*numbers(y.flatten(0, 1), inputs["unit"])[:2], h, *_statistics(h)]
+
+
+def _gated_norm_backward(inputs: Inputs, backend: Backend) -> list[Tensor]:
+    names = ("later", "dy", "dh", "x", "branch", "bias", "modulation", "mean", "rstd", "unit")
+    found = gated_norm_backward(*(inputs[name] for name in names), form=_FORM, backend=backend)
+    assert found.dx is not None
+    return [*written(found.dbranch)[:2], found.dx, found.dmodulation, found.dbias]
+
+
+def _gated_norm_backward_exact(inputs: Inputs) -> list[Tensor]:
+    names = ("x", "branch", "bias", "modulation")
+    given = {name: inputs[name].detach().requires_grad_() for name in names}
+    gate, shift, scale, _ = _parts(given)
+    outputs = gated_modulated_norm_reference(given["x"], given["branch"], gate, shift, scale, given["bias"], _EPS)
+    dx, dbranch, dbias, dmodulation = torch.autograd.grad(
+        outputs, [given[name] for name in names], [inputs["dh"], inputs["dy"]]
+    )
+    operand = numbers(dbranch.flatten(0, 1), inputs["unit"])[:2]
+    return [*operand, dx, dmodulation + inputs["later"], dbias]
+
+
+def _gate_backward(inputs: Inputs, backend: Backend) -> list[Tensor]:
+    given = [inputs[name] for name in ("dh", "branch", "bias", "modulation", "unit")]
+    found = gate_backward(*given, _FORM, backend=backend)
+    return [*written(found.dbranch)[:2], found.dmodulation, found.dbias]
+
+
+def _gate_backward_exact(inputs: Inputs) -> list[Tensor]:
+    names = ("branch", "modulation", "bias")
+    given = {name: inputs[name].detach().requires_grad_() for name in names}
+    out = gated_residual_reference(inputs["dh"], given["branch"], _parts(given)[-1], given["bias"])
+    dbranch, *rest = torch.autograd.grad(out, [given[name] for name in names], inputs["dh"])
+    return [*numbers(dbranch.flatten(0, 1), inputs["unit"])[:2], *rest]
+
+
+def _parts(inputs: Inputs) -> tuple[Tensor, ...]:
+    return torch.split(inputs["modulation"], inputs["bias"].shape[0], dim=1)
+
+
+def _statistics(h: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and reciprocal standard deviation of each row."""
+    variance, mean = torch.var_mean(h, -1, correction=0)
+    return mean, torch.rsqrt(variance + _EPS)
+
+
+_ADALN = {
+    "norm": _AdaLN(("x",), 0, 2, _norm, _norm_exact, 8),
+    "gated-norm": _AdaLN(("x", "branch"), 2, 4, _gated_norm, _gated_norm_exact, 11),
+    "gated-norm-backward": _AdaLN(
+        ("dy", "dh", "x", "branch"), 2, 4, _gated_norm_backward, _gated_norm_backward_exact, 22, ("out3", "out4")
+    ),
+    "gate-backward": _AdaLN(("dh", "branch"), 2, 4, _gate_backward, _gate_backward_exact, 5, ("out2", "out3")),
+}
+
+
+def _adaln_inputs(device: str, op: _AdaLN, width: int, dtype: torch.dtype, samples: int) -> Inputs:
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=device)
+
+    given = {name: drawn(samples, TOKENS, width) for name in op.tensors}
+    packed = drawn(samples, 6 * width).narrow(1, op.first * width, op.parts * width)
+    given |= {"modulation": packed, "bias": drawn(width), "unit": torch.tensor(_WIDE_UNIT, device=device)}
+    if "dy" in op.tensors:
+        h = gated_residual_reference(given["x"], given["branch"], _parts(given)[0], given["bias"])
+        mean, rstd = _statistics(h.float())
+        given |= {"later": drawn(samples, op.parts * width), "mean": mean, "rstd": rstd}
+    return given
+
+
+def _adaln_case(way: str, letter: str, dtype: torch.dtype) -> Case:
+    op = _ADALN[way]
+    build = partial(_adaln_inputs, op=op, width=WIDTHS[letter], dtype=dtype)
+    return Case(
+        op="fp8",
+        shape=f"DiT-{letter}-{way}-{TOKENS}x{WIDTHS[letter]}",
+        dtype=dtype,
+        least_arch=90,
+        build=partial(build, samples=SAMPLES),
+        build_large=partial(build, samples=SAMPLES_LARGE),
+        call=op.call,
+        exact=op.exact,
+        sums=op.sums,
+        forward_operations=elements(op.tensors[0], op.operations),
+    )
+
+
 CASES = [
     *(_case(letter, torch.bfloat16) for letter in WIDTHS),
     *(_join_case(letter) for letter in HEADS),
@@ -151,4 +280,6 @@ CASES = [
         for way in ("gelu", "gelu-backward")
         for dtype in (torch.bfloat16, torch.float32, torch.float16)
     ),
+    *(_adaln_case(way, letter, torch.bfloat16) for letter in ("L", "XL") for way in _ADALN),
+    *(_adaln_case(way, "XL", dtype) for dtype in (torch.float32, torch.float16) for way in _ADALN),
 ]
