@@ -14,7 +14,8 @@ from fastdiff.models.build import build_model, load_model
 from fastdiff.models.dit.network import DiT
 from fastdiff.models.embeddings import position_table, timestep_sinusoids
 from fastdiff_bench.correctness.accuracy import assert_no_worse
-from fastdiff_kernels import adaln, dispatch
+from fastdiff_kernels import dispatch
+from fastdiff_kernels.adaln import launches
 from fastdiff_kernels.dispatch import Choice
 from tests.support.dispatch_modes import Strides
 from tests.support.references.dit_reference import reference_forward, reference_position
@@ -250,13 +251,13 @@ def test_kernels_give_the_gradients_of_the_reference(
     compiled: bool, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[str] = []
-    run = adaln.run
+    run = launches.run
 
     def noted(kernel: Any, *args: Any, **options: Any) -> None:
         launched.append(kernel.__name__)
         run(kernel, *args, **options)
 
-    monkeypatch.setattr(adaln, "run", noted)
+    monkeypatch.setattr(launches, "run", noted)
     exact, eager = gradients(trained().double()), gradients(trained())
     assert not launched
     model = trained(recompute=recompute)
