@@ -23,7 +23,7 @@ SHAPES = ((1, 1, 1), (2, 37, 40), (3, 64, 384))
 
 def drawn(shape: tuple[int, int, int], device: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """All that the ops take; modulations as parts of that of a block, with its strides."""
-    generator, (batch, length, width) = torch.Generator().manual_seed(0), shape
+    generator, (batch, _, width) = torch.Generator().manual_seed(0), shape
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(device, dtype)
@@ -55,7 +55,7 @@ def results(given: dict[str, Tensor], form: Form, backend: Backend) -> dict[str,
     }
 
 
-@pytest.mark.parametrize(("shape", "form"), product(SHAPES, FORMS), ids=str)
+@pytest.mark.parametrize(("shape", "form"), [*product(SHAPES, FORMS)], ids=str)
 def test_operands_are_what_torch_makes_of_the_values(device: str, shape: tuple[int, int, int], form: Form) -> None:
     """In fp32, the plain form holds the values before rounding: its bytes follow from it, and it from torch."""
     given = drawn(shape, device)

@@ -22,7 +22,7 @@ _REGISTERS = 2**16
 _WARPS = 64
 """Most warps on a processor."""
 _LEAST_ROWS = 16
-_GATE: dict[bool, tuple[int, int, int, int]] = {False: (16, 128, 4, 5), True: (64, 64, 8, 3)}
+_GATE: dict[bool, tuple[int, int, int, int]] = {False: (16, 128, 4, 5), True: (32, 64, 4, 5)}
 """Rows, columns and warps of a program of ``adaln_gate_bwd_kernel``, and programs on a processor, by ``turned``."""
 _TURN: dict[str, int] = {"BLOCK_R": 32, "BLOCK_C": 128}
 """Tile that is turned at a time: a sector of ``columns`` is 32 rows, an access of ``rows`` 16 columns."""
@@ -59,7 +59,7 @@ def gate_plan(x: Tensor, turned: bool = False) -> Plan:
 
     ``turned`` as for ``forward_plan``.
     """
-    batch, length, width = x.shape
+    batch, length, width = _sizes(x)
     rows, columns, warps, programs = _GATE[turned]
     constants = {"BLOCK_R": rows, "BLOCK_C": columns, "num_warps": warps, "maxnreg": _limit(programs, warps)}
     samples, slots = batch * triton.cdiv(width, columns), processors(x) * programs
@@ -68,7 +68,7 @@ def gate_plan(x: Tensor, turned: bool = False) -> Plan:
 
 
 def _row_plan(x: Tensor, vectors: int, gated: bool, turned: bool, *, base: int, setup: int) -> Plan:
-    batch, length, width = x.shape
+    batch, length, width = _sizes(x)
     head = max(int(triton.next_power_of_2(width)) // 2, 1)
     warps = max(head // 256, 1)  # a thread reads 8 columns of the head
     lanes = min(32 * warps, head)
@@ -80,6 +80,12 @@ def _row_plan(x: Tensor, vectors: int, gated: bool, turned: bool, *, base: int, 
     # The rows that follow are on their way to shared memory; in fp32 one, since they take twice the space.
     stages = {"STAGES": 3 if x.element_size() == 2 else 2}
     return Plan(rows, blocks, constants | stages | {"num_warps": warps, "maxnreg": _limit(programs, warps)})
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int]:
+    """Sizes as numbers: those of a trace may be symbols, which a plan fixes."""
+    batch, length, width = (int(size) for size in x.shape)
+    return batch, length, width
 
 
 def _programs(registers: int, warps: int) -> int:

@@ -236,7 +236,7 @@ def gate_backward(
 
 def _chosen(x: Tensor, modulation: Tensor, parts: int, backend: Backend | None) -> Backend:
     """Return the implementation; ValueError: it does not take these arguments."""
-    if x.dim() != 3 or not 0 < x.shape[2]:
+    if x.dim() != 3 or x.shape[2] == 0:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected [B, T, D] with D > 0")
     batch, _, width = x.shape
     if modulation.dim() != 2 or modulation.shape[0] != batch or modulation.shape[1] % width:
