@@ -7,7 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastdiff_kernels.adaln import kernels
+from fastdiff_kernels.adaln.kernels import (
+    adaln_bwd_kernel,
+    adaln_fold_kernel,
+    adaln_fwd_kernel,
+    adaln_gate_bwd_kernel,
+)
 from fastdiff_kernels.adaln.plan import Plan
 from fastdiff_kernels.launch import run, triton
 
@@ -37,7 +42,7 @@ def norm_forward(
     batch, length, width = x.shape
     modulation, stride = _rows(packed, part, 2 if branch is None else 3, width)
     run(
-        kernels.adaln_fwd_kernel, (batch * plan.blocks,),
+        adaln_fwd_kernel, (batch * plan.blocks,),
         *y, h, mean, rstd, *_contiguous(x, branch, bias), modulation, stride, batch * length, length,
         plan.rows, plan.blocks, eps, **plan.constants,
     )  # fmt: skip
@@ -54,7 +59,7 @@ def norm_backward(
     modulation, stride = _rows(packed, part, parts, width)
     partials = _partials(x, plan, parts, bias)
     run(
-        kernels.adaln_bwd_kernel, (batch * plan.blocks,),
+        adaln_bwd_kernel, (batch * plan.blocks,),
         dx, *dbranch, partials, *_contiguous(dy, dh, x, branch, bias), modulation, mean.contiguous(),
         rstd.contiguous(), stride, batch * length, length, plan.rows, plan.blocks, **plan.constants,
     )  # fmt: skip
@@ -70,7 +75,7 @@ def gate_backward(
     gate, stride = _rows(packed, part, 1, width)
     partials = _partials(dh, plan, 1, bias)
     run(
-        kernels.adaln_gate_bwd_kernel, gate_grid(dh, plan),
+        adaln_gate_bwd_kernel, gate_grid(dh, plan),
         *dbranch, partials, *_contiguous(dh, branch, bias), gate, stride, batch * length, length, plan.rows,
         plan.blocks, **plan.constants,
     )  # fmt: skip
@@ -105,7 +110,7 @@ def _fold(dpacked: Tensor, dbias: Tensor | None, partials: Tensor, later: Tensor
     parts = dpacked.shape[1] // width
     bias_programs = 0 if dbias is None else triton.cdiv(width, _FOLD["BLOCK_C"])
     run(
-        kernels.adaln_fold_kernel, (bias_programs + batch * parts * triton.cdiv(width, _FOLD["BLOCK_D"]),),
+        adaln_fold_kernel, (bias_programs + batch * parts * triton.cdiv(width, _FOLD["BLOCK_D"]),),
         dpacked, dbias, partials, *_contiguous(later), batch, blocks, part, bias_programs,
         D=width, SUMS=sums - (dbias is not None), PARTS=parts, **_FOLD,
     )  # fmt: skip

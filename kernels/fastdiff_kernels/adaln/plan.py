@@ -22,7 +22,7 @@ _REGISTERS = 2**16
 _WARPS = 64
 """Most warps on a processor."""
 _LEAST_ROWS = 16
-_GATE: dict[bool, tuple[int, int, int, int]] = {False: (16, 128, 4, 5), True: (32, 64, 4, 5)}
+_GATE: dict[bool, tuple[int, int, int, int]] = {False: (16, 128, 4, 5), True: (32, 64, 4, 3)}
 """Rows, columns and warps of a program of ``adaln_gate_bwd_kernel``, and programs on a processor, by ``turned``."""
 _TURN: dict[str, int] = {"BLOCK_R": 32, "BLOCK_C": 128}
 """Tile that is turned at a time: a sector of ``columns`` is 32 rows, an access of ``rows`` 16 columns."""
