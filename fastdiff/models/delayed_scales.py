@@ -65,7 +65,8 @@ class Scales:
 
         Args:
             largest_of_all: replaces a tensor by its maximum over all ranks.
-            applied: whether the step changed the weights; otherwise its maxima, which may be infinite, are dropped.
+            applied: whether the step changed the weights; otherwise its maxima are dropped. So is a maximum that is not
+                finite: the history of its operand stays as it was.
         """
 
     def end_warm_up(self) -> None:
@@ -135,9 +136,11 @@ class DelayedScales(Scales):
     def end_step(self, largest_of_all: Callable[[Tensor], object], *, applied: bool) -> None:
         """See ``Scales``."""
         if applied:
-            largest_of_all(self.maxima)
+            # As infinity, since a maximum of several ranks may drop NaN.
+            largest_of_all(self.maxima.nan_to_num_(nan=torch.inf, posinf=torch.inf))
             self.maxima[..., GRADIENT] /= self._factor
-            self._history[self._steps % WINDOW] = self.maxima.nan_to_num_(0.0, 0.0, 0.0)
+            latest = self._history[self._steps % WINDOW]
+            latest.copy_(torch.where(self.maxima.isfinite(), self.maxima, latest))
             self._steps += 1
             self._set_units()
         self.forget()

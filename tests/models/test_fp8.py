@@ -179,6 +179,23 @@ def test_a_skipped_step_leaves_the_history(narrow: None) -> None:
     assert not scales.maxima.any()
 
 
+@pytest.mark.parametrize("largest", [torch.nan, torch.inf])
+def test_a_maximum_that_is_not_finite_leaves_the_history_of_its_operand(narrow: None, largest: float) -> None:
+    scales = DelayedScales(1, 1, CPU, forms(weight_gradients=True))
+    for _ in range(SHORT):
+        scales.maxima.fill_(28.0)
+        scales.end_step(lambda maxima: maxima, applied=True)
+
+    def to_agree_on(maxima: Tensor) -> None:
+        assert not maxima.isnan().any(), "of which a maximum over ranks may be either"
+
+    for _ in range(SHORT):
+        scales.maxima.copy_(torch.tensor([14.0, largest, 14.0]))
+        scales.end_step(to_agree_on, applied=True)
+    assert scales.state()["maxima"][:, 0, 0].tolist() == [[14.0, 28.0, 14.0]] * SHORT
+    assert scales.units.flatten().tolist() == [1 / 16, 1 / 8, 1 / 16]
+
+
 def config_of(digits: Path, folder: Path, *, steps: int = 12, **changes: Any) -> Any:
     given = {
         "model": SMALL,

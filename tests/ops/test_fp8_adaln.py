@@ -91,6 +91,15 @@ def test_numbers_of_16_bits_are_those_of_torch(device: str, dtype: torch.dtype) 
         torch.testing.assert_close(others, others_of_torch, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_the_maxima_keep_what_is_no_number(device: str, backend: Backend) -> None:
+    given = drawn((2, 64, 40), device)
+    for name in ("x", "dh"):
+        given[name][1, 33, 5] = torch.nan
+    for op, (operand, _) in results(given, FORMS[0], backend).items():
+        assert operand.maxima.amax().isnan(), op
+
+
 def test_what_is_no_number_reaches_the_operand(device: str) -> None:
     given = drawn((1, 32, 16), device)
     given["x"][0, 3, 5] = torch.nan

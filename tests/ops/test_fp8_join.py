@@ -7,6 +7,7 @@ from fastdiff_bench.correctness.accuracy import poisoned_memory
 from fastdiff_kernels.fp8 import join as op
 from fastdiff_kernels.fp8.join import join, join_packed
 from fastdiff_kernels.fp8.values import Form
+from fastdiff_kernels.names import Backend
 
 FORMS = (Form(rows=True, columns=True), Form(rows=True, plain=True), Form(plain=True))
 
@@ -50,6 +51,15 @@ def test_a_packed_gradient_is_its_own_plain_form(device: str) -> None:
     assert torch.equal(operand.rows.float(), expected.rows.float())
     assert operand.plain.data_ptr() == packed.data_ptr()
     assert torch.equal(dbias, sums)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("part", range(3))
+def test_the_maximum_keeps_what_is_no_number(device: str, part: int, backend: Backend) -> None:
+    q, k, v = parts = gradients(device, torch.float32, "heads first")
+    parts[part][1, 2, 30, 7] = torch.nan
+    operand, _ = join(q, k, v, torch.tensor(1.0, device=device), FORMS[0], backend=backend)
+    assert operand.maxima.amax().isnan()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

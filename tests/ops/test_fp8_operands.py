@@ -10,6 +10,7 @@ from fastdiff_kernels.fp8 import products
 from fastdiff_kernels.fp8.cast import cast
 from fastdiff_kernels.fp8.gelu import gelu, gelu_backward
 from fastdiff_kernels.fp8.values import E4M3, LARGEST, Form, Quantised, dequantised, quantise
+from fastdiff_kernels.names import Backend
 
 BOTH = Form(rows=True, columns=True)
 ONE = torch.tensor(1.0)
@@ -96,6 +97,22 @@ def test_values_beyond_the_largest_number_become_it_and_nan_stays() -> None:
     assert found is not None
     assert found.float().tolist()[0][:2] == [LARGEST, -LARGEST]
     assert found.float()[0, 2].isnan()
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_maxima_keep_what_is_not_finite(device: str, value: float, backend: Backend) -> None:
+    """In one of several parts: a step whose maximum is dropped would become a scale that clips."""
+    values = torch.ones(130, 72, device=device)
+    values[70, 3] = value
+    one = torch.ones_like(values)
+    operands = [
+        cast(values, ONE.to(device), BOTH, backend=backend),
+        gelu(values.abs(), ONE.to(device), BOTH, backend=backend),
+        gelu_backward(values, one, ONE.to(device), BOTH, backend=backend)[0],
+    ]
+    for operand in operands:
+        torch.testing.assert_close(operand.maxima.amax().cpu(), torch.tensor(abs(value)), equal_nan=True)
 
 
 def test_an_operand_without_the_form_of_a_product_is_named() -> None:

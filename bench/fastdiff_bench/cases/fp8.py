@@ -171,13 +171,14 @@ def _norm(inputs: Inputs, backend: Backend) -> list[Tensor]:
 
 
 def _norm_exact(inputs: Inputs) -> list[Tensor]:
-    y = modulated_norm_reference(inputs["x"], *_parts(inputs), eps=_EPS)
+    shift, scale = _parts(inputs)
+    y = modulated_norm_reference(inputs["x"], shift, scale, eps=_EPS)
     return [*numbers(y.flatten(0, 1), inputs["unit"])[:2], *_statistics(inputs["x"])]
 
 
 def _gated_norm(inputs: Inputs, backend: Backend) -> list[Tensor]:
-    given = [inputs[name] for name in ("x", "branch", "bias", "modulation")]
-    normed = gated_norm(*given, _EPS, inputs["unit"], _FORM, backend=backend)
+    x, branch, bias, modulation, unit = (inputs[name] for name in ("x", "branch", "bias", "modulation", "unit"))
+    normed = gated_norm(x, branch, bias, modulation, _EPS, unit, _FORM, backend=backend)
     return [*written(normed.y)[:2], normed.h, normed.mean, normed.rstd]
 
 
@@ -189,7 +190,7 @@ def _gated_norm_exact(inputs: Inputs) -> list[Tensor]:
 
 def _gated_norm_backward(inputs: Inputs, backend: Backend) -> list[Tensor]:
     names = ("later", "dy", "dh", "x", "branch", "bias", "modulation", "mean", "rstd", "unit")
-    found = gated_norm_backward(*(inputs[name] for name in names), form=_FORM, backend=backend)
+    found = gated_norm_backward(**{name: inputs[name] for name in names}, form=_FORM, backend=backend)
     assert found.dx is not None
     return [*written(found.dbranch)[:2], found.dx, found.dmodulation, found.dbias]
 
@@ -207,8 +208,8 @@ def _gated_norm_backward_exact(inputs: Inputs) -> list[Tensor]:
 
 
 def _gate_backward(inputs: Inputs, backend: Backend) -> list[Tensor]:
-    given = [inputs[name] for name in ("dh", "branch", "bias", "modulation", "unit")]
-    found = gate_backward(*given, _FORM, backend=backend)
+    dout, branch, bias, modulation, unit = (inputs[name] for name in ("dh", "branch", "bias", "modulation", "unit"))
+    found = gate_backward(dout, branch, bias, modulation, unit, _FORM, backend=backend)
     return [*written(found.dbranch)[:2], found.dmodulation, found.dbias]
 
 

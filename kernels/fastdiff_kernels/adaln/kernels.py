@@ -6,7 +6,7 @@ their transpose ``columns``, and one maximum per program (``fastdiff_kernels.fp8
 
 from __future__ import annotations
 
-from fastdiff_kernels.fp8.rounding import inverse, to_e4m3
+from fastdiff_kernels.fp8.rounding import inverse, largest, magnitude, to_e4m3
 from fastdiff_kernels.launch import jit, tl
 
 # A row is held as two parts, because blocks have power-of-two sizes: 1152 columns as 1024 (_a) and 128 (_b). In one
@@ -89,9 +89,9 @@ def _inverse_if(unit_ptr):  # type: ignore[no-untyped-def]
 
 @jit
 def _lane_maxima(a, b, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Largest absolute values of a row, as far as one lane holds them."""
-    lanes = tl.max(tl.abs(tl.reshape(a, (LANES, a.shape[0] // LANES))), 1)
-    return tl.maximum(lanes, tl.max(tl.abs(tl.reshape(b, (LANES, b.shape[0] // LANES))), 1))
+    """``magnitude`` of a row, the largest as far as one lane holds them."""
+    lanes = tl.max(magnitude(tl.reshape(a, (LANES, a.shape[0] // LANES))), 1)
+    return tl.maximum(lanes, tl.max(magnitude(tl.reshape(b, (LANES, b.shape[0] // LANES))), 1))
 
 
 @jit
@@ -131,7 +131,7 @@ def adaln_fwd_kernel(  # type: ignore[no-untyped-def]
     part_ptr += D if GATED else 0
     shift_a, shift_b = _load(part_ptr, head, tail, D)
     scale_a, scale_b = _load(part_ptr + D, head, tail, D)
-    unit, most = _inverse_if(unit_ptr), tl.zeros((LANES,), tl.float32)
+    unit, most = _inverse_if(unit_ptr), tl.zeros((LANES,), tl.int32)
     for row in tl.range(sample * length + start, sample * length + stop, num_stages=STAGES):
         at = row * D
         a, b, _, _ = _stream(x_ptr, branch_ptr, at, gate_a, gate_b, bias_a, bias_b, head, tail, D, GATED)
@@ -150,7 +150,7 @@ def adaln_fwd_kernel(  # type: ignore[no-untyped-def]
         if maxima_ptr is not None:
             most = tl.maximum(most, _lane_maxima(a, b, LANES))
     if maxima_ptr is not None:
-        tl.store(maxima_ptr + program, tl.max(most, 0))
+        tl.store(maxima_ptr + program, largest(most))
     if columns_ptr is not None:
         _turn(columns_ptr, rows_ptr, sample * length + start, sample * length + stop, total, D, BLOCK_R, BLOCK_C)
 
@@ -174,7 +174,7 @@ def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
     dshift_a, dshift_b = tl.zeros((BLOCK_HEAD,), tl.float32), tl.zeros((BLOCK_TAIL,), tl.float32)
     dscale_a, dscale_b, dgate_a, dgate_b = dshift_a, dshift_b, dshift_a, dshift_b
     dbias_a, dbias_b = dshift_a, dshift_b
-    unit, most = _inverse_if(unit_ptr), tl.zeros((LANES,), tl.float32)
+    unit, most = _inverse_if(unit_ptr), tl.zeros((LANES,), tl.int32)
     for row in tl.range(sample * length + start, sample * length + stop, num_stages=STAGES):
         at = row * D
         a, b, branch_a, branch_b = _stream(x_ptr, branch_ptr, at, gate_a, gate_b, bias_a, bias_b, head, tail, D, GATED)
@@ -210,7 +210,7 @@ def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
     if bias_ptr is not None:
         _store(sums_ptr + 2 * step, head, tail, dbias_a * gate_a, dbias_b * gate_b, D)
     if maxima_ptr is not None:
-        tl.store(maxima_ptr + program, tl.max(most, 0))
+        tl.store(maxima_ptr + program, largest(most))
     if columns_ptr is not None:
         _turn(columns_ptr, rows_ptr, sample * length + start, sample * length + stop, total, D, BLOCK_R, BLOCK_C)
 
@@ -230,7 +230,7 @@ def adaln_gate_bwd_kernel(  # type: ignore[no-untyped-def]
     gate = tl.load(gate_ptr + sample * gate_stride + column, mask=exists, other=0.0).to(tl.float32)
     dgate = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     ups = dgate
-    unit, most = _inverse_if(unit_ptr), tl.zeros((BLOCK_R,), tl.float32)
+    unit, most = _inverse_if(unit_ptr), tl.zeros((BLOCK_R,), tl.int32)
     for first in range(start, stop, BLOCK_R):
         row = first + tl.arange(0, BLOCK_R)
         token = sample * length + row
@@ -248,7 +248,7 @@ def adaln_gate_bwd_kernel(  # type: ignore[no-untyped-def]
             turned = exists[:, None] & (row < stop)[None, :]
             tl.store(turned_ptr, tl.trans(to_e4m3(gated * unit)), mask=turned)
         if maxima_ptr is not None:
-            most = tl.maximum(most, tl.max(tl.abs(gated), 1))
+            most = tl.maximum(most, tl.max(magnitude(gated), 1))
         dgate += up * branch
         if bias_ptr is not None:
             ups += up
@@ -260,7 +260,7 @@ def adaln_gate_bwd_kernel(  # type: ignore[no-untyped-def]
         tl.store(sums_ptr + tl.num_programs(0).to(tl.int64) * D, up * gate, mask=exists)
     tl.store(sums_ptr, dgates, mask=exists)
     if maxima_ptr is not None:
-        tl.store(maxima_ptr + program * tl.num_programs(1) + tl.program_id(1), tl.max(most, 0))
+        tl.store(maxima_ptr + program * tl.num_programs(1) + tl.program_id(1), largest(most))
 
 
 @jit

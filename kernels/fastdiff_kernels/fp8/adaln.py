@@ -62,7 +62,7 @@ class BranchGradients(NamedTuple):
 
 def _parts(modulation: Tensor, width: int) -> list[Tensor]:
     """Shifts, scales and gates in fp32, ``[B, 1, D]`` each."""
-    return list(modulation.float().unsqueeze(1).split(width, dim=2))
+    return list(torch.split(modulation.float().unsqueeze(1), width, dim=2))
 
 
 def norm_reference(x: Tensor, modulation: Tensor, eps: float, unit: Tensor, form: Form) -> Normed:

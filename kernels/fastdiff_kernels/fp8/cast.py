@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastdiff_kernels.dispatch import choose, plain
-from fastdiff_kernels.fp8.rounding import inverse, to_e4m3
+from fastdiff_kernels.fp8.rounding import inverse, largest, magnitude, to_e4m3
 from fastdiff_kernels.fp8.values import E4M3, Form, Quantised, quantise
 from fastdiff_kernels.launch import jit, run, tl
 from fastdiff_kernels.names import Backend
@@ -39,7 +39,7 @@ def fp8_cast_kernel(  # type: ignore[no-untyped-def]
         turned = (column < columns)[:, None] & (row < rows)[None, :]
         tl.store(columns_ptr + column[:, None].to(tl.int64) * rows + row[None, :], tl.trans(numbers), mask=turned)
     program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(maxima_ptr + program, tl.max(tl.max(tl.abs(x), axis=1), axis=0))
+    tl.store(maxima_ptr + program, largest(magnitude(x)))
 
 
 @torch.library.custom_op("fastdiff::fp8_cast", mutates_args=())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastdiff_kernels.bias_gradient import fold
 from fastdiff_kernels.dispatch import choose, plain
-from fastdiff_kernels.fp8.rounding import inverse, to_e4m3
+from fastdiff_kernels.fp8.rounding import inverse, largest, magnitude, to_e4m3
 from fastdiff_kernels.fp8.values import Form, Quantised, blank, by_form, quantise
 from fastdiff_kernels.gelu import curve, slope
 from fastdiff_kernels.launch import jit, run, tl
@@ -55,7 +55,7 @@ def _write_tile(  # type: ignore[no-untyped-def]
     if plain_ptr is not None:
         tl.store(plain_ptr + at, values.to(plain_ptr.dtype.element_ty), mask=inside)
     program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(maxima_ptr + program, tl.max(tl.max(tl.abs(values), axis=1), axis=0))
+    tl.store(maxima_ptr + program, largest(magnitude(values)))
 
 
 @jit

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastdiff_kernels.bias_gradient import fold
 from fastdiff_kernels.dispatch import choose, plain
-from fastdiff_kernels.fp8.rounding import inverse, to_e4m3
+from fastdiff_kernels.fp8.rounding import inverse, largest, magnitude, to_e4m3
 from fastdiff_kernels.fp8.values import E4M3, Form, Quantised, quantise
 from fastdiff_kernels.launch import jit, processors, run, tl
 from fastdiff_kernels.names import Backend
@@ -40,7 +40,7 @@ def _join_part(  # type: ignore[no-untyped-def]
     real, place = column < H * D, PART * H * D + column
     from_ptr = part_ptr + (column // D * STEP_H + column % D)[None, :]
     sums = tl.zeros((BLOCK, BLOCK), tl.float32)
-    most = tl.zeros((BLOCK, BLOCK), tl.float32)
+    most = tl.zeros((BLOCK, BLOCK), tl.int32)
     stop = tl.minimum(start + rows, total)
     for first in range(start, stop, BLOCK):
         row = first + tl.arange(0, BLOCK)
@@ -59,9 +59,9 @@ def _join_part(  # type: ignore[no-untyped-def]
         if plain_ptr is not None:
             tl.store(plain_ptr + at, given, mask=inside)
         sums += value
-        most = tl.maximum(most, tl.abs(value))
+        most = tl.maximum(most, magnitude(value))
     tl.store(sums_ptr + tl.program_id(0).to(tl.int64) * (3 * H * D) + place, tl.sum(sums, axis=0), mask=real)
-    return tl.max(tl.max(most, axis=1), axis=0)
+    return largest(most)
 
 
 @jit

@@ -1,4 +1,4 @@
-"""The cast to e4m3 inside a Triton kernel."""
+"""The cast to e4m3, and maxima, inside a Triton kernel."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ def to_e4m3(number):  # type: ignore[no-untyped-def]
         bits = tl.where(number == number, number.to(tl.int32, bitcast=True), 0x7FF00000)  # the bits of the NaN
         number = bits.to(tl.float32, bitcast=True)
     return number.to(tl.float8e4nv)
+
+
+@jit
+def magnitude(values):  # type: ignore[no-untyped-def]
+    """The bits of absolute fp32 values, int32: in the same order, NaN above all, which maxima of fp32 would drop."""
+    return tl.abs(values).to(tl.int32, bitcast=True)
+
+
+@jit
+def largest(magnitudes):  # type: ignore[no-untyped-def]
+    """The largest absolute value in fp32, of ``magnitude`` of one or two axes; NaN if there is any."""
+    return tl.max(magnitudes).to(tl.float32, bitcast=True)
 
 
 @jit

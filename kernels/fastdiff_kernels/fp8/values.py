@@ -35,7 +35,8 @@ class Quantised(NamedTuple):
     scale: Tensor
     """fp32 ``[]``, a power of two: a value is a number times this."""
     maxima: Tensor
-    """fp32 ``[P]``, P >= 1: maxima of the absolute values before rounding, over parts of the matrix."""
+    """fp32 ``[P]``, P >= 1: maxima of the absolute values before rounding, over parts of the matrix; NaN where
+    there is one."""
 
 
 def quantise(values: Tensor, scale: Tensor, form: Form, dtype: torch.dtype) -> Quantised:
