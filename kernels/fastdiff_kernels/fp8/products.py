@@ -1,7 +1,7 @@
 """The three products of a linear layer whose operands are in FP8, or in 16 bits where they have no FP8 form.
 
 On a CPU they are fp32 products of the dequantised numbers. ``torch._scaled_mm`` of a CPU takes layouts that a GPU
-refuses, so shapes and strides are checked here, on every device.
+refuses, so shapes and strides are checked here, on every device; strides not in compiled code.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def _validate(a: Tensor, b: Tensor) -> None:
     for name, given in (("a", a), ("b", b)):
         if given.dtype != E4M3 or given.dim() != 2:
             raise ValueError(f"{name} is {given.dtype} {tuple(given.shape)}, expected {E4M3} of two axes")
-        if not given.is_contiguous():
+        # Dynamo copies all gradients that a backward pass gets if that pass asks for strides.
+        if not torch.compiler.is_compiling() and not given.is_contiguous():
             raise ValueError(
                 f"{name} has strides {given.stride()}, expected those of a contiguous {tuple(given.shape)}"
             )
