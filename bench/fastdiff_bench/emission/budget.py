@@ -25,7 +25,7 @@ from fastdiff_bench.tracing.classes import CLASSES, IDLE, Class, of_kernel
 
 ENGINES = {"zero1": (1, "adamw"), "flat": (0, "adamw"), "flat, 8-bit moments": (0, "adamw8bit")}
 """ZeRO stage and optimizer of each predicted step."""
-_SCALED = "_scaled_mm"
+SCALED = "_scaled_mm"
 """Product in FP8; its first arguments are the factors and their scales."""
 _ROUNDING = 1e-6
 """Share by which sums of counts may differ."""
@@ -48,7 +48,7 @@ def operations(product: Product, attention_backward: float = 2.5) -> float:
         weight, positions = (product.shapes[2], product.shapes[0]) if backward else (product.shapes[1], product.out)
         forward = 2 * math.prod(weight) * positions[0] * math.prod(positions[2:])
         return forward * (2 if backward else 1)
-    left, right = product.shapes[:2] if product.op == _SCALED else product.shapes[-2:]
+    left, right = product.shapes[:2] if product.op == SCALED else product.shapes[-2:]
     return 2.0 * math.prod(left) * right[-1]
 
 
@@ -78,7 +78,7 @@ def kernels(network: Emission) -> tuple[Kernels, ...]:
     found = list(products(network.blocks))
 
     def total(kind: Kind, *, scaled: bool = False) -> float:
-        of_kind = (pair for pair in found if kind_of(pair[1]) == kind and (pair[1].op == _SCALED) == scaled)
+        of_kind = (pair for pair in found if kind_of(pair[1]) == kind and (pair[1].op == SCALED) == scaled)
         return sum(calls * operations(product) for calls, product in of_kind) / samples
 
     inside = sum(calls * operations(product, attention_backward=2.0) for calls, product in found) / samples

@@ -53,9 +53,10 @@ CHANGES = (
 
 
 def applies(network: Emission) -> bool:
-    """Whether the changes are for this network, counted: one kind of block, of products and short attention."""
+    """Whether the changes are for this network, counted: one kind of block, of products in bf16 and short attention."""
     kinds = {budget.kind_of(product) for _, product in budget.products(network.blocks)}
-    return network.instructions and len(network.blocks) == 1 and kinds == {"matmul", "short_attention"}
+    in_fp8 = any(product.op == budget.SCALED for _, product in budget.products(network.blocks))
+    return network.instructions and len(network.blocks) == 1 and kinds == {"matmul", "short_attention"} and not in_fp8
 
 
 def rates(network: Emission, batch: int) -> list[tuple[str, float]]:

@@ -80,7 +80,7 @@ def _fastest(autotuner: Any, name: str, arguments: list[int | None], moved: int,
     named = {n: value for (n, _), value in zip(kinds, arguments, strict=False)}
     constant = autotuner.triton_meta["constants"]
     given = [value for n, value in named.items() if n not in constant]
-    sizes = {n: value for n, value in named.items() if value is not None and n.endswith("numel")}
+    sizes = {n: value for n, value in (constant | named).items() if value is not None and n.endswith("numel")}
     found = [
         count(name, one.kernel, arch, _grid(autotuner, one.config, sizes), given, moved=moved,
               elements=prod(sizes.values()))

@@ -47,14 +47,17 @@ def test_a_wide_dit_is_not_worse_than_kept() -> None:
 
 
 def test_all_products_of_a_block_in_fp8_have_one_scale_per_operand() -> None:
-    """Three of each of the four layers on tokens, and no other product on them."""
-    (dit,) = emitted(Subject("dit-xl-2-256", 2, fp8=True), 64, 90).blocks
+    """Three of each of the four layers on tokens, no other product on them, and no copy between."""
+    network = Subject("dit-xl-2-256", 2, fp8=True)
+    emission = emitted(network, 64, 90)
+    (dit,) = emission.blocks
     scales = [
         [one.shapes[2] for one in passed.products if one.op == "_scaled_mm"]
         for passed in (dit.forward, dit.backward)
         if passed
     ]
     assert scales == [[(1, 1)] * 4, [(1, 1)] * 8]
+    against_kept(network.name, emission, totals=False)
 
 
 def against_kept(name: str, emission: Emission, *, totals: bool) -> None:
@@ -301,6 +304,8 @@ def test_each_change_to_come_adds_to_the_rate() -> None:
     assert outlook.applies(network)
     assert not outlook.applies(replace(network, instructions=False))
     assert not outlook.applies(replace(network, blocks=[found, block()]))
+    found.forward.products = [replace(forward[0], op=budget.SCALED), forward[1]]
+    assert not outlook.applies(network)
 
 
 def test_counted_kernels_are_in_the_record_and_the_table() -> None:
