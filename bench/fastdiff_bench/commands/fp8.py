@@ -3,7 +3,7 @@
 Runs of a seed have equal data, noise and initial weights; they differ in how the blocks multiply. At the end each is
 validated on unseen digits under the same noise. The loss in FP8 minus that in bf16 is given in percent of the latter,
 with its standard error over the seeds, for all samples and for each noise level; the probabilities of the levels are
-corrected for their number (Holm). A control, whose scales clip the largest values, shows what the test finds.
+corrected for their number (Holm). Controls, whose scales clip the largest values, show what the test finds.
 
 A CPU emulates FP8. Each run is a process of its own. A second start in the same folder skips finished runs.
 """
@@ -25,7 +25,7 @@ from fastdiff_bench.records.paired import SIGNIFICANT, Difference, difference, h
 from fastdiff_bench.records.record import Fact, Failure, Log, Measurement
 from fastdiff_bench.records.tables import table
 from fastdiff_bench.trainers import in_fp8
-from fastdiff_bench.trainers.in_fp8 import ARITHMETICS, BASELINE, CONTROL, Trained, Trial
+from fastdiff_bench.trainers.in_fp8 import ARITHMETICS, BASELINE, Trained, Trial
 
 LIMIT_PERCENT = 0.5
 """Mean difference of the loss that does not count."""
@@ -227,8 +227,8 @@ def _differences(case: str, name: str, one: Tested) -> Iterator[Measurement]:
 
 
 def _verdict(name: str, one: Tested) -> str:
-    if name == CONTROL:
-        return "found" if one.differs else "not found: the test is too weak"
+    if ARITHMETICS[name].is_control:
+        return "found" if one.differs else "not found"
     return ", ".join(one.faults) or "equal"
 
 

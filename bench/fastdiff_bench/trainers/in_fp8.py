@@ -66,17 +66,22 @@ class Arithmetic:
     margin: float = MARGIN
     """Of the scales."""
 
+    @property
+    def is_control(self) -> bool:
+        """Whether the scales are too small, so that a test of the losses should find it."""
+        return self.margin < MARGIN
+
 
 _FP8 = {"fp8": True, "fp8_ends": 0}
-BASELINE, CONTROL = "bf16", "fp8, clipped"
+BASELINE = "bf16"
 ARITHMETICS = {
     BASELINE: Arithmetic(),
     "fp8": Arithmetic(_FP8),
     "fp8, dW in bf16": Arithmetic({**_FP8, "fp8_weight_gradients": "bf16"}),
-    CONTROL: Arithmetic(_FP8, margin=1 / 4),
+    **{f"fp8, margin {margin:g}": Arithmetic(_FP8, margin) for margin in (1, 1 / 2, 1 / 4)},
 }
-"""By name. All blocks are in FP8, also those at the ends. The control's scales cut off all above a quarter to a half of
-the largest value, as if it had grown since by that much."""
+"""By name. All blocks are in FP8, also those at the ends. The last are controls: with margin 1 the scales cut off what
+exceeds the largest value of the window by a factor of 1 to 2, as they are powers of two; below it, earlier."""
 
 
 @dataclass(frozen=True, slots=True)
