@@ -42,6 +42,7 @@ from fastdiff.models.delayed_scales import MARGIN
 from fastdiff.models.load import null_label
 from fastdiff.parallel.world import start_world
 from fastdiff.training.loop import train
+from fastdiff_bench.trainers.rounded import ROUNDINGS, convert
 from fastdiff_kernels.fp8.values import MULTIPLE
 
 _HEAD = 64
@@ -201,14 +202,15 @@ def gradient_errors(trial: Trial, weights: Mapping[str, Tensor], data: Path) -> 
         data: folder of shards.
 
     Returns:
-        By arithmetic, the norm of the difference over that of the gradients in fp32.
+        By arithmetic and by ``ROUNDINGS``, the norm of the difference over that of the gradients in fp32.
     """
-    exact = _gradients(trial, weights, data, torch.float32, Arithmetic())
-    errors = {}
-    for name, arithmetic in ARITHMETICS.items():
-        found = _gradients(trial, weights, data, torch.bfloat16, arithmetic)
-        errors[name] = float((found - exact).norm() / exact.norm())
-    return errors
+    exact = _pass(trial, _network(trial, weights, torch.float32), data)
+    found = {name: _gradients(trial, weights, data, arithmetic) for name, arithmetic in ARITHMETICS.items()}
+    for name, rounding in ROUNDINGS.items():
+        model = _network(trial, weights, torch.bfloat16)
+        convert(model, rounding)
+        found[name] = _pass(trial, model, data)
+    return {name: float((gradients - exact).norm() / exact.norm()) for name, gradients in found.items()}
 
 
 def random_weights(trial: Trial) -> dict[str, Tensor]:
@@ -220,13 +222,15 @@ def random_weights(trial: Trial) -> dict[str, Tensor]:
     }
 
 
-def _gradients(
-    trial: Trial, weights: Mapping[str, Tensor], data: Path, dtype: torch.dtype, arithmetic: Arithmetic
-) -> Tensor:
-    """Return all gradients, joined; with scales from the maxima of the same samples."""
+def _network(trial: Trial, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Model:
     model = build_model(trial.network)
     model.load_state_dict(weights, strict=False)  # without buffers
-    model.to(dtype)
+    return model.to(dtype)
+
+
+def _gradients(trial: Trial, weights: Mapping[str, Tensor], data: Path, arithmetic: Arithmetic) -> Tensor:
+    """Return all gradients, joined; with scales from the maxima of the same samples."""
+    model = _network(trial, weights, torch.bfloat16)
     if not arithmetic.performance:
         return _pass(trial, model, data)
     with lowered(arithmetic.margin):

@@ -1,9 +1,11 @@
 """``bench fp8``: real runs in both arithmetics, and a test of losses that finds a difference where there is one."""
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from fastdiff.data.encoding.builtin import encode_digits
@@ -16,7 +18,9 @@ from fastdiff_bench.records import record
 from fastdiff_bench.records.paired import difference, holm
 from fastdiff_bench.trainers import in_fp8
 from fastdiff_bench.trainers.in_fp8 import BASELINE, Trained, Trial
+from fastdiff_bench.trainers.rounded import rounded
 
+PARTS = ("outputs", "input gradients", "weight gradients")
 CONTROL = "fp8, margin 0.25"
 TINY = Trial(width=64, depth=1, steps=18, batch=16, seed=0, arithmetic=BASELINE)
 
@@ -80,6 +84,16 @@ def test_a_run_leaves_losses_and_errors_of_gradients(world: World, root: Path) -
     assert before == (fp8.LEAST, delayed_scales.MARGIN)
     for errors in found.gradient_errors.values():
         assert errors[BASELINE] < errors["fp8"] < errors[CONTROL]
+        assert errors["rounded"] == pytest.approx(errors["fp8"], rel=0.1)  # the same by other code
+        parts = sum(errors[f"rounded, {part} only"] ** 2 - errors[BASELINE] ** 2 for part in PARTS)
+        assert parts == pytest.approx(errors["rounded"] ** 2 - errors[BASELINE] ** 2, rel=0.3)
+
+
+def test_values_share_scales_as_asked() -> None:
+    matrix = torch.tensor([[1.0, 1.0 + 1 / 8, 0.0, 0.0], [2.0**-20, 300.0, 2.0**-20, 0.0]])
+    assert rounded(matrix, math.inf)[1].tolist() == [0, 288, 0, 0]  # 3 bits of the mantissa; 2^-20 is below the least
+    assert rounded(matrix, 0)[0].tolist() == [1, 1.125, 0, 0]
+    assert rounded(matrix, 2)[1].tolist() == [0, 288, 2.0**-20, 0]
 
 
 @pytest.mark.nightly
