@@ -79,10 +79,10 @@ ARITHMETICS = {
     BASELINE: Arithmetic(),
     "fp8": Arithmetic(_FP8),
     "fp8, dW in bf16": Arithmetic({**_FP8, "fp8_weight_gradients": "bf16"}),
-    **{f"fp8, margin {margin:g}": Arithmetic(_FP8, margin) for margin in (1, 1 / 2, 1 / 4)},
+    **{f"fp8, margin {margin:g}": Arithmetic(_FP8, margin) for margin in (1, 1 / 2)},
 }
-"""By name. All blocks are in FP8, also those at the ends. The last are controls: with margin 1 the scales cut off what
-exceeds the largest value of the window by a factor of 1 to 2, as they are powers of two; below it, earlier."""
+"""By name. All blocks are in FP8, also those at the ends. The last are controls: scales are powers of two, so that a
+margin lets values grow to 1 to 2 times itself times the largest of the window, and clips what exceeds that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from fastdiff_bench.trainers.in_fp8 import BASELINE, Trained, Trial
 from fastdiff_bench.trainers.rounded import rounded
 
 PARTS = ("outputs", "input gradients", "weight gradients")
-CONTROL = "fp8, margin 0.25"
+CONTROL = "fp8, margin 0.5"
 TINY = Trial(width=64, depth=1, steps=18, batch=16, seed=0, arithmetic=BASELINE)
 
 
