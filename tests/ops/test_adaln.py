@@ -364,6 +364,19 @@ def test_refusals_say_what_was_given(shapes, dtypes, message, device):
                 by_triton(form)(**{name: given[name] for name in names})
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("last", ["modulated", "gate"])
+def test_an_op_after_the_last_of_a_modulation_is_refused(last, backend, device):
+    x, modulation = torch.zeros(2, 3, 8, device=device), Modulation(torch.zeros(2, 48, device=device))
+    _, y = residual_modulated_norm(x, modulation, backend=backend)
+    if last == "modulated":
+        modulated_norm(y, modulation, backend=backend)
+    else:
+        gated_residual(x, y, modulation, backend=backend)
+    with pytest.raises(ValueError, match="the op before is the last that takes its parts of this modulation"):
+        residual_modulated_norm(x, modulation, backend=backend)
+
+
 def test_the_reference_takes_what_the_kernel_refuses(device):
     shift, scale = torch.ones(2, 1, 4097, device=device, dtype=torch.float64)
     x = torch.zeros(1, 1, 4097, device=device).double()

@@ -55,6 +55,7 @@ __all__ = [
     "gated_modulated_norm",
     "gated_residual",
     "modulated_norm",
+    "norm_gradients",
     "residual_modulated_norm",
 ]
 
@@ -136,6 +137,26 @@ def _empty_gradients(
     packed: Tensor, part: int, mean: Tensor, rstd: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     return [packed.new_empty(packed.shape), x.new_empty(x.shape), *_empty_branch(x, branch, bias)]
+
+
+def norm_gradients(
+    dy: Tensor, dh: Tensor, x: Tensor, modulation: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``residual_modulated_norm`` by the kernel, for code that differentiates by itself.
+
+    Args:
+        dy: gradient of the norm, ``[B, T, D]``.
+        dh: gradient of the stream that passes by, likewise.
+        x: as given to the norm, fp32, bf16 or fp16.
+        modulation: shift and scale, ``[B, 2D]``; rows of any stride.
+        mean: of each token, fp32 ``[B, T]``.
+        rstd: reciprocal standard deviation of each token, likewise.
+
+    Returns:
+        The gradients of ``x`` and of ``modulation``.
+    """
+    dmodulation, dx = _adaln_backward_triton(None, dy, dh, x, None, None, modulation, 0, mean, rstd)
+    return dx, dmodulation
 
 
 @torch.library.custom_op("fastdiff::gate_backward", mutates_args=())
@@ -229,8 +250,13 @@ def modulated_norm(x: Tensor, modulation: Modulation, *, eps: float = 1e-6, back
         packed = modulation.packed
         y: Tensor = _AdaLN.apply(x, None, None, packed, modulation.advance(2), eps, False)  # type: ignore[no-untyped-call]
     else:
-        shift, scale = modulation.take(2, x.shape[2])
-        y = plain(modulated_norm_reference, chosen)(x, shift, scale, eps)
+        y = _plain_norm(x, modulation, eps, chosen)
+    modulation.end()
+    return y
+
+
+def _plain_norm(x: Tensor, modulation: Modulation, eps: float, backend: Backend) -> Tensor:
+    y: Tensor = plain(modulated_norm_reference, backend)(x, *modulation.take(2, x.shape[2]), eps)
     return y
 
 
@@ -242,9 +268,10 @@ def residual_modulated_norm(
     Continue with the returned ``x``: the backward kernel then adds the gradient of the stream, which otherwise takes
     another pass. Arguments and errors as for ``modulated_norm``; the modulation is passed on.
     """
-    if choose("adaln", x, backend) != "triton":
-        return x, modulated_norm(x, modulation, eps=eps, backend=backend)
-    _validate(True, x, modulation, 2)
+    chosen = choose("adaln", x, backend)
+    _validate(chosen == "triton", x, modulation, 2)
+    if chosen != "triton":
+        return x, _plain_norm(x, modulation, eps, chosen)
     return _pair(x, None, None, modulation, 2, eps)
 
 
@@ -283,6 +310,7 @@ def gated_residual(
         h: Tensor = _Gate.apply(x, branch, bias, modulation.packed, modulation.advance(1))  # type: ignore[no-untyped-call]
     else:
         h = plain(gated_residual_reference, chosen)(x, branch, *modulation.take(1, x.shape[2]), bias)
+    modulation.end()
     return h
 
 
