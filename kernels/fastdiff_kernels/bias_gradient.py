@@ -112,17 +112,51 @@ def bias_gradient_fold_kernel(out_ptr, sums_ptr, programs, columns, BLOCK_R: tl.
     tl.store(out_ptr + column, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=column < columns)
 
 
-def block_rows(u: Tensor) -> int:
+def _block_rows(u: Tensor) -> int:
     """Rows of a block of which 128 threads load 16 bytes each: all programs of ``plan`` have registers at once."""
     return 8 // u.element_size()
 
 
-def plan(like: Tensor, total: int, columns: int) -> tuple[int, tuple[int, int]]:
-    """Rows per program, and the grid of programs over rows and columns."""
-    blocks = triton.cdiv(columns, BLOCK_COLUMNS)
-    programs = max(processors(like) * _PROGRAMS_PER_PROCESSOR // blocks, 1)
-    rows = max(triton.cdiv(total, programs), min(total, 64), 1)
+def plan(
+    like: Tensor, total: int, columns: int, *, block: int = BLOCK_COLUMNS, parts: int = 1, multiple: int = 1
+) -> tuple[int, tuple[int, int]]:
+    """Rows per program, a ``multiple``, and the grid of programs over rows and blocks of columns of each part."""
+    blocks = triton.cdiv(columns, block)
+    programs = max(processors(like) * _PROGRAMS_PER_PROCESSOR // max(parts * blocks, 1), 1)
+    rows = triton.cdiv(max(triton.cdiv(total, programs), min(total, 64), 1), multiple) * multiple
     return rows, (triton.cdiv(total, rows), blocks)
+
+
+def strided(*parts: Tensor) -> tuple[list[Tensor], dict[str, int]]:
+    """Gradients of q, k and v ``[B, H, T, D]`` with neighbouring channels, and their strides of heads and tokens.
+
+    The strides are constants of the kernels, because Triton knows the alignment of multiples of 16 alone.
+    """
+    given = [part if part.stride(3) == 1 else part.contiguous() for part in parts]
+    axes = {"H": 1, "T": 2}
+    strides = {
+        f"{name}_{axis}": part.stride(i) for name, part in zip("QKV", given, strict=True) for axis, i in axes.items()
+    }
+    return given, strides
+
+
+def gradients(dy: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the gradients of ``u [..., C]`` and of the bias ``[C]``, as ``dy`` is that of the output."""
+    return u.new_empty(u.shape), u.new_empty(u.shape[-1:])
+
+
+def differentiate(kernel: Any, dy: Tensor, u: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Return the ``gradients`` that a kernel writes by rows of ``columns`` numbers of the output."""
+    du, dbias = gradients(dy, u)
+    total = u.numel() // max(u.shape[-1], 1)
+    rows, grid = plan(u, total, columns)
+    sums = u.new_empty((grid[0], u.shape[-1]), dtype=torch.float32)
+    run(
+        kernel, grid, du, sums, dy.contiguous(), u.contiguous(), total, rows, columns,
+        BLOCK_R=_block_rows(u), BLOCK_C=BLOCK_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    fold(sums, dbias)
+    return du, dbias
 
 
 def fold(sums: Tensor, dbias: Tensor) -> None:
@@ -136,15 +170,11 @@ def fold(sums: Tensor, dbias: Tensor) -> None:
 def _join(dq: Tensor, dk: Tensor, dv: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
     """Join ``3 x [B, H, T, D]`` to ``[B, T, 3, H, D]``, or ``[B, T, H, 3, D]`` if not ``packed``, and sum its rows."""
     du, dbias = _joined(dq, dk, dv, packed)
-    parts = [part if part.stride(3) == 1 else part.contiguous() for part in (dq, dk, dv)]
+    parts, strides = strided(dq, dk, dv)
     batch, heads, length, width = dq.shape
     total, columns = batch * length, heads * width
     rows, grid = plan(dq, total, columns)
     sums = dq.new_empty((grid[0], 3 * columns), dtype=torch.float32)
-    # Strides are constants, because Triton knows the alignment of multiples of 16 alone.
-    strides = {
-        f"{n}_{axis}": p.stride(i) for n, p in zip("QKV", parts, strict=True) for axis, i in (("H", 1), ("T", 2))
-    }
     head, part = (width, columns) if packed else (3 * width, width)
     run(
         bias_gradient_join_kernel, grid, du, sums, *parts, total, rows, length, *(p.stride(0) for p in parts),

@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdiff_kernels.bias_gradient import BLOCK_COLUMNS, block_rows, fold, plan, validate, with_gradient
+from fastdiff_kernels.bias_gradient import differentiate, gradients, validate, with_gradient
 from fastdiff_kernels.dispatch import choose, plain
-from fastdiff_kernels.launch import constant, jit, run, tl
+from fastdiff_kernels.launch import constant, jit, tl
 from fastdiff_kernels.names import Backend
 
 _HALF_LOG2_E = constant(0.5 * 1.4426950408889634)
@@ -94,21 +94,10 @@ def geglu_backward_kernel(  # type: ignore[no-untyped-def]
 @torch.library.custom_op("fastdiff::geglu_backward", mutates_args=())
 def _geglu_backward(dy: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``u [..., 2 C]`` and of the bias ``[2 C]``."""
-    du, dbias = _gradients(dy, u)
-    total, columns = u.numel() // max(u.shape[-1], 1), u.shape[-1] // 2
-    rows, grid = plan(u, total, columns)
-    sums = u.new_empty((grid[0], 2 * columns), dtype=torch.float32)
-    run(
-        geglu_backward_kernel, grid, du, sums, dy.contiguous(), u.contiguous(), total, rows, columns,
-        BLOCK_R=block_rows(u), BLOCK_C=BLOCK_COLUMNS, num_warps=4,
-    )  # fmt: skip
-    fold(sums, dbias)
-    return du, dbias
+    return differentiate(geglu_backward_kernel, dy, u, u.shape[-1] // 2)
 
 
-@_geglu_backward.register_fake
-def _gradients(dy: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    return u.new_empty(u.shape), u.new_empty(u.shape[-1:])
+_geglu_backward.register_fake(gradients)
 
 
 class _Geglu(torch.autograd.Function):

@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdiff_kernels.bias_gradient import BLOCK_COLUMNS, block_rows, fold, plan, store_sums, validate, with_gradient
+from fastdiff_kernels.bias_gradient import differentiate, gradients, store_sums, validate, with_gradient
 from fastdiff_kernels.dispatch import choose, plain
-from fastdiff_kernels.launch import constant, jit, run, tl
+from fastdiff_kernels.launch import constant, jit, tl
 from fastdiff_kernels.names import Backend
 
 _SCALE = 2 * (2 / torch.pi) ** 0.5  # 2 z = _SCALE (u + _CUBIC u^3)
@@ -60,7 +60,7 @@ def curve(u):  # type: ignore[no-untyped-def]
 def slope(u):  # type: ignore[no-untyped-def]
     """Derivative of GELU, 0 and 1 far from 0."""
     smaller, larger = _shares(u)
-    # The product of both is 0 before the cube overflows.
+    # The smaller is 0 long before the cube is infinite, from 1e19 on: the product is NaN there, as in torch.
     return tl.where(u < 0, smaller, larger) + u * smaller * larger * (_LINEAR_SLOPE + u * u * _CUBIC_SLOPE)
 
 
@@ -88,21 +88,10 @@ def gelu_backward_kernel(  # type: ignore[no-untyped-def]
 @torch.library.custom_op("fastdiff::gelu_backward", mutates_args=())
 def _gelu_backward(dy: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``u [..., C]`` and of the bias ``[C]``."""
-    du, dbias = _gradients(dy, u)
-    total, columns = u.numel() // max(u.shape[-1], 1), u.shape[-1]
-    rows, grid = plan(u, total, columns)
-    sums = u.new_empty((grid[0], columns), dtype=torch.float32)
-    run(
-        gelu_backward_kernel, grid, du, sums, dy.contiguous(), u.contiguous(), total, rows, columns,
-        BLOCK_R=block_rows(u), BLOCK_C=BLOCK_COLUMNS, num_warps=4,
-    )  # fmt: skip
-    fold(sums, dbias)
-    return du, dbias
+    return differentiate(gelu_backward_kernel, dy, u, u.shape[-1])
 
 
-@_gelu_backward.register_fake
-def _gradients(dy: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    return u.new_empty(u.shape), u.new_empty(u.shape[-1:])
+_gelu_backward.register_fake(gradients)
 
 
 def _forward(u: Tensor) -> Tensor:
