@@ -9,7 +9,7 @@ Given the bias of the layer, its gradient is summed here: by ``short``, or by th
 joins the gradients of queries, keys and values. The other backends leave three, because torch gives no way to have them
 packed: the backward passes of cuDNN and flash allocate each as ``empty_like`` of its argument, which makes of a view of
 a packed projection a dense ``[B, T, H, D]``, and their ops have no form with outputs given. (CUTLASS's,
-``_efficient_attention_backward``, packs with ``shared_storage_dqdkdv``, and is slower by more than the join takes.)
+``_efficient_attention_backward``, packs with ``shared_storage_dqdkdv``; it is not tried here.)
 """
 
 from __future__ import annotations
@@ -87,8 +87,12 @@ def packed_attention(qkv: Tensor, *, bias: Tensor | None = None, backend: Attent
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, T, 3, H, D] -> 3 x [B, H, T, D]
     else:
         query, key, value = unpacked(qkv, bias)
-    mixed = general.attention(query, key, value, backend=backend)
-    return mixed.transpose(1, 2).flatten(2)  # [B, H, T, D] -> [B, T, H * D]
+    return joined_attention(query, key, value, backend)
+
+
+def joined_attention(query: Tensor, key: Tensor, value: Tensor, backend: AttentionBackend = "auto") -> Tensor:
+    """``attention`` of 3 x ``[B, H, T, D]``, the heads joined: ``[B, T, H * D]``."""
+    return general.attention(query, key, value, backend=backend).transpose(1, 2).flatten(2)
 
 
 def takes_packed(head_dim: int, length: int, example: Tensor, backend: AttentionBackend = "auto") -> bool:

@@ -135,6 +135,24 @@ def test_the_ops_pass_opcheck(device: str, form: Form) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"dy": torch.zeros(2, 3, 4)}, r"dy is .*\(2, 3, 4\) on cpu, expected that of x, torch.float32 \(2, 3, 8\)"),
+        ({"branch": torch.zeros(2, 3, 8).double()}, "branch is torch.float64 .* expected that of x"),
+        ({"bias": torch.zeros(4)}, r"bias is .*\(4,\) on cpu, expected torch.float32 \(8,\)"),
+        ({"later": torch.zeros(2, 8)}, r"later is .*\(2, 8\) on cpu, expected torch.float32 \(2, 32\)"),
+        ({"mean": torch.zeros(2)}, r"mean is .*\(2,\) on cpu, expected torch.float32 \(2, 3\)"),
+        ({"unit": torch.zeros(2)}, r"unit is torch.float32 \(2,\) on cpu, expected one number"),
+    ],
+)
+def test_tensors_that_a_kernel_would_misread_are_refused(changed: dict[str, Tensor], why: str) -> None:
+    given: dict[str, Any] = drawn((2, 3, 8), "cpu") | {"mean": torch.zeros(2, 3), "rstd": torch.ones(2, 3)} | changed
+    names = ("later", "dy", "dh", "x", "branch", "bias", "mean", "rstd", "unit")
+    with pytest.raises(ValueError, match=why):
+        gated_norm_backward(**{name: given[name] for name in names}, modulation=given["rest"], form=ALL)
+
+
+@pytest.mark.parametrize(
     ("x", "modulation", "why"),
     [
         ((6, 8), (2, 32), r"x has shape \(6, 8\), expected \[B, T, D\]"),

@@ -36,7 +36,8 @@ def test_numbers_are_those_of_torch(device: str, dtype: torch.dtype, layout: str
         assert found is None or wanted is None or torch.equal(found.float(), wanted.float())
         assert found is None or found.is_contiguous()
     assert ours.maxima.amax() == torchs.maxima.amax()
-    torch.testing.assert_close(dbias, expected, rtol=0.01, atol=1e-4)
+    rtol, atol = (1.3e-6, 1e-5) if dtype == torch.float32 else (0.01, 1e-4)
+    torch.testing.assert_close(dbias, expected, rtol=rtol, atol=atol)
 
 
 def test_a_packed_gradient_is_its_own_plain_form(device: str) -> None:
@@ -65,4 +66,4 @@ def test_the_maximum_keeps_what_is_no_number(device: str, part: int, backend: Ba
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_the_op_passes_opcheck(device: str, form: Form) -> None:
     parts = gradients(device, torch.bfloat16, "packed")
-    torch.library.opcheck(op._join_triton, (*parts, torch.tensor(1.0, device=device), *form))
+    torch.library.opcheck(op._join, (*parts, torch.tensor(1.0, device=device), list(form)))

@@ -1,5 +1,7 @@
 """Operands of FP8 products: rounding in kernels, the cast, the products and what they refuse."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from fastdiff_bench.correctness.check import providers, reason, run_checks
 from fastdiff_kernels.fp8 import products
 from fastdiff_kernels.fp8.cast import cast
 from fastdiff_kernels.fp8.gelu import gelu, gelu_backward
+from fastdiff_kernels.fp8.join import join
 from fastdiff_kernels.fp8.values import E4M3, LARGEST, Form, Quantised, dequantised, quantise
 from fastdiff_kernels.names import Backend
 
@@ -70,10 +73,15 @@ def test_products_are_those_of_the_values() -> None:
     plains = [cast(t, unit, Form(plain=True)) for t in (x, w, dy)]
     exact = [dequantised(operand.rows, unit).double() for operand in eights if operand.rows is not None]
     for (qx, qw, qdy), (vx, vw, vdy) in ((eights, exact), (plains, [t.double() for t in (x, w, dy)])):
-        found = products.output(qx, qw, bias.to(torch.bfloat16 if qx.rows is not None else bias.dtype))
-        torch.testing.assert_close(found.double(), vx @ vw.T + bias, rtol=0.01, atol=0.05)
-        torch.testing.assert_close(products.input_gradient(qdy, qw).double(), vdy @ vw, rtol=0.01, atol=0.05)
-        torch.testing.assert_close(products.weight_gradient(qdy, qx).double(), vdy.T @ vx, rtol=0.01, atol=0.05)
+        dtype = torch.float32 if qx.rows is None else torch.bfloat16  # of the result
+        assert_rounded(products.output(qx, qw, bias.to(dtype)), vx @ vw.T + bias.to(dtype), dtype)
+        assert_rounded(products.input_gradient(qdy, qw), vdy @ vw, dtype)
+        assert_rounded(products.weight_gradient(qdy, qx), vdy.T @ vx, dtype)
+
+
+def assert_rounded(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, exact.to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +127,42 @@ def test_an_operand_without_the_form_of_a_product_is_named() -> None:
     empty = Quantised(None, None, None, ONE, ONE.view(1))
     with pytest.raises(ValueError, match="neither the FP8 form"):
         products.output(empty, empty)
+
+
+MATRIX = torch.zeros(4, 8)
+HEADS = torch.zeros(1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("op", "given", "why"),
+    [
+        (
+            gelu_backward,
+            {"dy": torch.zeros(1, 4), "u": torch.zeros(8, 4)},
+            r"dy is .*\(1, 4\).*, expected that of u, .*",
+        ),
+        (
+            gelu_backward,
+            {"dy": MATRIX.bfloat16(), "u": MATRIX},
+            "dy is torch.bfloat16 .*, expected that of u",
+        ),
+        (gelu, {"u": torch.zeros(1, 4, 8)}, r"u has shape \(1, 4, 8\), expected \[N, C\]"),
+        (gelu, {"u": torch.zeros(4, 0)}, r"u has shape \(4, 0\), expected \[N, C\], none of them 0"),
+        (gelu, {"u": MATRIX.double()}, "u is torch.float64, expected float32, bfloat16 or float16"),
+        (
+            gelu,
+            {"u": MATRIX, "unit": ONE.double()},
+            r"unit is torch.float64 \(\) on cpu, expected one number, torch.float32",
+        ),
+        (cast, {"x": MATRIX, "unit": torch.ones(2)}, r"unit is torch.float32 \(2,\) on cpu, expected one number"),
+        (cast, {"x": torch.zeros(4)}, r"x has shape \(4,\), expected \[N, C\]"),
+        (join, {"dq": HEADS, "dk": HEADS[:, :1], "dv": HEADS}, r"dk is .*\(1, 1, 4, 8\) on cpu, expected that of dq"),
+        (join, {"dq": MATRIX, "dk": MATRIX, "dv": MATRIX}, r"dq has shape \(4, 8\), expected \[B, H, T, D\]"),
+    ],
+)
+def test_arguments_that_a_kernel_would_misread_are_refused(op: Any, given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        op(**{"unit": ONE, "form": BOTH, **given})
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (65, 48), (130, 200)])

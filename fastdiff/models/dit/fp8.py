@@ -6,6 +6,7 @@ product writes it, in both passes (``fastdiff_kernels.fp8``). Without gradients 
 ``DiTBlock`` in 16 bits, as the exported network is.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,14 +14,13 @@ from torch import Tensor, nn
 
 from fastdiff.models.delayed_scales import GRADIENT, INPUT, WEIGHT, Forms, LayerScales
 from fastdiff.models.dit.network import NORM_EPS, DiTBlock
-from fastdiff_kernels.attention import attention
 from fastdiff_kernels.fp8.adaln import gate_backward, gated_norm, gated_norm_backward, norm, norm_backward
 from fastdiff_kernels.fp8.cast import cast
 from fastdiff_kernels.fp8.gelu import gelu, gelu_backward
 from fastdiff_kernels.fp8.join import join, join_packed
 from fastdiff_kernels.fp8.products import input_gradient, output, weight_gradient
-from fastdiff_kernels.fp8.values import folded, kept
-from fastdiff_kernels.packed_attention import packed_attention, takes_packed
+from fastdiff_kernels.fp8.values import Kept, folded
+from fastdiff_kernels.packed_attention import joined_attention, packed_attention, takes_packed
 
 
 class Fp8DiTBlock(DiTBlock):
@@ -51,10 +51,8 @@ class Fp8DiTBlock(DiTBlock):
         tokens, *projected = _NormAndProduct.apply(  # type: ignore[no-untyped-call]
             tokens, first, qkv.weight, qkv.bias, before.units, before.probe, before.forms, heads, packed
         )
-        if packed:
-            mixed = packed_attention(projected[0], backend=backend)
-        else:  # 3 x [B, H, T, D / H] -> [B, T, D]
-            mixed = attention(*projected, backend=backend).transpose(1, 2).flatten(2)
+        attend: Callable[..., Tensor] = packed_attention if packed else joined_attention
+        mixed = attend(*projected, backend=backend)
         parameters = [parameter for layer in others for parameter in (layer.weight, layer.bias)]
         out: Tensor = _AfterAttention.apply(mixed, tokens, rest, *parameters, behind.units, behind.probe, behind.forms)  # type: ignore[no-untyped-call]
         return out
@@ -85,7 +83,7 @@ class _NormAndProduct(torch.autograd.Function):
         dtokens, *parts = upstream
         unit, form = units[0, GRADIENT], ctx.forms.operand
         du, dbias = join_packed(parts[0], unit, form) if ctx.packed else join(parts[0], parts[1], parts[2], unit, form)
-        dweight = weight_gradient(du, kept(y[0], y[1], units[0, INPUT]))
+        dweight = weight_gradient(du, Kept(y[0], y[1], units[0, INPUT]))
         dy = input_gradient(du, cast(weight, units[0, WEIGHT], ctx.forms.turned_weight))
         dx, dmodulations = norm_backward(dy.view_as(tokens), dtokens, tokens, modulations, mean, rstd)
         seen = torch.cat([maxima, folded([du.maxima])]).view_as(units)
@@ -128,7 +126,7 @@ class _AfterAttention(torch.autograd.Function):
         ) = ctx.saved_tensors  # fmt: skip
         (dout,), forms = upstream, ctx.forms
         proj, fc1, fc2 = units.unbind(0)
-        x, y, inner = (kept(operands[2 * n], operands[2 * n + 1], units[n, INPUT]) for n in range(3))
+        x, y, inner = (Kept(operands[2 * n], operands[2 * n + 1], units[n, INPUT]) for n in range(3))
         out = gate_backward(dout, last, b_out, modulations, fc2[GRADIENT], forms.operand)
         dw_out = weight_gradient(out.dbranch, inner)
         dinner = input_gradient(out.dbranch, cast(w_out, fc2[WEIGHT], forms.turned_weight))

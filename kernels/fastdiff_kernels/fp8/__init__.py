@@ -1,9 +1,9 @@
 """Matrix products in FP8 whose operands the ops before them write: no pass casts.
 
-Format: e4m3 (Micikevicius et al. 2022, arXiv:2209.05433) for values and gradients, with one scale per tensor, a power
-of two that the caller gives (delayed scaling)::
+Format: e4m3 (Micikevicius et al. 2022, arXiv:2209.05433) for values and gradients, with one scale per tensor, its
+``unit``, a power of two that the caller gives (delayed scaling)::
 
-    number = round(value / scale),  |number| <= 448,     value ~ number * scale
+    number = round(value / unit),  |number| <= 448,     value ~ number * unit
 
 A layer ``y = x W^T`` with its gradients is three products. Hopper multiplies FP8 only where both operands have the axis
 that is summed as their last, so a gradient of a weight needs the transposes of its operands::
@@ -17,7 +17,8 @@ the maximum of the values before rounding, from which later scales come.
 
     values      the operand (``Quantised``), its forms, and plain quantisation
     products    the three products
-    rounding    the cast inside a kernel
+    rounding    the cast inside a kernel, and maxima
+    tiles       a matrix written by tiles
     cast        a tensor, or the attention's output, as an operand
     adaln, gelu, join    the ops of a DiT block, forward and backward, which write operands
 """

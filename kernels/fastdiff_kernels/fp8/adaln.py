@@ -26,11 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastdiff_kernels.adaln import _adaln_backward_triton as adaln_backward
-from fastdiff_kernels.adaln import launches
+from fastdiff_kernels.adaln import launches, norm_gradients
 from fastdiff_kernels.adaln.plan import MAX_WIDTH, Plan, backward_plan, forward_plan, gate_plan
 from fastdiff_kernels.dispatch import choose, plain
-from fastdiff_kernels.fp8.values import E4M3, Form, Quantised, blank, by_form, quantise
+from fastdiff_kernels.fp8.values import E4M3, Form, Quantised, blank, by_form, expect, quantise, validate
 from fastdiff_kernels.names import Backend
 
 
@@ -87,10 +86,10 @@ def norm(
         backend: implementation; None: that of ``adaln``.
 
     Raises:
-        ValueError: a wrong shape, or no such backend.
+        ValueError: a wrong shape, dtype or device, or no such backend.
         RuntimeError: Triton was requested and cannot run here.
     """
-    chosen = _chosen(x, modulation, 2, backend)
+    chosen = _chosen(2, modulation, unit, backend, x=x)
     if chosen != "triton":
         found: Normed = plain(norm_reference, chosen)(x, modulation, eps, unit, form)
         return found
@@ -117,7 +116,8 @@ def gated_norm(
     Arguments and errors as for ``norm``; ``branch`` is as ``x``, ``bias [D]``, and the first parts of ``modulation``
     are gate, shift and scale.
     """
-    chosen = _chosen(x, modulation, 3, backend)
+    chosen = _chosen(3, modulation, unit, backend, x=x, branch=branch)
+    expect(bias=(bias, x.dtype, x.shape[2:]))
     if chosen != "triton":
         found: Normed = plain(gated_norm_reference, chosen)(x, branch, bias, modulation, eps, unit, form)
         return found
@@ -152,8 +152,7 @@ def norm_backward(
     """
     if choose("adaln", x) != "triton":
         return norm_backward_reference(dy, dh, x, modulation, mean, rstd)
-    dmodulation, dx = adaln_backward(None, dy, dh, x, None, None, modulation, 0, mean, rstd)
-    return dx, dmodulation
+    return norm_gradients(dy, dh, x, modulation, mean, rstd)
 
 
 def gated_norm_backward_reference(
@@ -193,7 +192,12 @@ def gated_norm_backward(
         form: what to write of it.
         backend: see ``x``.
     """
-    chosen = _chosen(x, modulation, 3, backend)
+    chosen = _chosen(3, modulation, unit, backend, x=x, branch=branch, dy=dy, dh=dh)
+    statistics = torch.float32, x.shape[:2]
+    expect(
+        bias=(bias, x.dtype, x.shape[2:]), later=(later, x.dtype, modulation.shape), mean=(mean, *statistics),
+        rstd=(rstd, *statistics),
+    )  # fmt: skip
     if chosen != "triton":
         found: BranchGradients = plain(gated_norm_backward_reference, chosen)(
             later, dy, dh, x, branch, bias, modulation, mean, rstd, unit, form
@@ -226,7 +230,8 @@ def gate_backward(
     ``branch`` is as ``dout``, ``bias [D]``, and the gate is the last part of ``modulation``; the gradients of its other
     parts are 0. The rest as for ``gated_norm_backward``.
     """
-    chosen = _chosen(dout, modulation, 1, backend)
+    chosen = _chosen(1, modulation, unit, backend, dout=dout, branch=branch)
+    expect(bias=(bias, dout.dtype, dout.shape[2:]))
     if chosen != "triton":
         found: BranchGradients = plain(gate_backward_reference, chosen)(dout, branch, bias, modulation, unit, form)
         return found
@@ -234,20 +239,21 @@ def gate_backward(
     return BranchGradients(Quantised(*by_form(written, form), unit, maxima), dbias, dmodulation, None)
 
 
-def _chosen(x: Tensor, modulation: Tensor, parts: int, backend: Backend | None) -> Backend:
+def _chosen(parts: int, modulation: Tensor, unit: Tensor, backend: Backend | None, **given: Tensor) -> Backend:
     """Return the implementation; ValueError: it does not take these arguments."""
-    if x.dim() != 3 or x.shape[2] == 0:
-        raise ValueError(f"x has shape {tuple(x.shape)}, expected [B, T, D] with D > 0")
+    validate("[B, T, D]", unit, **given)
+    name, x = next(iter(given.items()))
     batch, _, width = x.shape
     if modulation.dim() != 2 or modulation.shape[0] != batch or modulation.shape[1] % width:
         raise ValueError(
-            f"modulation has shape {tuple(modulation.shape)}, expected ({batch}, K * {width}) as x is {tuple(x.shape)}"
+            f"modulation has shape {tuple(modulation.shape)}, expected ({batch}, K * {width}) as {name} is "
+            f"{tuple(x.shape)}"
         )
     if modulation.shape[1] < parts * width:
         raise ValueError(f"modulation has {modulation.shape[1] // width} parts, expected {parts} or more")
     chosen = choose("adaln", x, backend)
     if chosen == "triton" and width > MAX_WIDTH:
-        raise ValueError(f"x has {width} channels, expected at most {MAX_WIDTH}; use backend 'reference'")
+        raise ValueError(f"{name} has {width} channels, expected at most {MAX_WIDTH}; use backend 'reference'")
     return chosen
 
 
@@ -262,7 +268,7 @@ def _target(written: list[Tensor], form: list[bool], maxima: Tensor, unit: Tenso
 def _operand(x: Tensor, programs: int, form: list[bool]) -> tuple[Tensor, list[Tensor]]:
     """Memory for maxima, and for ``[B * T, D]`` in the forms that were asked for."""
     batch, length, width = x.shape
-    return x.new_empty(max(programs, 1), dtype=torch.float32), blank(x, (batch * length, width), form)
+    return x.new_empty(programs, dtype=torch.float32), blank(x, (batch * length, width), form)
 
 
 def _forward_plan(x: Tensor, branch: Tensor | None, form: list[bool]) -> Plan:

@@ -14,14 +14,11 @@ from torch import Tensor
 
 from fastdiff_kernels.bias_gradient import fold
 from fastdiff_kernels.dispatch import choose, plain
-from fastdiff_kernels.fp8.rounding import inverse, largest, magnitude, to_e4m3
-from fastdiff_kernels.fp8.values import Form, Quantised, blank, by_form, quantise
+from fastdiff_kernels.fp8.tiles import TILE, empty, tiles, write_tile
+from fastdiff_kernels.fp8.values import Form, Quantised, by_form, quantise, validate
 from fastdiff_kernels.gelu import curve, slope
 from fastdiff_kernels.launch import jit, run, tl
 from fastdiff_kernels.names import Backend
-
-_BLOCK = 64
-"""Rows and columns of a tile."""
 
 
 def gelu_reference(u: Tensor, unit: Tensor, form: Form) -> Quantised:
@@ -40,25 +37,6 @@ def gelu_backward_reference(dy: Tensor, u: Tensor, unit: Tensor, form: Form) -> 
 
 
 @jit
-def _write_tile(  # type: ignore[no-untyped-def]
-    rows_ptr, columns_ptr, plain_ptr, maxima_ptr, values, unit_ptr, row, column, rows, columns
-):
-    """Write a tile of values in each form that has a pointer, and its maximum."""
-    at = row[:, None] * columns + column[None, :]
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    numbers = to_e4m3(values * inverse(unit_ptr))
-    if rows_ptr is not None:
-        tl.store(rows_ptr + at, numbers, mask=inside)
-    if columns_ptr is not None:
-        turned = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(columns_ptr + column[:, None].to(tl.int64) * rows + row[None, :], tl.trans(numbers), mask=turned)
-    if plain_ptr is not None:
-        tl.store(plain_ptr + at, values.to(plain_ptr.dtype.element_ty), mask=inside)
-    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(maxima_ptr + program, largest(magnitude(values)))
-
-
-@jit
 def fp8_gelu_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, columns_ptr, plain_ptr, maxima_ptr, u_ptr, unit_ptr, rows, columns, BLOCK: tl.constexpr
 ):
@@ -67,7 +45,7 @@ def fp8_gelu_kernel(  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     u = tl.load(u_ptr + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    _write_tile(rows_ptr, columns_ptr, plain_ptr, maxima_ptr, curve(u), unit_ptr, row, column, rows, columns)
+    write_tile(rows_ptr, columns_ptr, plain_ptr, maxima_ptr, curve(u), unit_ptr, row, column, rows, columns)
 
 
 @jit
@@ -82,7 +60,7 @@ def fp8_gelu_backward_kernel(  # type: ignore[no-untyped-def]
     at = row[:, None] * columns + column[None, :]
     u = tl.load(u_ptr + at, mask=inside, other=0.0).to(tl.float32)
     du = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32) * slope(u)
-    _write_tile(rows_ptr, columns_ptr, plain_ptr, maxima_ptr, du, unit_ptr, row, column, rows, columns)
+    write_tile(rows_ptr, columns_ptr, plain_ptr, maxima_ptr, du, unit_ptr, row, column, rows, columns)
     out = tl.program_id(0).to(tl.int64) * columns + column
     tl.store(sums_ptr + out, tl.sum(du, axis=0), mask=column < columns)
 
@@ -92,14 +70,13 @@ def _gelu(u: Tensor, unit: Tensor, form: list[bool]) -> list[Tensor]:
     """``[maxima, rows, columns, plain]``, of the last three those asked for."""
     outputs: list[Tensor] = _empty(u, unit, form)
     maxima, written = outputs[0], by_form(outputs[1:], form)
-    run(fp8_gelu_kernel, _grid(u), *written, maxima, u.contiguous(), unit, *u.shape, BLOCK=_BLOCK, num_warps=4)
+    run(fp8_gelu_kernel, tiles(u), *written, maxima, u.contiguous(), unit, *u.shape, BLOCK=TILE, num_warps=4)
     return outputs
 
 
 @_gelu.register_fake
 def _empty(u: Tensor, unit: Tensor, form: list[bool]) -> list[Tensor]:
-    first, second = _grid(u)
-    return [u.new_empty(first * second, dtype=torch.float32), *blank(u, (u.shape[0], u.shape[1]), form)]
+    return empty(u, form)
 
 
 @torch.library.custom_op("fastdiff::fp8_gelu_backward", mutates_args=())
@@ -107,11 +84,11 @@ def _gelu_backward(dy: Tensor, u: Tensor, unit: Tensor, form: list[bool]) -> lis
     """``[dbias, maxima, rows, columns, plain]``, of the last three those asked for."""
     outputs: list[Tensor] = _empty_gradients(dy, u, unit, form)
     dbias, maxima, *rest = outputs
-    grid = _grid(u)
+    grid = tiles(u)
     sums = u.new_empty((grid[0], u.shape[1]), dtype=torch.float32)
     run(
         fp8_gelu_backward_kernel, grid, *by_form(rest, form), maxima, sums, dy.contiguous(), u.contiguous(), unit,
-        *u.shape, BLOCK=_BLOCK, num_warps=4,
+        *u.shape, BLOCK=TILE, num_warps=4,
     )  # fmt: skip
     fold(sums, dbias)
     return outputs
@@ -119,11 +96,7 @@ def _gelu_backward(dy: Tensor, u: Tensor, unit: Tensor, form: list[bool]) -> lis
 
 @_gelu_backward.register_fake
 def _empty_gradients(dy: Tensor, u: Tensor, unit: Tensor, form: list[bool]) -> list[Tensor]:
-    return [u.new_empty(u.shape[1]), *_empty(u, unit, form)]
-
-
-def _grid(u: Tensor) -> tuple[int, int]:
-    return -(-u.shape[0] // _BLOCK), -(-u.shape[1] // _BLOCK)
+    return [u.new_empty(u.shape[1]), *empty(u, form)]
 
 
 def gelu(u: Tensor, unit: Tensor, form: Form, *, backend: Backend | None = None) -> Quantised:
@@ -136,9 +109,10 @@ def gelu(u: Tensor, unit: Tensor, form: Form, *, backend: Backend | None = None)
         backend: implementation; None: that of ``adaln``.
 
     Raises:
-        ValueError: no such backend.
+        ValueError: see ``validate``, or no such backend.
         RuntimeError: Triton was requested and cannot run here.
     """
+    validate("[N, C]", unit, u=u)
     chosen = choose("adaln", u, backend)
     if chosen != "triton":
         found: Quantised = plain(gelu_reference, chosen)(u, unit, form)
@@ -162,6 +136,7 @@ def gelu_backward(
     Returns:
         The gradient ``[N, C]``, and its sum ``[C]`` in the dtype of ``u``.
     """
+    validate("[N, C]", unit, u=u, dy=dy)
     chosen = choose("adaln", u, backend)
     if chosen != "triton":
         found: tuple[Quantised, Tensor] = plain(gelu_backward_reference, chosen)(dy, u, unit, form)

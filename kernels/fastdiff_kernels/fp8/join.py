@@ -9,16 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastdiff_kernels.bias_gradient import fold
+from fastdiff_kernels.bias_gradient import fold, plan, strided
 from fastdiff_kernels.dispatch import choose, plain
 from fastdiff_kernels.fp8.rounding import inverse, largest, magnitude, to_e4m3
-from fastdiff_kernels.fp8.values import E4M3, Form, Quantised, quantise
-from fastdiff_kernels.launch import jit, processors, run, tl
+from fastdiff_kernels.fp8.tiles import TILE
+from fastdiff_kernels.fp8.values import Form, Quantised, blank, by_form, quantise, validate
+from fastdiff_kernels.launch import jit, run, tl
 from fastdiff_kernels.names import Backend
-
-_BLOCK = 64
-"""Rows and columns of a tile."""
-_PROGRAMS_PER_PROCESSOR = 8
 
 
 def join_reference(dq: Tensor, dk: Tensor, dv: Tensor, unit: Tensor, form: Form) -> tuple[Quantised, Tensor]:
@@ -30,7 +27,7 @@ def join_reference(dq: Tensor, dk: Tensor, dv: Tensor, unit: Tensor, form: Form)
 
 @jit
 def _join_part(  # type: ignore[no-untyped-def]
-    rows_ptr, columns_ptr, plain_ptr, sums_ptr, part_ptr, scale, total, rows, length, stride,
+    rows_ptr, columns_ptr, plain_ptr, sums_ptr, part_ptr, inverse_unit, total, rows, length, stride,
     STEP_H: tl.constexpr, STEP_T: tl.constexpr, PART: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +47,7 @@ def _join_part(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         value = given.to(tl.float32)
         at = row[:, None] * (3 * H * D) + place[None, :]
-        numbers = to_e4m3(value * scale)
+        numbers = to_e4m3(value * inverse_unit)
         if rows_ptr is not None:
             tl.store(rows_ptr + at, numbers, mask=inside)
         if columns_ptr is not None:
@@ -66,75 +63,62 @@ def _join_part(  # type: ignore[no-untyped-def]
 
 @jit
 def fp8_join_kernel(  # type: ignore[no-untyped-def]
-    rows_ptr, columns_ptr, plain_ptr, maxima_ptr, sums_ptr, dq_ptr, dk_ptr, dv_ptr, scale_ptr, total, rows, length,
+    rows_ptr, columns_ptr, plain_ptr, maxima_ptr, sums_ptr, dq_ptr, dk_ptr, dv_ptr, unit_ptr, total, rows, length,
     q_stride, k_stride, v_stride, Q_H: tl.constexpr, Q_T: tl.constexpr, K_H: tl.constexpr, K_T: tl.constexpr,
     V_H: tl.constexpr, V_T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program writes ``rows`` tokens of a block of columns of one of the gradients."""
-    scale = inverse(scale_ptr)
+    inverse_unit = inverse(unit_ptr)
     part = tl.program_id(2)
     if part == 0:
         most = _join_part(
-            rows_ptr, columns_ptr, plain_ptr, sums_ptr, dq_ptr, scale, total, rows, length, q_stride,
+            rows_ptr, columns_ptr, plain_ptr, sums_ptr, dq_ptr, inverse_unit, total, rows, length, q_stride,
             Q_H, Q_T, 0, H, D, BLOCK,
         )  # fmt: skip
     elif part == 1:
         most = _join_part(
-            rows_ptr, columns_ptr, plain_ptr, sums_ptr, dk_ptr, scale, total, rows, length, k_stride,
+            rows_ptr, columns_ptr, plain_ptr, sums_ptr, dk_ptr, inverse_unit, total, rows, length, k_stride,
             K_H, K_T, 1, H, D, BLOCK,
         )  # fmt: skip
     else:
         most = _join_part(
-            rows_ptr, columns_ptr, plain_ptr, sums_ptr, dv_ptr, scale, total, rows, length, v_stride,
+            rows_ptr, columns_ptr, plain_ptr, sums_ptr, dv_ptr, inverse_unit, total, rows, length, v_stride,
             V_H, V_T, 2, H, D, BLOCK,
         )  # fmt: skip
     program = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 3 + part
     tl.store(maxima_ptr + program, most)
 
 
-def _plan(like: Tensor) -> tuple[int, tuple[int, int, int]]:
+def _plan(dq: Tensor) -> tuple[int, tuple[int, int, int]]:
     """Rows per program, and the grid over rows, columns and parts, for gradients ``[B, H, T, D]``."""
-    batch, heads, length, width = like.shape
-    total, blocks = batch * length, -(-heads * width // _BLOCK)
-    programs = max(processors(like) * _PROGRAMS_PER_PROCESSOR // (3 * blocks), 1)
-    tiles = max(-(-total // (programs * _BLOCK)), 1)
-    return tiles * _BLOCK, (-(-total // (tiles * _BLOCK)), blocks, 3)
+    batch, heads, length, width = dq.shape
+    rows, grid = plan(dq, batch * length, heads * width, block=TILE, parts=3, multiple=TILE)
+    return rows, (*grid, 3)
 
 
 @torch.library.custom_op("fastdiff::fp8_join", mutates_args=())
-def _join_triton(
-    dq: Tensor, dk: Tensor, dv: Tensor, scale: Tensor, rows: bool, columns: bool, as_given: bool
-) -> list[Tensor]:
-    """``[maxima, dbias, and of rows, columns and the plain form what is asked for]``."""
-    outputs: list[Tensor] = _joined(dq, dk, dv, scale, rows, columns, as_given)
-    maxima, dbias, *written = outputs
-    targets = [written.pop(0) if asked else None for asked in (rows, columns, as_given)]
-    parts = [part if part.stride(3) == 1 else part.contiguous() for part in (dq, dk, dv)]
+def _join(dq: Tensor, dk: Tensor, dv: Tensor, unit: Tensor, form: list[bool]) -> list[Tensor]:
+    """``[dbias, maxima, rows, columns, plain]``, of the last three those asked for."""
+    outputs: list[Tensor] = _empty(dq, dk, dv, unit, form)
+    dbias, maxima, *written = outputs
+    parts, strides = strided(dq, dk, dv)
     batch, heads, length, width = dq.shape
-    each, grid = _plan(dq)
+    rows, grid = _plan(dq)
     sums = dq.new_empty((grid[0], dbias.numel()), dtype=torch.float32)
-    # Strides are constants, because Triton knows the alignment of multiples of 16 alone.
-    strides = {
-        f"{n}_{axis}": p.stride(i) for n, p in zip("QKV", parts, strict=True) for axis, i in (("H", 1), ("T", 2))
-    }
     run(
-        fp8_join_kernel, grid, *targets, maxima, sums, *parts, scale, batch * length, each, length,
-        *(p.stride(0) for p in parts), **strides, H=heads, D=width, BLOCK=_BLOCK, num_warps=8,
+        fp8_join_kernel, grid, *by_form(written, form), maxima, sums, *parts, unit, batch * length, rows, length,
+        *(p.stride(0) for p in parts), **strides, H=heads, D=width, BLOCK=TILE, num_warps=8,
     )  # fmt: skip
     fold(sums, dbias)
     return outputs
 
 
-@_join_triton.register_fake
-def _joined(
-    dq: Tensor, dk: Tensor, dv: Tensor, scale: Tensor, rows: bool, columns: bool, as_given: bool
-) -> list[Tensor]:
+@_join.register_fake
+def _empty(dq: Tensor, dk: Tensor, dv: Tensor, unit: Tensor, form: list[bool]) -> list[Tensor]:
     batch, heads, length, width = dq.shape
-    across, _, grid = 3 * heads * width, *_plan(dq)
-    shape, turned = (batch * length, across), (across, batch * length)
-    maxima = dq.new_empty(max(grid[0] * grid[1] * grid[2], 1), dtype=torch.float32)
-    numbers = [dq.new_empty(s, dtype=E4M3) for s, asked in ((shape, rows), (turned, columns)) if asked]
-    return [maxima, dq.new_empty(across), *numbers, *([dq.new_empty(shape)] if as_given else [])]
+    across, (_, grid) = 3 * heads * width, _plan(dq)
+    maxima = dq.new_empty(grid[0] * grid[1] * grid[2], dtype=torch.float32)
+    return [dq.new_empty(across), maxima, *blank(dq, (batch * length, across), form)]
 
 
 def join(
@@ -152,14 +136,18 @@ def join(
 
     Returns:
         The operand ``[B * T, 3 * H * D]``, and the sum of its rows ``[3 * H * D]``, the gradient of a bias.
+
+    Raises:
+        ValueError: see ``validate``, or no such backend.
+        RuntimeError: Triton was requested and cannot run here.
     """
+    validate("[B, H, T, D]", unit, dq=dq, dk=dk, dv=dv)
     chosen = choose("adaln", dq, backend)
     if chosen != "triton":
         found: tuple[Quantised, Tensor] = plain(join_reference, chosen)(dq, dk, dv, unit, form)
         return found
-    maxima, dbias, *written = _join_triton(dq, dk, dv, unit, form.rows, form.columns, form.plain)
-    rows, columns, given = (written.pop(0) if asked else None for asked in form)
-    return Quantised(rows, columns, given, unit, maxima), dbias
+    dbias, maxima, *written = _join(dq, dk, dv, unit, list(form))
+    return Quantised(*by_form(written, form), unit, maxima), dbias
 
 
 def join_packed(dqkv: Tensor, unit: Tensor, form: Form) -> tuple[Quantised, Tensor]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdiff_kernels.fp8.values import E4M3, MULTIPLE, Quantised, dequantised
+from fastdiff_kernels.fp8.values import E4M3, MULTIPLE, Kept, Quantised, dequantised
 
 
 def output(x: Quantised, weight: Quantised, bias: Tensor | None = None) -> Tensor:
@@ -19,35 +19,35 @@ def output(x: Quantised, weight: Quantised, bias: Tensor | None = None) -> Tenso
     Sums of the tensor cores have 14 bits here, in the gradients 32 (``use_fast_accum``).
     """
     if x.rows is not None and weight.rows is not None:
-        return product(x.rows, weight.rows, x.scale, weight.scale, bias=bias, fast=True)
+        return product(x.rows, weight.rows, x.unit, weight.unit, bias=bias, fast=True)
     return F.linear(_plain(x), _plain(weight), bias)
 
 
 def input_gradient(dy: Quantised, weight: Quantised) -> Tensor:
     """``dy W``: ``dy [N, M]``, ``weight [M, K]`` -> ``[N, K]``."""
     if dy.rows is not None and weight.columns is not None:
-        return product(dy.rows, weight.columns, dy.scale, weight.scale)
+        return product(dy.rows, weight.columns, dy.unit, weight.unit)
     return _plain(dy) @ _plain(weight)
 
 
-def weight_gradient(dy: Quantised, x: Quantised) -> Tensor:
+def weight_gradient(dy: Quantised | Kept, x: Quantised | Kept) -> Tensor:
     """``dy^T x``: ``dy [N, M]``, ``x [N, K]`` -> ``[M, K]``; in FP8 if both have columns."""
     if dy.columns is not None and x.columns is not None:
-        return product(dy.columns, x.columns, dy.scale, x.scale)
+        return product(dy.columns, x.columns, dy.unit, x.unit)
     return _plain(dy).t() @ _plain(x)
 
 
 def product(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, bias: Tensor | None = None, fast: bool = False,
+    a: Tensor, b: Tensor, unit_a: Tensor, unit_b: Tensor, *, bias: Tensor | None = None, fast: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:  # fmt: skip
-    """``scale_a * scale_b * a b^T + bias``.
+    """``unit_a * unit_b * a b^T + bias``.
 
     Args:
         a: e4m3 ``[N, K]``, contiguous, K a multiple of 16.
         b: e4m3 ``[M, K]``, contiguous, M a multiple of 16.
-        scale_a: fp32 ``[]``.
-        scale_b: fp32 ``[]``.
+        unit_a: scale of a, fp32 ``[]``.
+        unit_b: scale of b, fp32 ``[]``.
         bias: ``[M]`` in ``dtype``; None: none.
         fast: add up in the registers of the tensor cores, with fewer bits.
         dtype: of the result.
@@ -61,13 +61,13 @@ def product(
     _validate(a, b)
     if a.device.type != "cpu":
         # Inductor of torch 2.13 fails to add the two axes itself to scales that are views.
-        scales = {"scale_a": scale_a.view(1, 1), "scale_b": scale_b.view(1, 1)}
+        scales = {"scale_a": unit_a.view(1, 1), "scale_b": unit_b.view(1, 1)}
         return torch._scaled_mm(a, b.t(), **scales, bias=bias, out_dtype=dtype, use_fast_accum=fast)
-    out = dequantised(a, scale_a) @ dequantised(b, scale_b).t()
+    out = dequantised(a, unit_a) @ dequantised(b, unit_b).t()
     return (out if bias is None else out + bias.float()).to(dtype)
 
 
-def _plain(operand: Quantised) -> Tensor:
+def _plain(operand: Quantised | Kept) -> Tensor:
     if operand.plain is None:
         raise ValueError("an operand has neither the FP8 form that the product takes nor its plain form")
     return operand.plain

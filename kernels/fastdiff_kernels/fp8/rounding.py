@@ -11,7 +11,7 @@ _LARGEST = constant(LARGEST)
 
 @jit
 def to_e4m3(number):  # type: ignore[no-untyped-def]
-    """Round fp32 numbers, divided by their scale already, to e4m3; nearest even, up to 448, NaN stays.
+    """Round fp32 numbers, divided by their unit already, to e4m3; nearest even, up to 448, NaN stays.
 
     One conversion of sm_89 (``cvt.rn.satfinite.e4m3x2.f32``) does it. The interpreter cuts bits off instead, so there
     the numbers are rounded before.
@@ -41,6 +41,6 @@ def largest(magnitudes):  # type: ignore[no-untyped-def]
 
 
 @jit
-def inverse(scale_ptr):  # type: ignore[no-untyped-def]
-    """``1 / scale`` of the scale at a pointer; exact, as scales are powers of two."""
-    return 1.0 / tl.load(scale_ptr)
+def inverse(unit_ptr):  # type: ignore[no-untyped-def]
+    """One divided by the unit at a pointer; exact, as units are powers of two."""
+    return 1.0 / tl.load(unit_ptr)

@@ -13,6 +13,7 @@ LARGEST = 448.0
 E4M3 = torch.float8_e4m3fn
 MULTIPLE = 16
 """Divisor of the last two axes of a product."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Form(NamedTuple):
@@ -32,29 +33,71 @@ class Quantised(NamedTuple):
     rows: Tensor | None
     columns: Tensor | None
     plain: Tensor | None
-    scale: Tensor
-    """fp32 ``[]``, a power of two: a value is a number times this."""
+    unit: Tensor
+    """Scale, fp32 ``[]``, a power of two: a value is a number times this."""
     maxima: Tensor
     """fp32 ``[P]``, P >= 1: maxima of the absolute values before rounding, over parts of the matrix; NaN where
     there is one."""
 
 
-def quantise(values: Tensor, scale: Tensor, form: Form, dtype: torch.dtype) -> Quantised:
+class Kept(NamedTuple):
+    """What the gradient of a weight needs of an operand; see ``Quantised``."""
+
+    columns: Tensor | None
+    plain: Tensor | None
+    unit: Tensor
+
+
+def validate(axes: str, unit: Tensor, **given: Tensor) -> None:
+    """Refuse arguments that a kernel would read past their end, or of which there is no maximum.
+
+    Args:
+        axes: those of each tensor, such as ``[N, C]``.
+        unit: scale of the operand, fp32 of one number.
+        given: tensors by name, alike; fp32, bf16 or fp16.
+
+    Raises:
+        ValueError: something else was given.
+    """
+    (first, like), *others = given.items()
+    if like.dim() != axes.count(",") + 1 or like.numel() == 0:
+        raise ValueError(f"{first} has shape {tuple(like.shape)}, expected {axes}, none of them 0")
+    if like.dtype not in _DTYPES:
+        raise ValueError(f"{first} is {like.dtype}, expected float32, bfloat16 or float16")
+    for name, other in others:
+        if (other.shape, other.dtype, other.device) != (like.shape, like.dtype, like.device):
+            raise ValueError(f"{name} is {_in_words(other)}, expected that of {first}, {_in_words(like)}")
+    if unit.numel() != 1 or (unit.dtype, unit.device) != (torch.float32, like.device):
+        raise ValueError(f"unit is {_in_words(unit)}, expected one number, torch.float32 on {like.device}")
+
+
+def expect(**given: tuple[Tensor, torch.dtype, torch.Size]) -> None:
+    """Raise ValueError if one of the tensors, by name, is not of its dtype and shape."""
+    for name, (tensor, dtype, shape) in given.items():
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
+            raise ValueError(f"{name} is {_in_words(tensor)}, expected {dtype} {tuple(shape)}")
+
+
+def _in_words(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+
+
+def quantise(values: Tensor, unit: Tensor, form: Form, dtype: torch.dtype) -> Quantised:
     """Round values to the forms of an operand.
 
     Args:
         values: ``[N, C]``, fp32 before any rounding, or in 16 bits.
-        scale: fp32 ``[]``, a power of two.
+        unit: scale, fp32 ``[]``, a power of two.
         form: what to return.
         dtype: of the plain form.
     """
     rows = columns = None
     if form.rows or form.columns:
-        numbers = (values.float() * (1.0 / scale)).clamp(-LARGEST, LARGEST).to(E4M3)
+        numbers = (values.float() * (1.0 / unit)).clamp(-LARGEST, LARGEST).to(E4M3)
         rows = numbers.contiguous() if form.rows else None
         columns = numbers.t().contiguous() if form.columns else None
     plain = values.to(dtype).contiguous() if form.plain else None
-    return Quantised(rows, columns, plain, scale, values.abs().amax().float().view(1))
+    return Quantised(rows, columns, plain, unit, values.abs().amax().float().view(1))
 
 
 def blank(like: Tensor, shape: tuple[int, int], form: Sequence[bool]) -> list[Tensor]:
@@ -70,14 +113,9 @@ def by_form(written: Sequence[Tensor], form: Sequence[bool]) -> tuple[Tensor | N
     return rows, columns, plain
 
 
-def kept(columns: Tensor | None, plain: Tensor | None, scale: Tensor) -> Quantised:
-    """Return what the gradient of a weight needs of an operand."""
-    return Quantised(None, columns, plain, scale, scale.view(1))
-
-
-def dequantised(numbers: Tensor, scale: Tensor) -> Tensor:
+def dequantised(numbers: Tensor, unit: Tensor) -> Tensor:
     """Return the values of e4m3 numbers in fp32."""
-    return numbers.float() * scale
+    return numbers.float() * unit
 
 
 def folded(maxima: Sequence[Tensor]) -> Tensor:
