@@ -39,8 +39,14 @@ class PatchConv2d(nn.Conv2d):
     """
 
     def forward(self, latents: Tensor) -> Tensor:
-        """``[B, C, H, W] -> [B, D, H/p, W/p]``, a view of ``[B, H/p, W/p, D]``."""
+        """``[B, C, H, W] -> [B, D, H/p, W/p]``, a view of ``[B, H/p, W/p, D]``.
+
+        Raises:
+            ValueError: the patch does not divide a side.
+        """
         (batch, channels, height, width), (down, across) = latents.shape, self.kernel_size
+        if height % down or width % across:
+            raise ValueError(f"latents are {height} x {width}, expected multiples of the patch, {down} x {across}")
         cut = latents.reshape(batch, channels, height // down, down, width // across, across)
         patches = cut.permute(0, 2, 4, 1, 3, 5).flatten(3)  # -> [B, H/p, W/p, C * p * p]
         return F.linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.models.blockwise import BlockwiseModel, is_compiled, run_block
 from fastdiff.models.embeddings import LabelEmbedder, PatchEmbed, TimestepEmbedder, position_table
+from fastdiff.models.linear import summed_later, without_bias
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.adaln import (
     Modulation,
@@ -167,7 +167,7 @@ class Attention(nn.Module):
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """``[B, T, D] -> [B, T, D]``, and the bias that is to be added, see ``without_bias``."""
         batch, length, hidden = tokens.shape
-        projected, bias = summed_later(self.qkv, tokens)
+        projected, bias = summed_later(self.qkv, tokens, "adaln")
         packed = projected.view(batch, length, 3, self.heads, hidden // self.heads)
         return without_bias(self.proj, packed_attention(packed, bias=bias, backend=self.backend))
 
@@ -186,7 +186,7 @@ class Mlp(nn.Module):
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """``[B, T, D] -> [B, T, D]``, and the bias that is to be added, see ``without_bias``."""
-        inner, bias = summed_later(self.fc1, tokens)
+        inner, bias = summed_later(self.fc1, tokens, "adaln")
         return without_bias(self.fc2, gelu(inner, bias))
 
 
@@ -200,29 +200,3 @@ def _zero(layer: nn.Linear) -> None:
     nn.init.zeros_(layer.weight)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
-
-
-def summed_later(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return ``layer(x)`` and the bias whose gradient an op behind the layer has to sum; None: the layer does.
-
-    It reads weights outside of their layer, so under ZeRO-3, which gathers whole blocks, only blocks may call it.
-    """
-    if not _is_plain(layer, x) or not layer.bias.requires_grad:
-        return layer(x), None
-    plain = cast(nn.Linear, layer)
-    return F.linear(x, plain.weight, plain.bias.detach()), plain.bias
-
-
-def without_bias(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return ``layer(x)`` without its bias, and the bias; None: it is added already."""
-    if not _is_plain(layer, x):
-        return layer(x), None
-    plain = cast(nn.Linear, layer)
-    return F.linear(x, plain.weight), plain.bias
-
-
-def _is_plain(layer: nn.Module, x: Tensor) -> bool:
-    """Whether the layer is no more than torch's with a bias, and the kernels run."""
-    if type(layer) is not nn.Linear or layer.bias is None:
-        return False
-    return dispatch.choose("adaln", x) == "triton"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastdiff.config.networks.pretrained import CAPTION_TOKENS
 from fastdiff.models.blockwise import is_compiled, run_block
+from fastdiff.models.linear import summed_later
 from fastdiff_kernels import attention as attention_op
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.geglu import geglu
@@ -280,11 +281,7 @@ class GEGLU(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """``[B, T, C] -> [B, T, inner]``."""
-        proj = self.proj
-        if type(proj) is not nn.Linear or dispatch.choose("group_norm", tokens) != "triton":
-            return geglu(proj(tokens))
-        # The op sums the gradient of the bias. As in ``without_bias``, under ZeRO-3 only a block may read a parameter.
-        return geglu(F.linear(tokens, proj.weight, proj.bias.detach()), proj.bias)
+        return geglu(*summed_later(self.proj, tokens, "group_norm"))
 
 
 class Downsample(nn.Module):

@@ -12,7 +12,7 @@ from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import build_model, load_model
 from fastdiff.models.dit.network import DiT
-from fastdiff.models.embeddings import position_table, timestep_sinusoids
+from fastdiff.models.embeddings import PatchConv2d, position_table, timestep_sinusoids
 from fastdiff_bench.correctness.accuracy import assert_no_worse
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.adaln import launches
@@ -204,6 +204,12 @@ def test_samples_do_not_mix() -> None:
     for i in range(4):
         alone = model(noisy[i : i + 1], time[i : i + 1], label[i : i + 1])
         torch.testing.assert_close(alone[0], model(noisy, time, label)[i], rtol=1e-4, atol=1e-4)
+
+
+def test_sides_that_the_patch_does_not_divide_are_refused() -> None:
+    conv = PatchConv2d(4, 8, kernel_size=2, stride=2)
+    with pytest.raises(ValueError, match=r"latents are 6 x 5, expected multiples of the patch, 2 x 2"):
+        conv(torch.zeros(1, 4, 6, 5))
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.float64])

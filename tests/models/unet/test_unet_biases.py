@@ -70,6 +70,22 @@ def test_with_the_kernels_no_block_adds_a_bias_or_sums_its_gradient(kind: str) -
         assert (seen.added, seen.summed) == (expected, expected), backend
 
 
+@pytest.mark.parametrize("trained", [None, False], ids=["no bias", "frozen"])
+def test_geglu_without_a_trained_bias_sums_none(trained: bool | None) -> None:
+    layer, tokens = unet.GEGLU(8, 16), torch.randn(2, 3, 8)
+    if trained is None:
+        layer.proj = nn.Linear(8, 32, bias=False)
+    else:
+        layer.proj.bias.requires_grad_(trained)
+    expected = layer(tokens)
+    with dispatch.forced(group_norm="triton"):
+        found = layer(tokens)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    assert layer.proj.weight.grad is not None
+    assert layer.proj.bias is None or layer.proj.bias.grad is None
+
+
 @pytest.mark.parametrize("adapter", [None, "linear"])
 def test_with_the_kernels_geglu_sums_the_gradient_of_its_bias(adapter: str | None) -> None:
     model, reference = built("sd15"), built("sd15")
