@@ -1,7 +1,7 @@
 """Attention of short sequences: accuracy, bits, what is saved, compilation, refusals, and where it is chosen."""
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -63,7 +63,8 @@ def test_as_accurate_as_eager_by_the_blocks_of_every_gpu(capability, length, mon
     """Of more than one block of keys the later add to what the earlier wrote in 16 bits."""
     monkeypatch.setattr(module, "architecture", lambda _: capability)
     given = qkv(length, 72, torch.bfloat16, device, heads=1)
-    assert_as_accurate_as_eager(short_attention, short_attention_reference, given, upstream(given))
+    given["bias"] = torch.zeros(3 * 72, dtype=torch.bfloat16, device=device, requires_grad=True)
+    assert_as_accurate_as_eager(short_attention, short_attention_reference, given, upstream(given), sums={"dbias"})
 
 
 def test_a_gpu_takes_the_blocks_of_the_newest_that_is_not_newer():
@@ -249,14 +250,20 @@ def test_auto_takes_what_is_measured_fastest_and_nothing_near_it(monkeypatch):
 
 
 def fastest(records):
-    """Tokens and head dims at which a record of `bench op attention` has ``short`` fastest, both ways together."""
-    times = defaultdict(Counter)
-    for place, one in enumerate(records):
+    """Tokens and head dims at which the newest of the records that has them has ``short`` fastest, both ways together.
+
+    ``auto`` is one of the others, and a provider without a time for each way has none for both.
+    """
+    newest = {}
+    for one in sorted(records, key=lambda one: one.fingerprint.date):
+        times = defaultdict(lambda: defaultdict(dict))
         for m in one.measurements:
-            shape = re.match(r"attention \S+-\d+x(\d+)x(\d+)-self bfloat16 (?:forward|backward)$", m.case)
-            if shape and (m.bench, m.quantity) == ("op", "time"):
-                times[place, int(shape[1]), int(shape[2])][m.provider] += m.value
-    return {key[1:] for key, by_provider in times.items() if min(by_provider, key=by_provider.get) == "short"}
+            shape = re.match(r"attention \S+-\d+x(\d+)x(\d+)-self bfloat16 (forward|backward)$", m.case)
+            if shape and (m.bench, m.quantity) == ("op", "time") and m.provider != "auto":
+                times[int(shape[1]), int(shape[2])][m.provider][shape[3]] = m.value
+        for key, by_provider in times.items():
+            newest[key] = {name: sum(ways.values()) for name, ways in by_provider.items() if len(ways) == 2}
+    return {key for key, times in newest.items() if times and min(times, key=times.get) == "short"}
 
 
 def measured(provider, forward, backward):
@@ -268,12 +275,18 @@ def measured(provider, forward, backward):
     ]
 
 
+def of_day(day, measurements):
+    return SimpleNamespace(measurements=measurements, fingerprint=SimpleNamespace(date=f"2026-11-{day:02}"))
+
+
 def test_auto_takes_only_what_a_committed_record_has_fastest():
-    slow, fast = SimpleNamespace(measurements=[]), SimpleNamespace(measurements=[])
-    slow.measurements += [*measured("short", 1.0, 5.0), *measured("cudnn", 2.0, 3.0)]
-    fast.measurements += [*measured("short", 2.5, 2.0), *measured("cudnn", 2.0, 3.0)]
+    cudnn = measured("cudnn", 2.0, 3.0)
+    slow = of_day(1, [*measured("short", 1.0, 5.0), *cudnn])
+    fast = of_day(2, [*measured("auto", 2.0, 2.0), *measured("short", 2.5, 2.0), *cudnn])
     assert fastest([slow]) == set()
-    assert fastest([slow, fast]) == {(256, 72)}
+    assert fastest([fast, slow]) == {(256, 72)}, "the newest, of which auto is none of the others"
+    assert fastest([of_day(3, slow.measurements), fast]) == set()
+    assert fastest([of_day(1, [measured("short", 1.0, 5.0)[0], *cudnn])]) == set(), "forward alone"
     kept = record.read_all([record.RESULTS])
     for (major, minor), length, head_dim in packed.FASTEST:
         of_gpu = [one for one in kept if one.fingerprint.device == GPUS[10 * major + minor].name]
