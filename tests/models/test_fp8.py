@@ -298,7 +298,9 @@ def test_devices_that_gain_nothing_are_refused() -> None:
 
 
 def test_flags_of_fp8_alone_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--performance.fp8_ends 0 change nothing in 16 bits; add --performance.fp8"):
+    with pytest.raises(
+        ConfigError, match=r"--performance.fp8_ends 0 change nothing in 16 bits: each needs --performance.fp8"
+    ):
         PerformanceConfig(fp8_ends=0)
 
 

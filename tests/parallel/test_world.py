@@ -103,18 +103,19 @@ def test_nobody_takes_the_port_of_a_run_without_a_launcher() -> None:
 
 
 def _pages_cleared(world: World) -> int:
-    """Pages that the system hands out while blocks are allocated together and freed, over and over."""
+    """Pages that the system hands out in a step which allocates blocks together and frees them: the most of four kinds.
 
-    def step() -> None:
-        blocks = [torch.full((30 * 2**18,), 1.0) for _ in range(4)]
-        assert len(blocks) == 4
+    The first steps may take new ones, because aligned blocks leave gaps that are too small for the next; and a small
+    object at the end of the heap may keep blocks of one kind even if freed memory is returned.
+    """
 
-    for _ in range(3):
-        step()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(3):
-        step()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    def step(count: int, mib: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [torch.full((mib * 2**18,), 1.0) for _ in range(count)]
+        assert len(blocks) == count
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    return max(min(step(*kind) for _ in range(12)) for kind in ((4, 30), (8, 30), (3, 31), (16, 10)))
 
 
 def test_a_step_on_a_cpu_gets_the_memory_that_the_last_one_freed() -> None:

@@ -79,7 +79,7 @@ class PerformanceConfig:
         require(
             self.fp8 or (self.fp8_weight_gradients, self.fp8_ends) == ("fp8", 1),
             f"--performance.fp8_weight_gradients {self.fp8_weight_gradients} and --performance.fp8_ends "
-            f"{self.fp8_ends} change nothing in 16 bits; add --performance.fp8, or leave them out",
+            f"{self.fp8_ends} change nothing in 16 bits: each needs --performance.fp8; add it, or leave them out",
         )
         require(
             self.grad_accum_dtype in (None, "fp32", self.precision),

@@ -424,7 +424,7 @@ def test_a_file_names_preset_and_length_as_the_flags_do(
         ("optim: {lr: 1, lr: 2}", "lr is given 2 times; leave out all but one"),
         ("seed: &a 1\nsamples: *a", "aliases (*name) are not supported"),
         ("seed: " + "[" * 5000, "not a readable YAML or JSON file"),
-        ("seed: " + "{a: " * 400 + "1" + "}" * 400, "not a readable YAML or JSON file"),
+        ("seed: " + "{a: " * 4000 + "1" + "}" * 4000, "not a readable YAML or JSON file"),
         ("seed:\t1\n\toptim: 3", "not a readable YAML or JSON file"),
         ("seed: 1\x00", "not a readable YAML or JSON file"),
         ("seed: 1\n---\nseed: 2", "not a readable YAML or JSON file"),
