@@ -1,46 +1,27 @@
 """The split into queries, keys and values that sums the gradient of a bias, behind the layer ``qkv`` of the DiT."""
 
-from functools import partial
-
 import torch
 
-from fastdiff_bench.cases.case import Case, Inputs, Outputs, elements
+from fastdiff_bench.cases.behind_linear import behind_linear
+from fastdiff_bench.cases.case import Case
 from fastdiff_kernels.bias_gradient import unpacked
-from fastdiff_kernels.names import Backend
 
 # Heads and channels of a head of DiT-S, -B, -L and -XL.
 HEADS = {"S": (6, 64), "B": (12, 64), "L": (16, 64), "XL": (16, 72)}
 TOKENS = 256
-SAMPLES = 4
-SAMPLES_LARGE = 64
-
-
-def _call(inputs: Inputs, backend: Backend) -> Outputs:
-    return unpacked(inputs["u"], inputs["bias"], backend=backend)
-
-
-def _inputs(device: str, letter: str, dtype: torch.dtype, samples: int) -> Inputs:
-    channels = (3, *HEADS[letter])
-    shapes = {"u": (samples, TOKENS, *channels), "bias": (torch.Size(channels).numel(),)}
-    return {n: torch.randn(s, dtype=dtype, device=device).requires_grad_() for n, s in shapes.items()}
 
 
 def _case(letter: str, dtype: torch.dtype) -> Case:
-    build = partial(_inputs, letter=letter, dtype=dtype)
-    return Case(
+    return behind_linear(
+        unpacked,
         op="bias_gradient",
         chosen_as="adaln",
-        shape=f"DiT-{letter}-unpacked",
+        name=f"DiT-{letter}-unpacked",
+        shape=(TOKENS, 3, *HEADS[letter]),
         dtype=dtype,
-        build=partial(build, samples=SAMPLES),
-        build_large=partial(build, samples=SAMPLES_LARGE),
-        call=_call,
-        sums=("dbias",),
-        # Unpacking writes nothing, and nothing reads the bias.
-        forward_bytes=lambda i: 0,
-        backward_bytes=lambda i: 2 * int(i["u"].nbytes) + int(i["bias"].nbytes),
-        forward_operations=elements("u", 0),
-        backward_operations=elements("u", 1),
+        samples=(4, 64),
+        operations=(0, 1),
+        halves=(0, 4),  # views forward
     )
 
 
