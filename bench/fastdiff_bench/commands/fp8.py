@@ -5,7 +5,8 @@ validated on unseen digits under the same noise. The loss in FP8 minus that in b
 with its standard error over the seeds, for all samples and for each noise level; the probabilities of the levels are
 corrected for their number (Holm). Controls, whose scales clip the largest values, show what the test finds.
 
-A CPU emulates FP8. Each run is a process of its own. A second start in the same folder skips finished runs.
+A CPU emulates FP8. Each run is a process of its own. A second start in the same folder skips finished runs; the record
+names the commit of each.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fastdiff.data.encoding.builtin import encode_digits
@@ -29,11 +31,13 @@ from fastdiff_bench.trainers.in_fp8 import ARITHMETICS, BASELINE, Trained, Trial
 
 LIMIT_PERCENT = 0.5
 """Mean difference of the loss that does not count."""
+_BATCH = 32
+"""Samples of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tested:
-    """An arithmetic against the baseline; differences in percent."""
+    """An arithmetic against another; differences in percent."""
 
     seeds: int
     total: Difference
@@ -64,11 +68,10 @@ class Tested:
 def add(commands: Commands) -> None:
     """Register the command."""
     parser = commands.add_parser("fp8", description=__doc__)
-    parser.add_argument("--width", type=int, nargs="+", default=[384, 768], help="features per token; default: 384 768")
+    parser.add_argument("--width", type=int, nargs="+", default=[384], help="features per token; default: 384")
     parser.add_argument("--depth", type=int, default=3, help="blocks, all of them in FP8; default: %(default)s")
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of a run; default: %(default)s")
-    parser.add_argument("--batch", type=int, default=32, help="samples of a step; default: %(default)s")
-    parser.add_argument("--seeds", type=int, default=3, help="pairs of each width; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps of a run; default: %(default)s")
+    parser.add_argument("--seeds", type=int, default=5, help="pairs of each width; default: %(default)s")
     parser.add_argument(
         "--only",
         nargs="+",
@@ -76,8 +79,9 @@ def add(commands: Commands) -> None:
         metavar="NAME",
         help=f"some of: {'; '.join(ARITHMETICS)}; default: all",
     )
-    parser.add_argument("--processes", type=int, default=1, help="runs at a time; default: %(default)s")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each; default: %(default)s")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="runs at a time, a thread of torch each; default: %(default)s"
+    )
     parser.add_argument(
         "--folder", type=Path, help="folder of the data and the runs; default: runs/fp8, --smoke: runs/fp8-smoke"
     )
@@ -95,7 +99,7 @@ def _run(given: argparse.Namespace) -> int:
     wanted = trials(given)
     with open_log(given, "fp8") as log:
         done: list[Trained] = []
-        for found in finish(wanted, root, given.processes, given.threads):
+        for found in finish(wanted, root, given.processes):
             if isinstance(found, Trained):
                 log.write(*measured(found))
                 done.append(found)
@@ -104,12 +108,14 @@ def _run(given: argparse.Namespace) -> int:
                 log.write(found)
                 print(f"{found.case}, {found.provider}: {found.reason}", flush=True)
         report(done, root, log)
+        for line in of_other_code(done, log.fingerprint.git):
+            print(line)
         return int(len(done) < len(wanted))
 
 
 def trials(given: argparse.Namespace) -> list[Trial]:
     """Return the runs, those of a width first, and of these the ones of an arithmetic."""
-    depth, steps, batch = (1, 18, 16) if given.smoke else (given.depth, given.steps, given.batch)
+    depth, steps, batch = (1, 18, 16) if given.smoke else (given.depth, given.steps, _BATCH)
     chosen = [name for name in ARITHMETICS if name == BASELINE or name in (given.only or ARITHMETICS)]
     return [
         Trial(width, depth, steps, batch, seed, name)
@@ -119,7 +125,7 @@ def trials(given: argparse.Namespace) -> list[Trial]:
     ]
 
 
-def finish(wanted: Sequence[Trial], root: Path, processes: int, threads: int) -> Iterator[Trained | Failure]:
+def finish(wanted: Sequence[Trial], root: Path, processes: int) -> Iterator[Trained | Failure]:
     """Run what is not finished; yield each as soon as it is."""
     left = []
     for trial in wanted:
@@ -129,7 +135,7 @@ def finish(wanted: Sequence[Trial], root: Path, processes: int, threads: int) ->
         else:
             yield found
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, in_fp8.set_up_process, (threads,), max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(processes, context, in_fp8.set_up_process, max_tasks_per_child=1) as pool:
         running: dict[Future[None], Trial] = {pool.submit(in_fp8.run, trial, root): trial for trial in left}
         try:
             while running:
@@ -152,17 +158,27 @@ def _outcome(trial: Trial, root: Path, future: Future[None]) -> Trained | Failur
     return found
 
 
+def of_other_code(done: Sequence[Trained], commit: str) -> Iterator[str]:
+    """Yield a line if runs were finished before at another commit than this one."""
+    others = [one.commit for one in done if one.commit not in (None, commit)]
+    if others:
+        yield (
+            f"{len(others)} of {len(done)} runs are of other code, {' and '.join(sorted(set(map(str, others))))}; "
+            "name an empty --folder to run them anew"
+        )
+
+
 def measured(one: Trained) -> Iterator[Measurement]:
     """Yield the measurements of a run."""
     trial = one.trial
-    facts: dict[str, Fact] = {"seed": trial.seed, "samples": len(one.validated.loss)}
-    loss = float(one.validated.loss.mean())
-    yield Measurement.of(
-        "fp8", trial.case, trial.arithmetic, f"validation loss, seed {trial.seed}", "1", loss, "lower", facts=facts
-    )
+    row = partial(Measurement.of, "fp8", trial.case, unit="1", better="lower")
+    facts: dict[str, Fact] = {"seed": trial.seed, "commit": one.commit}
+    yield row(
+        trial.arithmetic, f"validation loss, seed {trial.seed}", value=float(one.validated.loss.mean()),
+        facts=facts | {"samples": len(one.validated.loss)},
+    )  # fmt: skip
     for weights, name, error in _errors(one):
-        quantity = f"gradient error, {weights} weights, seed {trial.seed}"
-        yield Measurement.of("fp8", trial.case, name, quantity, "1", error, "lower", facts={"seed": trial.seed})
+        yield row(name, f"gradient error, {weights} weights, seed {trial.seed}", value=error, facts=facts)
 
 
 def _errors(one: Trained) -> Iterator[tuple[str, str, float]]:
@@ -172,13 +188,14 @@ def _errors(one: Trained) -> Iterator[tuple[str, str, float]]:
             yield weights, name, error
 
 
-def comparisons(done: Sequence[Trained], root: Path) -> dict[tuple[str, str], Tested]:
-    """Test every arithmetic that has at least two pairs, by case and arithmetic."""
+def comparisons(done: Sequence[Trained], root: Path) -> dict[tuple[str, str, str], Tested]:
+    """Test every arithmetic that has at least two pairs, by case, arithmetic and the one that it is compared with."""
     runs = {(one.trial.case, one.trial.arithmetic, one.trial.seed): one for one in done}
-    pairs: dict[tuple[str, str], list[tuple[Trained, Trained]]] = {}
+    pairs: dict[tuple[str, str, str], list[tuple[Trained, Trained]]] = {}
     for (case, name, seed), one in runs.items():
-        if name != BASELINE and (case, BASELINE, seed) in runs:
-            pairs.setdefault((case, name), []).append((runs[case, BASELINE, seed], one))
+        for other in ARITHMETICS[name].against:
+            if (case, other, seed) in runs:
+                pairs.setdefault((case, name, other), []).append((runs[case, other, seed], one))
     return {key: _tested(found, root) for key, found in pairs.items() if len(found) > 1}
 
 
@@ -197,16 +214,16 @@ def _tested(pairs: Sequence[tuple[Trained, Trained]], root: Path) -> Tested:
 def report(done: Sequence[Trained], root: Path, log: Log) -> None:
     """Write and print the tests."""
     found = comparisons(done, root)
-    for (case, name), one in found.items():
-        log.write(*_differences(case, name, one))
-    head = ("case", "", "seeds", "difference, %", "standard error", "p", "least p of a level", "")
+    for (case, name, other), one in found.items():
+        log.write(*_differences(case, name, other, one))
+    head = ("case", "", "against", "seeds", "difference, %", "standard error", "p", "least p of a level", "")
     rows = [
-        (case, name, str(one.seeds), f"{one.total.mean:+.3f}", f"{one.total.error:.3f}", f"{one.total.p:.3f}",
+        (case, name, other, str(one.seeds), f"{one.total.mean:+.3f}", f"{one.total.error:.3f}", f"{one.total.p:.3f}",
          f"{one.least:.3f}", _verdict(name, one))
-        for (case, name), one in found.items()
+        for (case, name, other), one in found.items()
     ]  # fmt: skip
     print()
-    print(table([head, *rows], "<<>>>>><"))
+    print(table([head, *rows], "<<<>>>>><"))
     errors = [
         (one.trial.case, name, f"{weights}, seed {one.trial.seed}", f"{error:.4f}")
         for one in done
@@ -216,9 +233,9 @@ def report(done: Sequence[Trained], root: Path, log: Log) -> None:
     print(table([("case", "", "weights", "gradient error"), *errors], "<<<>"))
 
 
-def _differences(case: str, name: str, one: Tested) -> Iterator[Measurement]:
-    parts = {"difference": (one.total, one.total.p)}
-    parts |= {f"difference, log SNR {level}": values for level, values in one.levels.items()}
+def _differences(case: str, name: str, other: str, one: Tested) -> Iterator[Measurement]:
+    parts = {f"difference from {other}": (one.total, one.total.p)}
+    parts |= {f"difference from {other}, log SNR {level}": values for level, values in one.levels.items()}
     for quantity, (found, corrected) in parts.items():
         facts: dict[str, Fact] = {
             "standard_error": found.error, "p": found.p, "p_corrected": corrected, "seeds": one.seeds
@@ -229,7 +246,7 @@ def _differences(case: str, name: str, one: Tested) -> Iterator[Measurement]:
 def _verdict(name: str, one: Tested) -> str:
     if ARITHMETICS[name].is_control:
         return "found" if one.differs else "not found"
-    return ", ".join(one.faults) or "equal"
+    return ", ".join(one.faults) or "no difference found"
 
 
 def _words(one: Trained) -> str:

@@ -23,6 +23,7 @@ from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
+from fastdiff.config.run_record import read_record
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import DataConfig, ValidationConfig
 from fastdiff.config.sections.ema import EmaConfig
@@ -58,6 +59,9 @@ _ERRORS = "gradient-errors.json"
 """File of a run folder, written last."""
 
 
+BASELINE = "bf16"
+
+
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
     """How the blocks of a run multiply."""
@@ -66,6 +70,8 @@ class Arithmetic:
     """Fields of ``PerformanceConfig``."""
     margin: float = MARGIN
     """Of the scales."""
+    against: tuple[str, ...] = (BASELINE,)
+    """Arithmetics that its losses are compared with, by name."""
 
     @property
     def is_control(self) -> bool:
@@ -74,11 +80,11 @@ class Arithmetic:
 
 
 _FP8 = {"fp8": True, "fp8_ends": 0}
-BASELINE = "bf16"
+_WEIGHT_GRADIENTS_IN_BF16 = "fp8, dW in bf16"
 ARITHMETICS = {
-    BASELINE: Arithmetic(),
-    "fp8": Arithmetic(_FP8),
-    "fp8, dW in bf16": Arithmetic({**_FP8, "fp8_weight_gradients": "bf16"}),
+    BASELINE: Arithmetic(against=()),
+    "fp8": Arithmetic(_FP8, against=(BASELINE, _WEIGHT_GRADIENTS_IN_BF16)),
+    _WEIGHT_GRADIENTS_IN_BF16: Arithmetic({**_FP8, "fp8_weight_gradients": "bf16"}),
     **{f"fp8, margin {margin:g}": Arithmetic(_FP8, margin) for margin in (1, 1 / 2)},
 }
 """By name. All blocks are in FP8, also those at the ends. The last are controls: scales are powers of two, so that a
@@ -140,6 +146,8 @@ class Trained:
     """The losses at its end, by sample."""
     gradient_errors: dict[str, dict[str, float]]
     """Of the baseline, by weights, trained and random ones, and arithmetic; otherwise empty."""
+    commit: str | None
+    """Of the code that trained it; None: not known."""
 
 
 def finished(trial: Trial, root: Path) -> Trained | None:
@@ -148,17 +156,13 @@ def finished(trial: Trial, root: Path) -> Trained | None:
     if not (folder / _ERRORS).is_file():
         return None
     errors = json.loads((folder / _ERRORS).read_text(encoding="utf-8"))
-    return Trained(trial, validation_files.read(folder, trial.steps), errors)
+    return Trained(trial, validation_files.read(folder, trial.steps), errors, read_record(folder)["git"])
 
 
-def set_up_process(threads: int) -> None:
-    """Make this process one that trains: quiet, with so many threads.
-
-    Args:
-        threads: of torch; the environment, too, says so to libraries that have not started theirs.
-    """
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    torch.set_num_threads(threads)
+def set_up_process() -> None:
+    """Make this process one that trains: quiet, in one thread."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # for libraries that have not started theirs
+    torch.set_num_threads(1)
     quieten()
     log.setLevel(logging.WARNING)
 

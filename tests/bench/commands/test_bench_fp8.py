@@ -1,6 +1,7 @@
 """``bench fp8``: real runs in both arithmetics, and a test of losses that finds a difference where there is one."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +10,14 @@ import torch
 from scipy import stats
 from torch import nn
 
+from fastdiff.config.run_record import read_record
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.evaluation.validation_files import Validated
 from fastdiff.models import delayed_scales, fp8
 from fastdiff.models.build import build_model
 from fastdiff.parallel.world import World
 from fastdiff_bench.__main__ import main
-from fastdiff_bench.commands.fp8 import comparisons
+from fastdiff_bench.commands.fp8 import comparisons, of_other_code
 from fastdiff_bench.records import record
 from fastdiff_bench.records.paired import difference, holm
 from fastdiff_bench.trainers import in_fp8
@@ -24,6 +26,8 @@ from fastdiff_bench.trainers.rounded import ROUNDINGS, convert, rounded
 
 PARTS = ("outputs", "input gradients", "weight gradients")
 CONTROL = "fp8, margin 0.5"
+AT_ONE_END = "fp8, dW in bf16"
+"""Differs from the others at a few noise levels, in a test."""
 TINY = Trial(width=64, depth=1, steps=18, batch=16, seed=0, arithmetic=BASELINE)
 
 
@@ -49,22 +53,28 @@ def trained(seed: int, arithmetic: str, change: float, at: float | None = None) 
     losses *= 1 + 1e-3 * drawn.standard_normal() + change * (levels >= (-np.inf if at is None else at))
     about = {"data": "digits", "seed": 1, "objective": {}, "unit": "mse"}
     validated = Validated(np.arange(320), levels, losses, losses, about)
-    return Trained(Trial(64, 1, 18, 16, seed, arithmetic), validated, {})
+    return Trained(Trial(64, 1, 18, 16, seed, arithmetic), validated, {}, None)
 
 
 def test_the_test_finds_what_differs_and_no_more() -> None:
-    runs = [
-        trained(seed, name, change, at)
-        for seed in range(3)
-        for name, change, at in ((BASELINE, 0.0, None), ("fp8", 0.0, None), (CONTROL, 0.1, None), ("one end", 0.1, 7.5))
-    ]
-    found = {name: one for (_, name), one in comparisons(runs, Path()).items()}
-    assert found["fp8"].faults == []
-    assert not found["fp8"].differs
-    assert found[CONTROL].differs
-    assert found[CONTROL].total.mean == pytest.approx(10, abs=0.5)
-    assert found["one end"].differs
-    assert [name for name, (_, p) in found["one end"].levels.items() if p < 0.05] == ["7.50 to 8.75", "above 8.75"]
+    changes = {BASELINE: (0.0, None), "fp8": (0.0, None), CONTROL: (0.1, None), AT_ONE_END: (0.1, 7.5)}
+    runs = [trained(seed, name, change, at) for seed in range(3) for name, (change, at) in changes.items()]
+    found = {(name, other): one for (_, name, other), one in comparisons(runs, Path()).items()}
+    assert found["fp8", BASELINE].faults == []
+    assert not found["fp8", BASELINE].differs
+    assert found[CONTROL, BASELINE].differs
+    assert found[CONTROL, BASELINE].total.mean == pytest.approx(10, abs=0.5)
+    one_end = found[AT_ONE_END, BASELINE]
+    assert one_end.differs
+    assert [name for name, (_, p) in one_end.levels.items() if p < 0.05] == ["7.50 to 8.75", "above 8.75"]
+    assert found["fp8", AT_ONE_END].total.mean == pytest.approx(-one_end.total.mean, abs=0.2)
+
+
+def test_runs_of_other_code_are_counted() -> None:
+    runs = [replace(trained(0, BASELINE, 0.0), commit=commit) for commit in ("a1", "b2", "a1", None)]
+    assert list(of_other_code(runs[:1], "a1")) == []
+    (line,) = of_other_code(runs, "b2")
+    assert line.startswith("2 of 4 runs are of other code, a1;")
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +92,7 @@ def test_a_run_leaves_losses_and_errors_of_gradients(world: World, root: Path) -
     found = in_fp8.finished(TINY, root)
     assert found is not None
     assert len(found.validated.loss) == 382
+    assert found.commit == read_record(TINY.folder(root))["git"]
     assert not (TINY.folder(root) / "checkpoints").exists()
     assert before == (fp8.LEAST, delayed_scales.MARGIN)
     for errors in found.gradient_errors.values():
@@ -122,4 +133,4 @@ def test_the_record_has_both_arithmetics(tmp_path: Path) -> None:
     rows = record.read(tmp_path / "fp8.jsonl").measurements
     losses = {row.provider for row in rows if row.quantity == "validation loss, seed 1"}
     assert losses == {BASELINE, "fp8"}
-    assert [row.provider for row in rows if row.quantity == "difference"] == ["fp8"]
+    assert [row.provider for row in rows if row.quantity == f"difference from {BASELINE}"] == ["fp8"]
