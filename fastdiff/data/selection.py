@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from fastdiff.plurals import counted
 from fastdiff.sanitize import escape
 
 _NAMES = 3
@@ -32,7 +33,7 @@ class Counted:
     @property
     def of_pictures(self) -> str:
         """The words for pictures that were left out."""
-        return f"{_pictures(self.count)} {self.reason}{self._names}"
+        return f"{counted(self.count, 'picture')} {self.reason}{self._names}"
 
     @property
     def _names(self) -> str:
@@ -60,7 +61,7 @@ class Selection:
         """Return the summary, the first line with the number of pictures."""
         total = taken + sum(each.count for each in self.left_out)
         kept = "all taken" if total == taken else f"{taken} taken, {total - taken} left out"
-        lines = [f"{_pictures(total)}: {kept}"]
+        lines = [f"{counted(total, 'picture')}: {kept}"]
         lines += [f"  left out: {each.of_pictures}" for each in self.left_out]
         return lines + [f"  note: {each}" for each in self.noted]
 
@@ -85,10 +86,6 @@ class Tally:
             Counted(reason=reason, count=count, first=tuple(self._names[reason]))
             for reason, (count,) in self._counts.items()
         )
-
-
-def _pictures(count: int) -> str:
-    return f"{count} picture{'s' if count != 1 else ''}"
 
 
 def _sum(counts: Iterable[Counted]) -> tuple[Counted, ...]:

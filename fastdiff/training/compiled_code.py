@@ -14,6 +14,7 @@ from fastdiff.models import kernel_choice
 from fastdiff.models.compile_cache.cache import SUFFIX, VARIABLES, CompileCache, open_cache
 from fastdiff.models.compile_cache.environment import describe, key_of
 from fastdiff.parallel.world import World
+from fastdiff.plurals import counted
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.state import TrainState
 
@@ -88,7 +89,7 @@ def _tell(cache: CompileCache | None, source: Path | None, problems: list[str]) 
     if source is None:
         log.info("compiled code: none for this network and machine yet; compiling for the first time")
     else:
-        log.info(f"compiled code: {cache.kernels} kernels from {source}")
+        log.info(f"compiled code: {counted(cache.kernels, 'kernel')} from {source}")
 
 
 class KeepCode(Callback):
@@ -125,6 +126,8 @@ class KeepCode(Callback):
             )
             return
         if kept is not None and self._tells:
-            removed = f"; removed {kept.removed} old packs" if kept.removed else ""
+            removed = f"; removed {counted(kept.removed, 'old pack')}" if kept.removed else ""
             size = kept.size / 2**20
-            log.info(f"compiled code: {kept.kernels} kernels kept in {self._cache.pack} ({size:.1f} MiB){removed}")
+            log.info(
+                f"compiled code: {counted(kept.kernels, 'kernel')} kept in {self._cache.pack} ({size:.1f} MiB){removed}"
+            )

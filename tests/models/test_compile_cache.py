@@ -156,7 +156,7 @@ def test_a_run_leaves_its_code_to_the_next_one_on_another_node(
         assert (kept.kernels, kept.removed) == (1, 0)
         assert first.keep() is None, "nothing is new"
     assert "TRITON_CACHE_DIR" not in os.environ
-    assert caches.in_words() == f"1 packs (0.0 MiB) in {places}"
+    assert caches.in_words() == f"1 pack (0.0 MiB) in {places}"
     with open_cache(FACTS) as again:
         assert again.source == again.folder
     (tmp_path / "other").mkdir()

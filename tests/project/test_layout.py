@@ -55,8 +55,9 @@ PACKAGES: dict[str, set[str]] = {
 }  # fmt: skip
 CORE = {
     "batch", "conditions", "console", "durations", "errors", "exit_message", "files", "json_lines", "live_line",
-    "optional_packages", "outputs", "buffered_writes", "private_folders", "process_limits", "progress", "progress_bar",
-    "rng", "run_files", "sanitize", "standard_streams", "starting", "tables", "terminal", "verbosity", "version",
+    "optional_packages", "outputs", "buffered_writes", "plurals", "private_folders", "process_limits", "progress",
+    "progress_bar", "rng", "run_files", "sanitize", "standard_streams", "starting", "tables", "terminal", "verbosity",
+    "version",
 }  # fmt: skip
 FREE_OF_TORCH = (
     "ledger",

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from fastdiff.data.dali_trial import dali_installed
+from fastdiff.plurals import counted
 from fastdiff_bench import BenchError, arguments
 from fastdiff_bench.measure import interleaved
 from fastdiff_bench.measure.session import cpu_seconds_of_started
@@ -129,7 +130,7 @@ def _programs(case: Case) -> list[interleaved.Program]:
     workers = case.workers
     # Upper bound: fastdiff's loaders read 4 batches ahead, DALI 2, a worker process 2.
     ahead = 4 + 2 * workers
-    with_workers = f"{workers} worker{'s' if workers > 1 else ''}"
+    with_workers = counted(workers, "worker")
     readers: dict[str, tuple[reading.Reader, int]] = {
         READER: (ours.reader, 0),
         "fastdiff prefetch": (ours.prefetch, ahead),

@@ -18,6 +18,7 @@ import torch
 
 from fastdiff.planning.scaling.communication import Message, sent
 from fastdiff.planning.scaling.zero import Zero, parameters_of, width_of
+from fastdiff.plurals import counted
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_measuring, device, open_log
 from fastdiff_bench.measure import synthetic
@@ -48,7 +49,7 @@ class Plan:
 
     def name(self, stage: str, ranks: int, apart: bool = False) -> str:
         """Return the provider in the records."""
-        return f"{provider(stage)}, {ranks} rank{'s' if ranks > 1 else ''}{' apart' if apart else ''}"
+        return f"{provider(stage)}, {counted(ranks, 'rank')}{' apart' if apart else ''}"
 
     @property
     def row(self) -> Callable[..., Measurement]:

@@ -21,6 +21,7 @@ from fastdiff.data.loading.fit import check_data_set
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.outputs import require_output, write_output
 from fastdiff.parallel.visible_gpus import visible_gpus
+from fastdiff.plurals import counted
 
 SUPERVISOR = "fastdiff.cluster.supervisor.main"
 CORES_PER_RANK = 8
@@ -104,7 +105,7 @@ def local_job(flags: Sequence[str], ranks: int | None, *, preflight: bool, besid
     if launch.dry_run:
         train_flags.print_dry_run(config, deepspeed_config.resolve(launch.deepspeed, config, ranks))
         return None
-    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {f'GPUs, {gpus} visible' if gpus else 'the CPU'}"
+    where = f"{counted(ranks, 'rank')} on {f'GPUs, {gpus} visible' if gpus else 'the CPU'}"
     note(f"fastdiff: {config.output.folder}: {config.steps:,} steps; starting {where}")
     return job
 

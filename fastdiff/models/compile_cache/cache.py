@@ -18,6 +18,7 @@ from fastdiff.files import is_temporary, open_lock
 from fastdiff.models.compile_cache import pack
 from fastdiff.models.compile_cache.compiler import without_compiler
 from fastdiff.models.compile_cache.environment import key_of
+from fastdiff.plurals import counted
 from fastdiff.private_folders import cache_folder, local_folder, private
 
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -140,7 +141,7 @@ def in_words() -> str:
         sizes = [path.stat().st_size for path in private(folder).glob(f"*{SUFFIX}")]
     except OSError as error:
         return f"cannot be kept: {error}"
-    return f"{len(sizes)} packs ({sum(sizes) / 2**20:.1f} MiB) in {folder}"
+    return f"{counted(len(sizes), 'pack')} ({sum(sizes) / 2**20:.1f} MiB) in {folder}"
 
 
 def _is_first(lock: int) -> bool:

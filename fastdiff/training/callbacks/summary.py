@@ -18,6 +18,7 @@ from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.build import choose_loader
 from fastdiff.models import kernel_choice
 from fastdiff.models.family import family_of
+from fastdiff.plurals import counted
 from fastdiff.training.state import TrainState
 
 
@@ -49,8 +50,8 @@ def summary(state: TrainState, batches: Batches, chosen: str) -> str:
     lines = [
         f"{state.folder}: {begin}{network}, {config.steps:,} steps "
         f"of {config.batch.samples:,} samples = {config.samples / images:,.1f} epochs of {images:,} images",
-        f"on {world.device.type}: {_counted(world.size, 'rank')} x {_counted(micro, 'sample')} x "
-        f"{_counted(accumulation, 'micro-batch', 'es')}, "
+        f"on {world.device.type}: {counted(world.size, 'rank')} x {counted(micro, 'sample')} x "
+        f"{counted(accumulation, 'micro-batch', 'es')}, "
         f"ZeRO-{engine.stage}, {_precision(config.performance)}{_tf32(world.device)}, {config.optim.name}",
         f"loader {batches.name}{_why_not_dali(config.data, batches, world.device)}, "
         f"blocks {'compiled' if kernel_choice.compiles(config.performance, world.device) else 'eager'}; {chosen}",
@@ -64,10 +65,6 @@ def _counted_network(network: ModelConfig, lora: LoraConfig, trained: int) -> st
     if lora.rank:
         return f"a LoRA of rank {lora.rank}, {parameters}, of {network.title}"
     return f"{network.title} of {parameters}"
-
-
-def _counted(count: int, what: str, plural: str = "s") -> str:
-    return f"{count} {what}{plural if count != 1 else ''}"
 
 
 def closing(state: TrainState, loss: float | None) -> str:
