@@ -11,6 +11,7 @@ from typing import Any
 
 from fastdiff.errors import ConfigError
 from fastdiff.files import read_bounded
+from fastdiff.planning.rates import COPY
 from fastdiff.planning.scaling.communication import Cluster, Link
 
 _LARGEST = 1 << 20
@@ -21,7 +22,34 @@ _HOP_S, _NETWORK_HOP_S = 3e-6, 8e-6
 """Seconds per message within and between nodes: the order of one hop of NCCL's ring."""
 _MOST = 1 << 16
 """GPUs of one set."""
+_OPTIONAL = "multiprocessors"
+"""Figures that a GPU of a table may lack."""
 _SET = re.compile(r"(?:(?:(\d{1,6})x)?(\d{1,6})x)?(.+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Multiprocessors:
+    """The multiprocessors (SM) of a GPU; the units of a file are in ``gpus.toml``."""
+
+    capability: int
+    """Compute capability: 90 is sm_90."""
+    count: int
+    shared_kib: int
+    """Most shared memory of one program; a multiprocessor has 1 KiB more, and reserves 1 KiB per program."""
+    l2_mib: int
+    """Cache that all of them share."""
+    clock: float
+    """Hertz under load."""
+
+    @property
+    def issue(self) -> float:
+        """Warp instructions per second under load: one per clock and scheduler, of which each has four."""
+        return 4 * self.count * self.clock
+
+    @property
+    def special(self) -> float:
+        """Special functions per second under load, of single lanes: 16 per clock."""
+        return 16 * self.count * self.clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +71,8 @@ class Gpu:
     """Bytes per second and direction to another node."""
     watts: float
     source: str
+    multiprocessors: Multiprocessors | None = None
+    """None: the table has them not, so that counted kernels have no time there."""
 
     @property
     def name(self) -> str:
@@ -55,14 +85,15 @@ class Gpu:
         return self.rates.get("bf16", self.rates.get("fp16"))
 
     @property
-    def issue(self) -> float:
-        """Warp instructions per second at the clock of ``rates``, with 128 lanes for fp32 per four schedulers."""
-        return self.rates["fp32"] / 64
+    def copy_rate(self) -> float:
+        """Bytes per second of a large copy."""
+        return COPY * self.bandwidth
 
-    @property
-    def special(self) -> float:
-        """Special functions per second at that clock: 16 lanes per four schedulers."""
-        return 4 * self.issue
+    def known_multiprocessors(self) -> Multiprocessors:
+        """Return its multiprocessors; ConfigError: the table has them not."""
+        if self.multiprocessors is None:
+            raise ConfigError(f"{self.name}: no multiprocessors in the table of GPUs, expected them to count kernels")
+        return self.multiprocessors
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,28 +201,45 @@ def _parse(text: str, where: str) -> tuple[Gpu, ...]:
         rows = tomllib.loads(text).get("gpu", [])
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where}: not TOML ({error})") from None
-    if not rows:
+    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
         raise ConfigError(f"{where}: no [[gpu]]; expected entries as in {Path(__file__).with_name('gpus.toml')}")
     return tuple(_gpu(row, where) for row in rows)
 
 
 def _gpu(row: dict[str, Any], where: str) -> Gpu:
-    wanted = {field.name for field in fields(Gpu)} - {"rates"} | {"tflops"}
-    missing, unknown = sorted(wanted - row.keys()), sorted(row.keys() - wanted)
-    if missing or unknown:
-        what = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(unknown)}, which is no figure"
-        raise ConfigError(f"{where}: the GPU {row.get('names', '')} {what}; expected {', '.join(sorted(wanted))}")
-    numbers = [row[name] for name in wanted - {"names", "source", "tflops"}] + list(row["tflops"].values())
-    if not row["names"] or not row["tflops"] or any(isinstance(n, str | bool) or not n > 0 for n in numbers):
+    wanted = {field.name for field in fields(Gpu)} - {"rates", _OPTIONAL} | {"tflops"}
+    _expect_keys(row, wanted, {_OPTIONAL}, f"{where}: the GPU {row.get('names', '')}")
+    held, rates = row.get(_OPTIONAL), row["tflops"]
+    numbers = [row[name] for name in wanted - {"names", "source", "tflops"}]
+    numbers += rates.values() if isinstance(rates, dict) else [rates]
+    if held is not None:
+        of_one = {field.name for field in fields(Multiprocessors)}
+        _expect_keys(held, of_one, set(), f"{where}: {_OPTIONAL} of the GPU {row['names']}")
+        numbers += held.values()
+    if not row["names"] or not isinstance(rates, dict) or not rates or not all(map(_is_figure, numbers)):
         raise ConfigError(f"{where}: the GPU {row['names']}: expected names, and every figure above 0")
     return Gpu(
         names=tuple(row["names"]),
         memory_gib=float(row["memory_gib"]),
         bandwidth=1e9 * row["bandwidth"],
-        rates={dtype: 1e12 * rate for dtype, rate in row["tflops"].items()},
+        rates={dtype: 1e12 * rate for dtype, rate in rates.items()},
         link=1e9 * row["link"],
         per_node=int(row["per_node"]),
         network=1e9 * row["network"],
         watts=float(row["watts"]),
         source=str(row["source"]),
+        multiprocessors=None if held is None else Multiprocessors(**{**held, "clock": 1e9 * held["clock"]}),
     )
+
+
+def _is_figure(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _expect_keys(row: Any, wanted: set[str], optional: set[str], what: str) -> None:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{what} is {row!r}, expected a table with {', '.join(sorted(wanted))}")
+    missing, unknown = sorted(wanted - row.keys()), sorted(row.keys() - wanted - optional)
+    if missing or unknown:
+        found = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(unknown)}, which is no figure"
+        raise ConfigError(f"{what} {found}; expected {', '.join(sorted(wanted))}")

@@ -5,7 +5,7 @@ from typing import Literal
 
 from fastdiff.models.cost.traced import Traced
 from fastdiff.planning.gpus import Gpu
-from fastdiff.planning.rates import CLOCK, COPY, Shares
+from fastdiff.planning.rates import Shares
 
 Kind = Literal["matmul", "convolution", "attention", "short_attention", "streaming", "eager", "copies", "counted"]
 """Field of ``Shares`` with the rate: of operations for the first four, of bytes for the others; of bytes, instructions
@@ -58,11 +58,8 @@ class Kernels:
         return self.operations / (share * gpu.rates[self.dtype or dtype]) + self.bytes / (share * gpu.bandwidth)
 
     def _bound(self, gpu: Gpu) -> float:
-        times = (
-            self.bytes / (COPY * gpu.bandwidth),
-            self.instructions / (CLOCK * gpu.issue),
-            self.special / (CLOCK * gpu.special),
-        )
+        held = gpu.known_multiprocessors()
+        times = (self.bytes / gpu.copy_rate, self.instructions / held.issue, self.special / held.special)
         return float(self.idle * sum(time**_OVERLAP for time in times) ** (1 / _OVERLAP))
 
 

@@ -50,8 +50,6 @@ SLOW = Shares(
 )  # fmt: skip
 COPY = 0.887
 """Share of the bandwidth that a large copy reaches: 4.256 of 4.8 TB/s (``nvidia-h200/2026-11-26_gpu``)."""
-CLOCK = 0.886
-"""Of the data sheet's clock under load: 1.755 of 1.98 GHz. Assumed; the record has no clock under load."""
 SUSTAINED = 1.045
 """Seconds of a long step per those of its kernels in a short one: 28 blocks took 395.2 ms forward and backward, 378.2
 by the time of four blocks. The power limit is suspected; the record has neither clock nor power."""

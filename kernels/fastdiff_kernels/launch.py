@@ -42,8 +42,8 @@ class Launch:
 
 
 _recorded: list[Launch] | None = None
-_NEWEST_MEASURED = 90
-_architecture = _NEWEST_MEASURED
+_stands_for = 90, 132
+"""Compute capability and multiprocessors of the GPU that CPU tensors stand for: an H200, outside ``recording``."""
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -94,21 +94,22 @@ def trial(device: torch.device) -> str | None:
 
 
 @contextmanager
-def recording(capability: int = _NEWEST_MEASURED) -> Iterator[list[Launch]]:
+def recording(capability: int | None = None, processors: int | None = None) -> Iterator[list[Launch]]:
     """Collect launches instead of running them, so that they can be compiled without a GPU.
 
     Inside, CPU tensors stand for GPU tensors, and the ops return uninitialised memory.
 
     Args:
-        capability: compute capability of the GPU that they stand for, such as 90 for sm_90.
+        capability: compute capability of the GPU that they stand for, such as 90 for sm_90; None: as outside.
+        processors: its streaming multiprocessors; None: as outside, where it is an H200.
     """
-    global _recorded, _architecture
-    outer = _recorded, _architecture
-    _recorded, _architecture = [], capability
+    global _recorded, _stands_for
+    outer = _recorded, _stands_for
+    _recorded, _stands_for = [], (capability or _stands_for[0], processors or _stands_for[1])
     try:
         yield _recorded
     finally:
-        _recorded, _architecture = outer
+        _recorded, _stands_for = outer
 
 
 def runs_on(tensor: Tensor) -> bool:
@@ -117,13 +118,15 @@ def runs_on(tensor: Tensor) -> bool:
 
 
 def processors(tensor: Tensor) -> int:
-    """Number of streaming multiprocessors of the tensor's device; that of an H200 for a CPU tensor."""
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 132
+    """Number of streaming multiprocessors of the tensor's device; of a CPU tensor that of ``recording``, or 132."""
+    if not tensor.is_cuda:
+        return _stands_for[1]
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
 def architecture(tensor: Tensor) -> int:
     """Compute capability of the tensor's device, 90 for sm_90; of a CPU tensor that of ``recording``, or 90."""
     if not tensor.is_cuda:
-        return _architecture
+        return _stands_for[0]
     major, minor = torch.cuda.get_device_capability(tensor.device)
     return 10 * major + minor

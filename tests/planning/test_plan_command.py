@@ -140,11 +140,29 @@ def test_bad_input_is_explained(given: tuple[str, ...], message: str, capsys: py
     assert message in plan(capsys, "--preset", "digits", *given, code=2)
 
 
+ENTRY = """[[gpu]]
+names = ["x"]
+memory_gib = 4
+bandwidth = 100
+tflops = { bf16 = 10 }
+link = 8
+per_node = 2
+network = 1
+watts = 50
+source = "none"
+"""
+
+
 def test_a_wrong_entry_of_a_file_is_explained(tmp_path: Path) -> None:
     for text, message in (
         ("", "no \\[\\[gpu\\]\\]"),
         ("[[gpu]]\nnames=['x']", "lacks bandwidth"),
         ("[[gpu", "not TOML"),
+        ("gpu = [3]", "no \\[\\[gpu\\]\\]"),
+        (ENTRY.replace("{ bf16 = 10 }", "10"), "expected names, and every figure above 0"),
+        (ENTRY.replace("watts = 50", "watts = [50]"), "expected names, and every figure above 0"),
+        (f"{ENTRY}multiprocessors = {{ count = 1 }}", "multiprocessors of the GPU \\['x'\\] lacks capability, clock"),
+        (f"{ENTRY}multiprocessors = 3", "multiprocessors of the GPU \\['x'\\] is 3, expected a table"),
     ):
         (tmp_path / "gpus.toml").write_text(text)
         with pytest.raises(gpus.ConfigError, match=message):

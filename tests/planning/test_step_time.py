@@ -109,7 +109,7 @@ def test_the_resource_that_binds_decides_and_a_close_one_lengthens() -> None:
     gpu = H200.kind
     by_bytes = Kernels(kind="counted", bytes=1e9)
     alone = by_bytes.seconds(gpu, "bf16", MIDDLE)
-    slots = 1e9 / (0.887 * gpu.bandwidth) * 0.886 * gpu.issue  # of the same time
+    slots = 1e9 / gpu.copy_rate * gpu.known_multiprocessors().issue  # of the same time
     few = replace(by_bytes, instructions=0.3 * slots).seconds(gpu, "bf16", MIDDLE)
     as_many = replace(by_bytes, instructions=slots).seconds(gpu, "bf16", MIDDLE)
     assert few == pytest.approx(alone, rel=0.01)

@@ -16,15 +16,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from fastdiff.plurals import counted as plural
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_output, open_log
 from fastdiff_bench.cases import KERNELS, add_choice, chosen
 from fastdiff_bench.cases.case import Case, as_sequence
 from fastdiff_bench.correctness import assembly
 from fastdiff_bench.correctness.baseline import Baseline, add_baseline
-from fastdiff_bench.instructions.bounds import Launched
+from fastdiff_bench.instructions.bounds import Launched, counted_once
 from fastdiff_bench.instructions.gpus import GPUS
-from fastdiff_bench.instructions.launches import Launching, compiled_for, counted, given, specialise
+from fastdiff_bench.instructions.launches import Launching, compiled_for, counted, given, recording, specialise
 from fastdiff_bench.records import record
 from fastdiff_bench.records.record import Failure, Log, Measurement
 from fastdiff_bench.records.tables import progress, table
@@ -32,10 +33,8 @@ from fastdiff_kernels import launch
 from fastdiff_kernels.launch import Launch
 
 BENCH = "aot"
-ARCHITECTURES = (80, 90, 100)
+ARCHITECTURES = tuple(GPUS)
 WIDE_BITS = 128
-_SHARED_KIB = {80: 163, 90: 227, 100: 227}
-"""Most shared memory that one program can have, by architecture."""
 _TENSOR_COLUMNS = 512
 """Columns of 32 bits and 128 lanes in the tensor memory of a processor of sm_100."""
 _STREAMS_BYTES = 2**18
@@ -75,7 +74,7 @@ class Compiled:
         for name, bits in (("loads", self.load_bits), ("stores", self.store_bits)):
             if name in self.must_be_wide and wide_share(bits) < 0.5:
                 found.append(f"global {name} narrower than {WIDE_BITS} bits: {bits}")
-        if self.shared_bytes > (most := 1024 * _SHARED_KIB.get(self.arch, 227)):
+        if self.shared_bytes > (most := 1024 * GPUS[self.arch].known_multiprocessors().shared_kib):
             found.append(f"wants {self.shared_bytes} bytes of shared memory, sm_{self.arch} has {most}")
         if self.tensor_columns > _TENSOR_COLUMNS:
             found.append(f"wants {self.tensor_columns} columns of tensor memory, a processor has {_TENSOR_COLUMNS}")
@@ -100,14 +99,17 @@ class Compiled:
 
     def _counts(self) -> Iterator[_Quantity]:
         """Yield what binds the launch."""
-        if self.launched is None or not self.launched.counted:
+        if self.launched is None:
             return
         one, gpu = self.launched, GPUS[self.arch]
         facts: dict[str, record.Fact] = {"programs": one.programs, "warps": one.warps, "elements": one.elements}
+        facts["trips of loops"] = "known" if one.counted else "depend on data"
         by, seconds = one.bound(gpu)
         times = {f"{name}, us": round(1e6 * time, 3) for name, time in one.seconds(gpu).items()}
         yield "waves", "1", round(one.waves(gpu), 3), "neither", facts
         yield "warps per processor", "1", round(one.warps_per_processor(gpu), 2), "higher", facts
+        if not one.counted:
+            return
         yield "instructions", "1/element", round(one.per_element, 3), "lower", facts
         yield "special functions", "1/element", round(one.special_per_element, 3), "lower", facts
         yield "masked lanes", "1", round(one.masked, 3), "lower", facts
@@ -128,7 +130,9 @@ def add(commands: Commands) -> None:
     """Register the command."""
     parser = commands.add_parser("aot")
     add_choice(parser, KERNELS)
-    parser.add_argument("--arch", nargs="+", type=int, default=[*ARCHITECTURES], help="compute capabilities: sm_90")
+    parser.add_argument(
+        "--arch", nargs="+", type=int, default=[*ARCHITECTURES], choices=ARCHITECTURES, help="90 is sm_90; default: all"
+    )
     add_baseline(parser)
     add_output(parser, "one case for one GPU", "aot/<date>_kernels")
     parser.set_defaults(run=_run_command)
@@ -188,7 +192,7 @@ def _refuse_what_cannot_compile() -> None:
 def record_launches(case: Case, arch: int = 90) -> list[Launch]:
     """Return the launches of the forward and the backward pass of a case on a GPU of compute capability ``arch``."""
     inputs = case.build("cpu")
-    with launch.recording(arch) as launches:
+    with recording(arch) as launches:
         outputs = as_sequence(case.call(inputs, "triton"))
         case.gradients(inputs, outputs, [torch.ones_like(output) for output in outputs])
     return launches
@@ -197,7 +201,7 @@ def record_launches(case: Case, arch: int = 90) -> list[Launch]:
 def large_launches(case: Case, arch: int = 90) -> list[Launch]:
     """Return the same with the batch of a training step, on tensors without memory."""
     inputs = (case.build_large or case.build)("meta")
-    with launch.recording(arch) as launches, Launching():
+    with recording(arch) as launches, Launching():
         outputs = as_sequence(case.call(inputs, "triton"))
         case.gradients(inputs, outputs, [torch.empty_like(output) for output in outputs])
     return launches
@@ -250,10 +254,12 @@ def report(rows: Sequence[Compiled]) -> str:
 
 
 def _launch_cells(row: Compiled) -> Sequence[str]:
-    if row.launched is None or not row.launched.counted:
-        return ("-",) * 7  # a loop depends on data
+    if row.launched is None:
+        return ("-",) * 7  # it does not fit the GPU
     one, gpu = row.launched, GPUS[row.arch]
     by, seconds = one.bound(gpu)
+    if not one.counted:
+        return f"{one.waves(gpu):.2f}", f"{one.warps_per_processor(gpu):.1f}", *("-",) * 5
     return (
         f"{one.waves(gpu):.2f}", f"{one.warps_per_processor(gpu):.1f}", f"{one.per_element:.2f}",
         f"{one.special_per_element:.2f}", f"{one.masked:.2f}", f"{1e6 * seconds:.1f}", by,
@@ -270,7 +276,9 @@ def main(cases: Sequence[Case], architectures: Sequence[int], log: Log, baseline
     progress("")
     print(report(compiled))
     bad = [f"PROBLEM {r.kernel} sm_{r.arch} ({r.case}): {problem}" for r in compiled for problem in r.problems]
-    print("\n".join(bad) or f"{len(compiled)} kernels: no spills, wide accesses throughout")
+    print("\n".join(bad) or f"{plural(len(compiled), 'kernel')}: no spills, wide accesses throughout")
+    if once := counted_once(row.launched for row in compiled if row.launched):
+        print(once)
     worse = False
     if baseline is not None:
         text, worse = baseline.compare(log.measurements)

@@ -8,15 +8,18 @@ depend on the machine; it depends on the version of torch.
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from fastdiff_bench.arguments import Commands, add_output, open_log
 from fastdiff_bench.correctness.baseline import Baseline, add_baseline
 from fastdiff_bench.emission import budget, outlook, report
 from fastdiff_bench.emission.subject import Subject
 from fastdiff_bench.emission.worker import emitted
+from fastdiff_bench.instructions.gpus import GPUS
 from fastdiff_bench.records import record
 from fastdiff_bench.records.record import Measurement
 from fastdiff_bench.records.tables import progress
+from fastdiff_kernels.names import AttentionBackend
 
 PRESETS = ("dit-xl-2-256", "sd2-512", "iddpm-imagenet64-cond")
 """Presets of the committed record."""
@@ -31,7 +34,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--preset", nargs="+", default=list(PRESETS), metavar="NAME", help=f"default: {' '.join(PRESETS)}"
     )
-    parser.add_argument("--arch", type=int, default=90, choices=[80, 90, 100], help="compute capability: 90 is sm_90")
+    parser.add_argument("--arch", type=int, default=90, choices=[*GPUS], help="compute capability: 90 is sm_90")
     parser.add_argument("--batch", type=int, default=BATCH, help="samples per micro-batch; default: %(default)s")
     parser.add_argument("--depth", type=int, help="blocks of a transformer; default: the preset's")
     parser.add_argument(
@@ -43,6 +46,12 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--fp8", action="store_true", help="count the wide linear layers in FP8, as with --performance.fp8"
+    )
+    parser.add_argument(
+        "--weight-gradients", default="fp8", choices=["fp8", "bf16"], help="with --fp8; default: %(default)s"
+    )
+    parser.add_argument(
+        "--attention", default="auto", choices=get_args(AttentionBackend), help="its backend; default: %(default)s"
     )
     parser.add_argument(
         "--instructions",
@@ -62,7 +71,10 @@ def _run_command(arguments: argparse.Namespace) -> int:
     found: list[Measurement] = []
     with open_log(arguments, report.BENCH, "blocks", "emission") as log:
         for preset in arguments.preset:
-            subject = Subject(preset, arguments.depth, tuple(arguments.model), arguments.fp8)
+            subject = Subject(
+                preset, arguments.depth, tuple(arguments.model), fp8=arguments.fp8,
+                weight_gradients=arguments.weight_gradients, attention=arguments.attention,
+            )  # fmt: skip
             progress(f"emitting {subject.name}")
             found += _emit(subject, arguments, log)
     worse = False

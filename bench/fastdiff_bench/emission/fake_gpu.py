@@ -48,23 +48,23 @@ def _constant(answer: Any) -> Any:
 
 
 def _properties(arch: int) -> types.SimpleNamespace:
-    gpu = GPUS[arch]
+    gpu, held = GPUS[arch], GPUS[arch].known_multiprocessors()
     major, minor = divmod(arch, 10)
     return types.SimpleNamespace(
-        name=gpu.name,
+        name=f"NVIDIA {gpu.name}",
         major=major,
         minor=minor,
-        multi_processor_count=gpu.processors,
-        total_memory=gpu.memory_gib * 2**30,
+        multi_processor_count=held.count,
+        total_memory=int(gpu.memory_gib * 2**30),
         regs_per_multiprocessor=2**16,
         max_threads_per_multi_processor=2048,
         max_threads_per_block=1024,
         warp_size=32,
         gcnArchName="",
         shared_memory_per_block=48 * 2**10,
-        shared_memory_per_block_optin=gpu.shared_kib * 2**10,
-        shared_memory_per_multiprocessor=(gpu.shared_kib + 1) * 2**10,
-        L2_cache_size=gpu.l2_mib * 2**20,
+        shared_memory_per_block_optin=held.shared_kib * 2**10,
+        shared_memory_per_multiprocessor=(held.shared_kib + 1) * 2**10,
+        L2_cache_size=held.l2_mib * 2**20,
         is_integrated=0,
         uuid="",
     )

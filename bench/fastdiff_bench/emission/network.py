@@ -12,7 +12,7 @@ from torch import Tensor
 from fastdiff.batch import Condition
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.sections.performance import PerformanceConfig
-from fastdiff.models import fp8 as fp8_blocks
+from fastdiff.models import fp8
 from fastdiff.models.build import Model, build_model
 from fastdiff.models.cost.dry_network import dry_inputs
 from fastdiff.models.cost.flops import training_flops
@@ -20,6 +20,7 @@ from fastdiff.training.buffers import places_of
 from fastdiff_bench.emission.blocks import Emission
 from fastdiff_bench.emission.lowering import META, Emitter
 from fastdiff_bench.emission.opaque import Seen
+from fastdiff_bench.instructions.launches import recording
 from fastdiff_kernels import attention, dispatch, launch, packed_attention
 from fastdiff_kernels.attention import Machine
 from fastdiff_kernels.names import OPS, Backend
@@ -28,6 +29,7 @@ CUDNN = 91501
 """Version of cuDNN that attention believes in: the first that takes any length."""
 
 _TRITON: Backend = "triton"
+_PLAIN = PerformanceConfig()
 
 
 def emit(
@@ -36,7 +38,7 @@ def emit(
     arch: int,
     dtype: torch.dtype = torch.bfloat16,
     *,
-    fp8: bool = False,
+    performance: PerformanceConfig = _PLAIN,
     instructions: bool = False,
 ) -> Emission:
     """Return the counts of a network; ``fake_gpu.install`` must have been called.
@@ -46,19 +48,19 @@ def emit(
         batch: samples per micro-batch.
         arch: compute capability of the GPU: 90 is sm_90.
         dtype: of weights and activations.
-        fp8: the wide linear layers of the blocks multiply in FP8, as with ``--performance.fp8``.
+        performance: says which blocks multiply in FP8, and the backend of attention.
         instructions: compile the kernels of the blocks, and count their instructions.
     """
     emitter = Emitter(arch if instructions else None)
     with torch.device(META):
-        model = build_model(config).to(dtype)
+        model = build_model(config, attention=performance.attention).to(dtype)
     _lay_out(model, dtype)
-    if fp8:
-        fp8_blocks.convert(model, PerformanceConfig(fp8=True, fp8_ends=0), META)
+    if performance.fp8:
+        fp8.convert(model, performance, META)
         model.scales.end_warm_up()
     _name_running_block(model, emitter)
     with ExitStack() as stack:
-        stack.enter_context(launch.recording())
+        stack.enter_context(recording(arch))
         # Dynamo cannot tell of tensors on ``meta`` whether they are on CUDA.
         stack.enter_context(patch.object(launch, "runs_on", lambda tensor: True))
         stack.enter_context(dispatch.forced(**dict.fromkeys(OPS, _TRITON)))

@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastdiff_bench import BenchError
 from fastdiff_bench.emission.blocks import Opaque
+from fastdiff_bench.instructions.bounds import Launched
 from fastdiff_bench.instructions.launches import counted, launcher
 from fastdiff_kernels import launch
 
@@ -35,11 +37,17 @@ def launched(node: fx.Node, arch: int | None = None) -> Opaque:
         arguments, options = pytree.tree_map(blank, (node.args, node.kwargs))
         launcher(operator)(*arguments, **options)
     moved = sum(_bytes(one.args) for one in launches)
-    kernels = [] if arch is None else [counted(one, arch) for one in launches]
+    kernels = [] if arch is None else [_counted(one, arch) for one in launches]
     return Opaque(
-        str(operator), len(launches) + seen.kernels, moved + seen.bytes, seen.copies, seen.copied_bytes,
-        [kernel for kernel in kernels if kernel is not None],
+        str(operator), len(launches) + seen.kernels, moved + seen.bytes, seen.copies, seen.copied_bytes, kernels
     )  # fmt: skip
+
+
+def _counted(one: launch.Launch, arch: int) -> Launched:
+    found = counted(one, arch)
+    if found is None:
+        raise BenchError(f"{one.kernel.__name__} does not fit a GPU of sm_{arch}, so its network has no prediction")
+    return found
 
 
 def blank(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from fastdiff_bench.emission.blocks import Block, Layout, Pass, Way
-from fastdiff_bench.instructions.bounds import Launched
+from fastdiff_bench.instructions.bounds import Launched, counted_once
 from fastdiff_bench.instructions.gpus import GPUS
 from fastdiff_bench.records.record import Fact, Measurement
 from fastdiff_bench.records.tables import table
@@ -105,7 +105,8 @@ def launch_rows(preset: str, blocks: Sequence[Block], arch: int) -> Iterator[Mea
                 yield from _launch(name, f"{way} {kernel}", launched, arch)
             if one.kernels_counted:
                 total = sum(launched.bound(GPUS[arch])[1] for launched in one.elementwise)
-                yield Measurement.of(BENCH, name, way, "least time", "us", round(1e6 * total, 2), "lower")
+                about: dict[str, Fact] = {"counted once": counted_once(one.elementwise)}
+                yield Measurement.of(BENCH, name, way, "least time", "us", round(1e6 * total, 2), "lower", facts=about)
 
 
 def _named(launches: Sequence[Launched]) -> Iterator[tuple[str, Launched]]:
@@ -121,8 +122,9 @@ def _launch(name: str, kernel: str, one: Launched, arch: int) -> Iterator[Measur
     by, seconds = one.bound(gpu)
     facts: dict[str, Fact] = {"by": by, "programs": one.programs, "warps": one.warps, "registers": one.registers}
     facts |= {f"{resource}, us": round(1e6 * time, 3) for resource, time in one.seconds(gpu).items()}
+    facts["trips of loops"] = "known" if one.counted else "depend on data"
+    yield Measurement.of(BENCH, name, kernel, "waves", "1", round(one.waves(gpu), 3), "neither", facts=facts)
     if one.counted:
-        yield Measurement.of(BENCH, name, kernel, "waves", "1", round(one.waves(gpu), 3), "neither", facts=facts)
         for quantity, unit, value in (
             ("instructions", "1/element", one.per_element),
             ("special functions", "1/element", one.special_per_element),
@@ -152,4 +154,5 @@ def tabulate_launches(block: Block, arch: int) -> str:
                     f"{one.masked:.2f}", *times, one.bound(gpu)[0] if one.counted else "a loop depends on data",
                 )
             )  # fmt: skip
-    return table(cells, "<<>>>>>>>>>>><")
+    once = counted_once(one for _, passed in block.passes for one in passed.kernels_counted)
+    return "\n".join(filter(None, (table(cells, "<<>>>>>>>>>>><"), once)))

@@ -1,7 +1,7 @@
 """Network of an emission: that of a preset, with changes."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -14,6 +14,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.models import fp8
 from fastdiff.models.build import build_model
 from fastdiff_bench import BenchError
+from fastdiff_kernels.names import AttentionBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +27,25 @@ class Subject:
     model: tuple[str, ...] = ()
     """Other fields of the network, each as ``hidden=2048``."""
     fp8: bool = False
-    """Whether the wide linear layers of its blocks multiply in FP8."""
+    """Whether the wide linear layers of all its blocks multiply in FP8."""
+    weight_gradients: Literal["fp8", "bf16"] = "fp8"
+    """Of these layers."""
+    attention: AttentionBackend = "auto"
 
     @property
     def name(self) -> str:
         """Name in a record, without the depth: ``dit-xl-2-256 hidden=2048 heads=32 fp8``."""
-        return " ".join((self.preset, *self.model, *(["fp8"] if self.fp8 else [])))
+        chosen = {"fp8": self.fp8, "weight_gradients=bf16": self.weight_gradients == "bf16"}
+        chosen[f"attention={self.attention}"] = self.attention != "auto"
+        return " ".join((self.preset, *self.model, *(name for name, is_so in chosen.items() if is_so)))
+
+    @property
+    def performance(self) -> PerformanceConfig:
+        """How it trains; ConfigError: gradients of weights in bf16 are chosen for a network that is in bf16."""
+        return PerformanceConfig(
+            fp8=self.fp8, fp8_weight_gradients=self.weight_gradients, fp8_ends=0 if self.fp8 else 1,
+            attention=self.attention,
+        )  # fmt: skip
 
     def config(self) -> ModelConfig:
         """Return the shape of the network.
@@ -48,9 +62,9 @@ class Subject:
                 )
             fields = dict(map(_field, self.model)) | ({"depth": self.depth} if self.depth else {})
             found = config_file.lay_over(base, {"model": fields}, "--model").model
-            if self.fp8:
+            if self.performance.fp8:
                 with torch.device("meta"):
-                    fp8.inner_blocks(build_model(found), PerformanceConfig(fp8=True, fp8_ends=0))
+                    fp8.inner_blocks(build_model(found), self.performance)
         except ConfigError as error:
             raise BenchError(str(error)) from None
         return found

@@ -38,4 +38,4 @@ def _emit(subject: Subject, batch: int, arch: int, instructions: bool) -> Emissi
     fake_gpu.install(arch)
     from fastdiff_bench.emission.network import emit
 
-    return emit(subject.config(), batch, arch, fp8=subject.fp8, instructions=instructions)
+    return emit(subject.config(), batch, arch, performance=subject.performance, instructions=instructions)

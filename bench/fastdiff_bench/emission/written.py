@@ -86,7 +86,8 @@ def _fastest(autotuner: Any, name: str, arguments: list[int | None], moved: int,
               elements=prod(sizes.values()))
         for one in autotuner.compile_results
     ]  # fmt: skip
-    return min(found, key=lambda one: (one.bound(GPUS[arch])[1], one.instructions * one.programs))
+    # Trips that are unknown would make a kernel look fast.
+    return min(found, key=lambda one: (not one.counted, one.bound(GPUS[arch])[1], one.instructions * one.programs))
 
 
 def _grid(autotuner: Any, config: Any, sizes: dict[str, int]) -> tuple[int, ...]:

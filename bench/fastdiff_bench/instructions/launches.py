@@ -1,6 +1,7 @@
 """Recorded launches of the kernels of fastdiff_kernels: from the call of an op to compiled code."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -8,6 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdiff_bench.instructions.bounds import Launched
 from fastdiff_bench.instructions.count import count
+from fastdiff_bench.instructions.gpus import GPUS
+from fastdiff_kernels import launch
 from fastdiff_kernels.launch import Launch
 
 
@@ -16,6 +19,11 @@ def launcher(operator: Any) -> Any:
     from torch._library.custom_ops import OPDEFS
 
     return OPDEFS[f"{operator.namespace}::{operator._opname}"]._init_fn
+
+
+def recording(arch: int) -> AbstractContextManager[list[Launch]]:
+    """Record launches as on the GPU of a compute capability, 90 for sm_90."""
+    return launch.recording(arch, GPUS[arch].known_multiprocessors().count)
 
 
 class Launching(TorchDispatchMode):  # type: ignore[no-untyped-call]

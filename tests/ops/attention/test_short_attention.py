@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 
+from fastdiff.planning.gpus import of_device
 from fastdiff_bench.correctness.accuracy import assert_as_accurate_as_eager, evaluate
 from fastdiff_bench.instructions.gpus import GPUS
 from fastdiff_bench.records import record
@@ -289,7 +290,7 @@ def test_auto_takes_only_what_a_committed_record_has_fastest():
     assert fastest([of_day(1, [measured("short", 1.0, 5.0)[0], *cudnn])]) == set(), "forward alone"
     kept = record.read_all([record.RESULTS])
     for (major, minor), length, head_dim in packed.FASTEST:
-        of_gpu = [one for one in kept if one.fingerprint.device == GPUS[10 * major + minor].name]
+        of_gpu = [one for one in kept if of_device(one.fingerprint.device) is GPUS[10 * major + minor]]
         assert (length, head_dim) in fastest(of_gpu)
 
 
