@@ -16,7 +16,7 @@
 #             step-dit-32 step-dit-deterministic
 # peer        peer-dit peer-plain                    what step needs; PIL
 #             peer-diffusers                         also diffusers transformers accelerate
-# op          op-adaln op-attention op-gelu          other libraries: bitsandbytes liger_kernel
+# op          op-adaln op-attention op-fp8 op-gelu   other libraries: bitsandbytes liger_kernel
 #             op-geglu op-group_norm op-adamw8bit
 #             op-adamw op-weight_gradient
 #             op-bias_gradient op-loss op-noising
@@ -110,6 +110,7 @@ each_part() {
     # Of every op the cases that take most time in a step.
     bench op-adaln 60 "" op adaln --case 'XL.*bfloat16'
     bench op-attention 80 "" op attention --case '(xl-16x256x72|4096x(64|40))-self'
+    bench op-fp8 90 "" op fp8 --case 'XL.*bfloat16'
     bench op-gelu 30 "" op gelu --case 'XL bfloat16'
     bench op-geglu 30 "" op geglu --case '(4096|1024)x.*bfloat16'
     bench op-group_norm 90 "" op group_norm --case '(320x64x64|1280x16x16)-nhwc(-shift)? bfloat16'

@@ -54,6 +54,7 @@ def _case(letter: str, dtype: torch.dtype) -> Case:
     build = partial(_inputs, width=WIDTHS[letter], dtype=dtype)
     return Case(
         op="fp8",
+        chosen_as="adaln",
         shape=f"DiT-{letter}-cast-{TOKENS}x{WIDTHS[letter]}",
         dtype=dtype,
         least_arch=90,
@@ -87,6 +88,7 @@ def _join_case(letter: str) -> Case:
     build = partial(_join_inputs, letter=letter)
     return Case(
         op="fp8",
+        chosen_as="adaln",
         shape=f"DiT-{letter}-join-{TOKENS}x3x{HEADS[letter][0]}x{HEADS[letter][1]}",
         dtype=torch.bfloat16,
         least_arch=90,
@@ -134,6 +136,7 @@ def _gelu_case(way: str, dtype: torch.dtype) -> Case:
     build = partial(_gelu_gradients if backward else _gelu_inputs, dtype=dtype)
     return Case(
         op="fp8",
+        chosen_as="adaln",
         shape=f"DiT-XL-{way}",
         dtype=dtype,
         least_arch=90,
@@ -260,6 +263,7 @@ def _adaln_case(way: str, letter: str, dtype: torch.dtype) -> Case:
     build = partial(_adaln_inputs, op=op, width=WIDTHS[letter], dtype=dtype)
     return Case(
         op="fp8",
+        chosen_as="adaln",
         shape=f"DiT-{letter}-{way}-{TOKENS}x{WIDTHS[letter]}",
         dtype=dtype,
         least_arch=90,

@@ -27,6 +27,7 @@ from fastdiff.training.state import TrainState
 from fastdiff_bench.measure.session import Enough, StepTimer
 from fastdiff_bench.measure.workload import Workload
 from fastdiff_bench.tracing import program
+from fastdiff_bench.trainers.initial_weights import drawn_on
 
 
 def run(
@@ -101,7 +102,9 @@ def building(timer: StepTimer, workload: Workload, data: Path, place: Path | Non
         if world.is_first:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
         launch = Launch(deepspeed=workload.deepspeed_json(), resume="never")
-        yield build(workload.config(data, folder), launch, world, stack), folder
+        with drawn_on(world.device):
+            run = build(workload.config(data, folder), launch, world, stack)
+        yield run, folder
 
 
 def parameters_of(state: TrainState) -> int:

@@ -18,32 +18,34 @@ from fastdiff.models.dit.network import AdaLNModulation, Attention, DiT, FinalLa
 from fastdiff.models.kernel_choice import compiles
 from fastdiff.models.load import build_network
 from fastdiff_bench import BenchError
+from fastdiff_bench.trainers.initial_weights import drawn_on
 
 _NORM_EPS = 1e-6
 
 
 def network(config: RunConfig, device: torch.device, *, best: bool) -> Any:
     """Return the network of the run in fp32, with fastdiff's initial weights and parameter names."""
-    weights = build_network(config).state_dict()
+    with torch.device("meta"):
+        model = _without_weights(config)
+    with drawn_on(device):
+        model.load_state_dict(build_network(config).state_dict(), assign=True)
+    if best and isinstance(config.model, UNetConfig):
+        model.to(memory_format=torch.channels_last)
+    return model.to(device).train()
+
+
+def _without_weights(config: RunConfig) -> Any:
     recompute = config.performance.recompute
     if isinstance(config.model, DiTConfig):
-        with torch.device("meta"):
-            model: Any = PlainDiT(config.model, recompute=recompute)
-        model.load_state_dict(weights, assign=True)
-    elif isinstance(config.model, UNetConfig):
+        return PlainDiT(config.model, recompute=recompute)
+    if isinstance(config.model, UNetConfig):
         from diffusers import UNet2DConditionModel
 
-        model = UNet2DConditionModel(**config.model.to_diffusers())
-        model.load_state_dict(weights)
+        model: Any = UNet2DConditionModel(**config.model.to_diffusers())
         if recompute:
             model.enable_gradient_checkpointing()
-        if best:
-            model.to(memory_format=torch.channels_last)
-    else:
-        raise BenchError(
-            f"{config.model.title} has no plain network as a baseline; choose another preset, or no --peer"
-        )
-    return model.to(device).train()
+        return model
+    raise BenchError(f"{config.model.title} has no plain network as a baseline; choose another preset, or no --peer")
 
 
 def compiled(model: nn.Module, performance: PerformanceConfig, device: torch.device) -> bool:
