@@ -14,6 +14,7 @@ a packed projection a dense ``[B, T, H, D]``, and their ops have no form with ou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -75,31 +76,38 @@ def packed_attention(qkv: Tensor, *, bias: Tensor | None = None, backend: Attent
         ValueError: no such backend, or another shape.
         RuntimeError: ``backend`` cannot run on these tensors; the message says why.
     """
+    parts = projected(qkv, backend)
+    if len(parts) == 1:
+        return short_attention(qkv, bias)
+    return attended(parts if bias is None else unpacked(qkv, bias), backend)
+
+
+def projected(qkv: Tensor, backend: AttentionBackend = "auto") -> tuple[Tensor, ...]:
+    """What ``attended`` takes of a packed projection: itself where ``short`` runs, else queries, keys and values.
+
+    Arguments and errors as for ``packed_attention``.
+
+    Returns:
+        ``[B, T, 3, H, D]``, or three views ``[B, H, T, D]``.
+    """
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv has shape {tuple(qkv.shape)}, expected [B, T, 3, H, D]")
     length, head_dim = qkv.shape[1], qkv.shape[4]
     here: Machine = machine(qkv.device, backend)
     if backend == "short":
         _refuse(qkv.dtype, here)
-    if qkv.is_contiguous() and takes_packed(head_dim, length, qkv, backend):
-        return short_attention(qkv, bias)
-    if bias is None:
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, T, 3, H, D] -> 3 x [B, H, T, D]
-    else:
-        query, key, value = unpacked(qkv, bias)
-    return joined_attention(query, key, value, backend)
+    fits = qkv.is_contiguous() and shape_problem(head_dim, length, length) is None
+    if fits and _why_short(backend, qkv.dtype, length, head_dim, here) is not None:
+        return (qkv,)
+    return qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, T, 3, H, D] -> 3 x [B, H, T, D]
 
 
-def joined_attention(query: Tensor, key: Tensor, value: Tensor, backend: AttentionBackend = "auto") -> Tensor:
-    """``attention`` of 3 x ``[B, H, T, D]``, the heads joined: ``[B, T, H * D]``."""
+def attended(parts: Sequence[Tensor], backend: AttentionBackend = "auto") -> Tensor:
+    """Attention of what ``projected`` returns, the heads joined: ``[B, T, H * D]``."""
+    if len(parts) == 1:
+        return short_attention(parts[0])
+    query, key, value = parts
     return general.attention(query, key, value, backend=backend).transpose(1, 2).flatten(2)
-
-
-def takes_packed(head_dim: int, length: int, example: Tensor, backend: AttentionBackend = "auto") -> bool:
-    """Whether ``packed_attention`` takes a contiguous projection as it is, not views of its parts; see its choice."""
-    here: Machine = machine(example.device, backend)
-    fits = shape_problem(head_dim, length, length) is None
-    return fits and _why_short(backend, example.dtype, length, head_dim, here) is not None
 
 
 def _refuse(dtype: torch.dtype, here: Machine) -> None:

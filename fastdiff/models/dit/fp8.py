@@ -6,7 +6,6 @@ product writes it, in both passes (``fastdiff_kernels.fp8``). Without gradients 
 ``DiTBlock`` in 16 bits, as the exported network is.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from fastdiff_kernels.fp8.gelu import gelu, gelu_backward
 from fastdiff_kernels.fp8.join import join, join_packed
 from fastdiff_kernels.fp8.products import input_gradient, output, weight_gradient
 from fastdiff_kernels.fp8.values import Kept, folded
-from fastdiff_kernels.packed_attention import joined_attention, packed_attention, takes_packed
+from fastdiff_kernels.names import AttentionBackend
+from fastdiff_kernels.packed_attention import attended, projected
 
 
 class Fp8DiTBlock(DiTBlock):
@@ -47,12 +47,10 @@ class Fp8DiTBlock(DiTBlock):
         first, rest = self.adaLN_modulation(condition).split((2 * width, 4 * width), dim=1)  # [B, 2D], [B, 4D]
         before, behind = self.scales
         (qkv,), others = self.layers(self)
-        packed = takes_packed(width // heads, tokens.shape[1], tokens, backend)
-        tokens, *projected = _NormAndProduct.apply(  # type: ignore[no-untyped-call]
-            tokens, first, qkv.weight, qkv.bias, before.units, before.probe, before.forms, heads, packed
+        tokens, *parts = _NormAndProduct.apply(  # type: ignore[no-untyped-call]
+            tokens, first, qkv.weight, qkv.bias, before.units, before.probe, before.forms, heads, backend
         )
-        attend: Callable[..., Tensor] = packed_attention if packed else joined_attention
-        mixed = attend(*projected, backend=backend)
+        mixed = attended(parts, backend)
         parameters = [parameter for layer in others for parameter in (layer.weight, layer.bias)]
         out: Tensor = _AfterAttention.apply(mixed, tokens, rest, *parameters, behind.units, behind.probe, behind.forms)  # type: ignore[no-untyped-call]
         return out
@@ -64,7 +62,7 @@ class _NormAndProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tokens: Tensor, modulations: Tensor, weight: Tensor, bias: Tensor, units: Tensor, probe: Tensor,
-        forms: Forms, heads: int, packed: bool,
+        forms: Forms, heads: int, backend: AttentionBackend,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         normed = norm(tokens, modulations, NORM_EPS, units[0, INPUT], forms.operand)
         w = cast(weight, units[0, WEIGHT], forms.weight)
@@ -73,16 +71,16 @@ class _NormAndProduct(torch.autograd.Function):
         ctx.save_for_backward(
             tokens, modulations, normed.mean, normed.rstd, normed.y.columns, normed.y.plain, weight, units, maxima
         )
-        ctx.forms, ctx.packed = forms, packed
-        parts = (qkv,) if packed else qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, T, 3, H, D] -> 3 x [B, H, T, D]
-        return (tokens.view_as(tokens), *parts)
+        ctx.forms = forms
+        return (tokens.view_as(tokens), *projected(qkv, backend))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         tokens, modulations, mean, rstd, *y, weight, units, maxima = ctx.saved_tensors
         dtokens, *parts = upstream
         unit, form = units[0, GRADIENT], ctx.forms.operand
-        du, dbias = join_packed(parts[0], unit, form) if ctx.packed else join(parts[0], parts[1], parts[2], unit, form)
+        is_packed = len(parts) == 1
+        du, dbias = join_packed(parts[0], unit, form) if is_packed else join(parts[0], parts[1], parts[2], unit, form)
         dweight = weight_gradient(du, Kept(y[0], y[1], units[0, INPUT]))
         dy = input_gradient(du, cast(weight, units[0, WEIGHT], ctx.forms.turned_weight))
         dx, dmodulations = norm_backward(dy.view_as(tokens), dtokens, tokens, modulations, mean, rstd)

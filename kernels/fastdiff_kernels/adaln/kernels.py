@@ -131,7 +131,7 @@ def adaln_fwd_kernel(  # type: ignore[no-untyped-def]
     part_ptr += D if GATED else 0
     shift_a, shift_b = _load(part_ptr, head, tail, D)
     scale_a, scale_b = _load(part_ptr + D, head, tail, D)
-    unit, most = _inverse_if(unit_ptr), tl.zeros((LANES,), tl.int32)
+    inverse_unit, most = _inverse_if(unit_ptr), tl.zeros((LANES,), tl.int32)
     for row in tl.range(sample * length + start, sample * length + stop, num_stages=STAGES):
         at = row * D
         a, b, _, _ = _stream(x_ptr, branch_ptr, at, gate_a, gate_b, bias_a, bias_b, head, tail, D, GATED)
@@ -146,7 +146,7 @@ def adaln_fwd_kernel(  # type: ignore[no-untyped-def]
         if y_ptr is not None:
             _store(y_ptr + at, head, tail, a, b, D)
         if rows_ptr is not None:
-            _store(rows_ptr + at, head, tail, to_e4m3(a * unit), to_e4m3(b * unit), D)
+            _store(rows_ptr + at, head, tail, to_e4m3(a * inverse_unit), to_e4m3(b * inverse_unit), D)
         if maxima_ptr is not None:
             most = tl.maximum(most, _lane_maxima(a, b, LANES))
     if maxima_ptr is not None:
@@ -174,7 +174,7 @@ def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
     dshift_a, dshift_b = tl.zeros((BLOCK_HEAD,), tl.float32), tl.zeros((BLOCK_TAIL,), tl.float32)
     dscale_a, dscale_b, dgate_a, dgate_b = dshift_a, dshift_b, dshift_a, dshift_b
     dbias_a, dbias_b = dshift_a, dshift_b
-    unit, most = _inverse_if(unit_ptr), tl.zeros((LANES,), tl.int32)
+    inverse_unit, most = _inverse_if(unit_ptr), tl.zeros((LANES,), tl.int32)
     for row in tl.range(sample * length + start, sample * length + stop, num_stages=STAGES):
         at = row * D
         a, b, branch_a, branch_b = _stream(x_ptr, branch_ptr, at, gate_a, gate_b, bias_a, bias_b, head, tail, D, GATED)
@@ -192,7 +192,8 @@ def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
         if dbranch_ptr is not None:
             _store(dbranch_ptr + at, head, tail, a * gate_a, b * gate_b, D)
         if rows_ptr is not None:
-            _store(rows_ptr + at, head, tail, to_e4m3(a * gate_a * unit), to_e4m3(b * gate_b * unit), D)
+            numbers_a, numbers_b = to_e4m3(a * gate_a * inverse_unit), to_e4m3(b * gate_b * inverse_unit)
+            _store(rows_ptr + at, head, tail, numbers_a, numbers_b, D)
         if maxima_ptr is not None:
             most = tl.maximum(most, _lane_maxima(a * gate_a, b * gate_b, LANES))
         if GATED:
@@ -230,7 +231,7 @@ def adaln_gate_bwd_kernel(  # type: ignore[no-untyped-def]
     gate = tl.load(gate_ptr + sample * gate_stride + column, mask=exists, other=0.0).to(tl.float32)
     dgate = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     ups = dgate
-    unit, most = _inverse_if(unit_ptr), tl.zeros((BLOCK_R,), tl.int32)
+    inverse_unit, most = _inverse_if(unit_ptr), tl.zeros((BLOCK_R,), tl.int32)
     for first in range(start, stop, BLOCK_R):
         row = first + tl.arange(0, BLOCK_R)
         token = sample * length + row
@@ -242,11 +243,11 @@ def adaln_gate_bwd_kernel(  # type: ignore[no-untyped-def]
         if dbranch_ptr is not None:
             tl.store(dbranch_ptr + at, gated.to(dbranch_ptr.dtype.element_ty), mask=inside)
         if rows_ptr is not None:
-            tl.store(rows_ptr + at, to_e4m3(gated * unit), mask=inside)
+            tl.store(rows_ptr + at, to_e4m3(gated * inverse_unit), mask=inside)
         if columns_ptr is not None:
             turned_ptr = columns_ptr + column[:, None].to(tl.int64) * total + token[None, :]
             turned = exists[:, None] & (row < stop)[None, :]
-            tl.store(turned_ptr, tl.trans(to_e4m3(gated * unit)), mask=turned)
+            tl.store(turned_ptr, tl.trans(to_e4m3(gated * inverse_unit)), mask=turned)
         if maxima_ptr is not None:
             most = tl.maximum(most, tl.max(magnitude(gated), 1))
         dgate += up * branch

@@ -18,7 +18,7 @@ def to_e4m3(number):  # type: ignore[no-untyped-def]
     """
     if _INTERPRETED:
         kept = tl.clamp(number, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        # Adding and subtracting 1.5 * 2^23 units of the last place that is kept rounds to that place.
+        # Adding and subtracting 1.5 * 2^23 of the last place that is kept rounds to that place.
         exponent = tl.maximum((kept.to(tl.int32, bitcast=True) >> 23) & 255, 121)
         large = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
         rounded = (kept + large) - large
