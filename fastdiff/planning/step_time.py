@@ -190,10 +190,10 @@ class Host:
 
 
 HOSTS = {
-    0: Host(5.178e-3, 0.1728e-3),
-    1: Host(8.228e-3, 0.2843e-3),
-    2: Host(8.538e-3, 0.2280e-3),
-    3: Host(13.839e-3, 0.5194e-3),
+    0: Host(2.414e-3, 0.0810e-3),
+    1: Host(5.231e-3, 0.1128e-3),
+    2: Host(3.824e-3, 0.1199e-3),
+    3: Host(6.343e-3, 0.1902e-3),
 }
-"""By ZeRO stage, with eager blocks on two cores of an Intel Xeon: ``bench/results/cpu-2-cores/2026-11-23_host``. An
+"""By ZeRO stage, with eager blocks on two cores of an AMD EPYC: ``bench/results/cpu-2-cores/2026-11-28_host``. An
 upper bound: compiled blocks launch less."""

@@ -47,8 +47,9 @@ def test_published_scaling_is_predicted_better_than_by_1(few: int, many: int) ->
 
 
 def test_zero_3_is_not_first_where_the_host_limits() -> None:
-    """14 images per GPU take 20 ms of an H200: every stage waits for the host, ZeRO-3 the longest."""
-    found = [predicted(stage, DIT_XL, 0.02, "8xH200") for stage in range(4)]
+    """A twentieth of the network, whose pass takes 2 ms: every stage waits for the host, ZeRO-3 the longest."""
+    parameters, tensors = DIT_XL
+    found = [predicted(stage, (parameters // 20, tensors), 0.002, "8xH200") for stage in range(4)]
     assert [one.limit for one in found] == ["host"] * 4
     assert max(found, key=lambda one: one.whole.middle) is found[3]
 

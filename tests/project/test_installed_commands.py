@@ -39,7 +39,7 @@ def test_the_wheel_needs_no_repository(tmp_path: Path, environment: wheels.Envir
         assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
     page = (tmp_path / "report.html").read_text()
-    assert "2026-11-23_peers-dit" in page
+    assert "2026-11-28_peers-dit" in page
     assert "fastdiff bench step --preset dit-s-2" in page
     assert "python -m bench" not in page
 
