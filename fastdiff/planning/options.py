@@ -1,5 +1,6 @@
 """Ways to run a training on given GPUs: which fit, how long they take, and why others fall out."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -8,6 +9,7 @@ from itertools import product
 import torch
 
 from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.engine import choose, require_engine
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.optimizers.registry import family_of, optimizer_family
 from fastdiff.config.run import RunConfig
@@ -93,8 +95,12 @@ def options(
         return [], [Refused(gpus, reason, 1)]
     fitting: list[Planned] = []
     lacking: list[Planned] = []
+    without_engine: Counter[str] = Counter()
+    sizes = _micro_batches(config.batch, gpus.count)
     for stage, recompute, optimizer in _choices(config, launch, gpus):
-        sizes = _micro_batches(config.batch, gpus.count)
+        if reason := _no_engine(config, json_of(stage, launch), optimizer, gpus.count):
+            without_engine[reason] += 1
+            continue
         found = (
             _planned(config, launch, network, basis, Option(
                 gpus=gpus, stage=stage, micro=micro, recompute=recompute, optimizer=optimizer
@@ -110,7 +116,8 @@ def options(
         elif smallest is not None:
             lacking.append(smallest)
     fitting.sort(key=lambda one: -one.images_per_s.middle)
-    return fitting, [_no_memory(gpus, lacking)] if lacking else []
+    refused = [Refused(gpus, reason, number) for reason, number in without_engine.items()]
+    return fitting, [*refused, *([_no_memory(gpus, lacking)] if lacking else [])]
 
 
 def distinct(fitting: Sequence[Planned]) -> list[Planned]:
@@ -138,6 +145,17 @@ def _unsuited(batch: BatchConfig, performance: PerformanceConfig, gpus: Gpus) ->
     return None
 
 
+def _no_engine(config: RunConfig, raw: deepspeed_config.DsConfig, optimizer: str, ranks: int) -> str | None:
+    """Return why the engine that CUDA graphs or a flag ask for cannot train with this JSON and optimizer."""
+    config = replace(config, optim=replace(config.optim, name=optimizer))
+    resolved = deepspeed_config.resolve(raw, config, ranks)
+    try:
+        require_engine(config, resolved)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def _dtype(performance: PerformanceConfig) -> str:
     precision = performance.precision
     return "tf32" if precision == "fp32" and performance.allow_tf32 else precision
@@ -147,10 +165,12 @@ def _choices(config: RunConfig, launch: Launch, gpus: Gpus) -> Iterator[tuple[in
     """Yield ZeRO stage, recomputation and optimizer, the least change first."""
     if launch.deepspeed is not None:
         stages = [deepspeed_config.zero_stage(launch.deepspeed)]
+    elif config.performance.cuda_graph or config.performance.engine == "flat":
+        stages = [0]  # of the flat engine
     else:
-        stages = [0, 1, 2, 3] if gpus.count > 1 and not config.performance.cuda_graph else [0]
-    if config.performance.precision == "fp16":  # DeepSpeed does not scale the loss at stage 0
-        stages = [stage for stage in stages if stage] or [1]
+        stages = [0, 1, 2, 3] if gpus.count > 1 else [0]
+        if config.performance.precision == "fp16":  # DeepSpeed does not scale the loss at stage 0
+            stages = [stage for stage in stages if stage] or [1]
     again = [True] if config.performance.recompute else [False, True]
     smaller = None if config.lora.rank else family_of(config.optim).smaller  # the moments of an adapter are small
     optimizers = [config.optim.name, *([smaller] if smaller else [])]
@@ -208,13 +228,11 @@ def memory_of(config: RunConfig, setup: Setup, network: Network, *, bucket: int,
 def setup_for(config: RunConfig, raw: deepspeed_config.DsConfig, network: Network, ranks: int) -> Setup:
     """Return what decides the memory of a rank."""
     resolved = deepspeed_config.resolve(raw, config, ranks)
-    stage = deepspeed_config.zero_stage(resolved)
-    has_flat = family_of(config.optim).flat_update is not None
     return setup_of(
         config,
         resolved,
         ranks,
-        flat=stage == 0 and has_flat and config.performance.engine != "deepspeed",
+        flat=choose(config.optim, config.performance, resolved) == "flat",
         trained=network.trained,
         frozen_bytes=network.frozen_bytes,
         buffer_bytes=network.buffer_bytes,

@@ -14,6 +14,7 @@ from fastdiff.buffered_writes import WholeFiles
 from fastdiff.checkpoint.async_saves import ANY_NUMBER, AsyncSaves
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config import engine as engines
 from fastdiff.config.cuda_graph import Circumstances, require_static
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
@@ -58,7 +59,6 @@ from fastdiff.training.callbacks.summary import announce
 from fastdiff.training.checkpoints import Checkpoints, restore, return_to
 from fastdiff.training.compiled_code import compiled_code
 from fastdiff.training.ema import Ema
-from fastdiff.training.engines import build as engines
 from fastdiff.training.forward_backward.build import build_forward_backward
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.memory import smaller_batch

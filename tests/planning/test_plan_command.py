@@ -1,6 +1,7 @@
 """``fastdiff plan``: what it prints, that it allocates nothing, and bad input."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -111,8 +112,46 @@ def test_what_the_command_line_fixes_is_not_varied(capsys: pytest.CaptureFixture
 
 
 def test_graphs_are_planned_for_the_engine_that_has_them(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(plan(capsys, *DIT, "--performance.cuda_graph", "--gpus", "8xH100", "--json"))
-    assert {option["zero_stage"] for option in found["options"]} == {0}
+    for flags in (("--performance.cuda_graph",), ("--performance.engine", "flat")):
+        found = json.loads(plan(capsys, *DIT, *flags, "--gpus", "8xH100", "--json"))
+        assert {option["zero_stage"] for option in found["options"]} == {0}
+        assert not found["not_possible"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (
+            ("--performance.cuda_graph", "--deepspeed_config", "zero1"),
+            "--performance.cuda_graph needs the flat engine, .* none with ZeRO stage 1: .*; use --deepspeed_config ddp",
+        ),
+        (
+            ("--performance.cuda_graph", "--performance.precision", "fp16"),
+            "--performance.cuda_graph needs the flat engine, .* none with --performance.precision fp16: .* use bf16",
+        ),
+        (
+            ("--performance.cuda_graph", "--optim.name", "adamw8bit-bnb"),
+            "--performance.cuda_graph needs .* none with --optim.name adamw8bit-bnb: use adamw",
+        ),
+        (
+            ("--performance.engine", "flat", "--deepspeed_config", "zero2"),
+            "--performance.engine flat with ZeRO stage 2: .*; use --deepspeed_config ddp",
+        ),
+        (
+            ("--performance.precision", "fp16", "--deepspeed_config", "ddp"),
+            "fp16 with ZeRO stage 0: .*; use --deepspeed_config zero1",
+        ),
+    ],
+)
+def test_what_no_engine_can_train_is_not_predicted(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], reason: str
+) -> None:
+    """With the reason that a start would give."""
+    found = json.loads(plan(capsys, "--preset", "digits", *flags, "--gpus", "8xH100", "--json"))
+    assert found["options"] == []
+    (refused,) = found["not_possible"]
+    assert re.search(reason, refused["reason"])
+    assert "no option fits" in plan(capsys, "--preset", "digits", *flags, "--gpus", "8xH100")
 
 
 def test_a_gpu_that_is_too_small_is_said_to_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

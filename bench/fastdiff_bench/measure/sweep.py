@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.engine import require_engine
 from fastdiff.errors import ConfigError
 from fastdiff_bench import BenchError
 from fastdiff_bench.measure.workload import Workload
@@ -33,7 +34,8 @@ _HELP = {
     "recompute": "recompute each block in the backward pass",
     "deterministic": "add in a fixed order everywhere; its price: --sweep deterministic=false,true",
     "fp8": "as --performance.fp8; the first 16 steps, which multiply in bf16, are not measured",
-    "cuda_graph": "as --performance.cuda_graph; it has no phases, and the trace is of a step without it",
+    "cuda_graph": "as --performance.cuda_graph; the first 3 steps, up to the capture, are not measured, it has no "
+    "phases, and the trace is of a step without it",
     "loader": "as --data.loader",
 }
 
@@ -90,7 +92,9 @@ def workloads(arguments: argparse.Namespace, device: str) -> list[Workload]:
     named: dict[tuple[str, str], Workload] = {}
     for workload in found:
         try:  # refuse what no machine can run
-            deepspeed_config.resolve(workload.deepspeed_json(), workload.config(Path(), Path()), ranks=1)
+            config = workload.config(Path(), Path())
+            resolved = deepspeed_config.resolve(workload.deepspeed_json(), config, ranks=1)
+            require_engine(config, resolved, device)
         except ConfigError as error:
             raise BenchError(str(error)) from None
         other = named.setdefault((workload.case, workload.provider), workload)

@@ -23,6 +23,7 @@ from fastdiff.config.command_line import config_file
 from fastdiff.config.command_line.data_set import network_flags
 from fastdiff.config.command_line.run_length import add_run_length, samples_flag, sets_samples
 from fastdiff.config.command_line.short_help import short_help
+from fastdiff.config.engine import require_engine
 from fastdiff.config.launch_options import HANG_TIMEOUT_S, Launch
 from fastdiff.config.local_paths import require_local
 from fastdiff.config.networks.user_defined import add_network
@@ -202,8 +203,10 @@ def print_dry_run(config: RunConfig, ds_config: deepspeed_config.DsConfig) -> No
     """Print the resolved configuration and the DeepSpeed JSON as one JSON object, on one rank.
 
     Raises:
-        ConfigError: the optimizer of another package has a wrong class, which is imported for this.
+        ConfigError: no engine can train the run as its flags ask; or the optimizer of another package has a wrong
+            class, which is imported for this.
     """
+    require_engine(config, ds_config)
     if package_of(config.optim.name) is not None:
         optimizer_class(config.optim)
     if os.environ.get("RANK", "0") == "0":

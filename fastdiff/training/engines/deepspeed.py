@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from torch import Tensor, nn
 
 from fastdiff.config.deepspeed import DsConfig, with_sums, zero_stage
+from fastdiff.config.engine import require_loss_scale
 from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
@@ -251,11 +252,7 @@ def _adds_up(batch: BatchConfig, performance: PerformanceConfig, ranks: int) -> 
 
 
 def _check_precision(precision: str, stage: int) -> None:
-    if precision == "fp16" and stage == 0:
-        raise ConfigError(
-            "--performance.precision fp16 with ZeRO stage 0: DeepSpeed does not scale the loss there; "
-            "use --deepspeed_config zero1, or --performance.precision bf16"
-        )
+    require_loss_scale(precision, stage)
     if precision == "fp16" and not get_accelerator().is_fp16_supported():
         raise ConfigError("--performance.precision fp16: this device has no fp16 arithmetic; use bf16 or fp32")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastdiff.batch import Condition
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config.deepspeed import DsConfig
+from fastdiff.config.engine import choose
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log
 from fastdiff.data.loading.batches import empty_batch
@@ -25,7 +26,6 @@ from fastdiff.parallel.world import World
 from fastdiff.planning.memory import RESERVED
 from fastdiff.planning.network import TRACED, Network, read_network
 from fastdiff.planning.options import memory_of
-from fastdiff.training.engines import build as engines
 from fastdiff.training.zero.linear_layers import linear_layers_of
 
 _MOST_ON_CPU = 16
@@ -45,7 +45,7 @@ def with_micro(config: RunConfig, ds_config: DsConfig, data: Data, saved: Checkp
 
     def decide() -> int:
         manifest = None if saved is None else saved.manifest
-        flat = engines.choose(config.optim, config.performance, ds_config, manifest) == "flat"
+        flat = choose(config.optim, config.performance, ds_config, manifest) == "flat"
         kept, encoders = _kept(saved, config.batch.samples, world.size), _encoder_bytes(data)
         return largest(
             config, ds_config, data.info, world.size, world.device, room, flat=flat, encoders=encoders, kept=kept

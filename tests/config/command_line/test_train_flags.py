@@ -516,3 +516,24 @@ def test_flags_mend_a_file_before_its_values_are_checked(
         return
     with pytest.raises(ConfigError, match=f"^{re.escape(message.replace('FILE', f'--config {path}'))}"):
         train_flags.parse(words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--performance.cuda_graph", "--deepspeed_config", "zero1"), "there is none with ZeRO stage 1: "),
+        (
+            ("--performance.engine", "flat", "--deepspeed_config", "zero3"),
+            "--performance.engine flat with ZeRO stage 3",
+        ),
+        (("--performance.precision", "fp16", "--deepspeed_config", "ddp"), "fp16 with ZeRO stage 0: "),
+    ],
+)
+def test_a_dry_run_refuses_what_no_engine_can_train(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a start would, which has a GPU."""
+    assert main(["train", "--preset", "digits", *flags, "--dry-run"]) == 2
+    found = capsys.readouterr()
+    assert message in found.err
+    assert found.out == ""

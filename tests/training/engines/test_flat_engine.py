@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fastdiff.config.deepspeed import resolve
+from fastdiff.config.engine import choose
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models import kernel_choice
 from fastdiff.parallel.world import World
-from fastdiff.training.engines.build import choose
 from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.nights import by_day

@@ -19,6 +19,7 @@ from torch import Tensor
 from fastdiff.batch import Batch
 from fastdiff.config.cuda_graph import Circumstances, require_static
 from fastdiff.config.deepspeed import resolve
+from fastdiff.config.engine import why_not_flat
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
@@ -31,7 +32,6 @@ from fastdiff.parallel.world import World
 from fastdiff.plugins.promises import HostSyncError
 from fastdiff.training import build as building
 from fastdiff.training.engines import flat_sum
-from fastdiff.training.engines.build import why_not_flat
 from fastdiff.training.forward_backward import graph
 from fastdiff.training.forward_backward.cuda_graphs import WARM_UP, CudaGraphs
 from fastdiff.training.loop import train

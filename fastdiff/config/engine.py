@@ -1,0 +1,95 @@
+"""Choice of the engine of a run: the flat one where it can train the run, DeepSpeed otherwise."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from fastdiff.config.cuda_graph import Circumstances, require_static
+from fastdiff.config.deepspeed import DsConfig, zero_stage
+from fastdiff.config.optimizers.registry import family_of, optimizers
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.optim import OptimConfig
+from fastdiff.config.sections.performance import PerformanceConfig
+from fastdiff.errors import require
+
+Kind = Literal["deepspeed", "flat"]
+_OWNED = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16",
+    "fp16", "data_types", "communication_data_type", "zero_optimization", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "timers",
+}  # fmt: skip
+"""Sections of the DeepSpeed JSON that say nothing more than the run does."""
+
+
+def choose(
+    optim: OptimConfig, performance: PerformanceConfig, ds_config: DsConfig, saved: Mapping[str, Any] | None = None
+) -> Kind:
+    """Return the engine of a run.
+
+    Args:
+        optim: of the run.
+        performance: of the run.
+        ds_config: the resolved DeepSpeed JSON.
+        saved: the manifest of the checkpoint that the run resumes from; None: a new run. Under ``auto`` a run of ZeRO-0
+            keeps its engine, if it can: the losses of two engines differ by rounding.
+
+    Raises:
+        ConfigError: the flat engine is asked for, and cannot train this run.
+    """
+    wanted, reason = performance.engine, unsupported(optim, performance, ds_config)
+    require(wanted != "flat" or reason is None, f"--performance.engine flat {reason}")
+    if wanted != "auto":
+        return wanted
+    return "deepspeed" if reason is not None or _keeps_deepspeed(saved) else "flat"
+
+
+def why_not_flat(
+    optim: OptimConfig, performance: PerformanceConfig, ds_config: DsConfig, saved: Mapping[str, Any] | None = None
+) -> str:
+    """Return why ``choose`` takes DeepSpeed, and the remedy; empty: it takes the flat engine."""
+    if choose(optim, performance, ds_config, saved) == "flat":
+        return ""
+    kept = "with a run that DeepSpeed has begun: use --performance.engine flat, whose losses differ by rounding"
+    return unsupported(optim, performance, ds_config) or kept
+
+
+def require_engine(config: RunConfig, ds_config: DsConfig, device: str = "cuda") -> None:
+    """Raise ConfigError if no engine can train a new run, or not the one that a flag or CUDA graphs need.
+
+    Args:
+        config: of the run.
+        ds_config: the resolved DeepSpeed JSON.
+        device: type of its device.
+    """
+    reason = why_not_flat(config.optim, config.performance, ds_config)
+    require_static(Circumstances(config=config, device=device, not_flat=reason))
+    require_loss_scale(config.performance.precision, zero_stage(ds_config))
+
+
+def require_loss_scale(precision: str, stage: int) -> None:
+    """Raise ConfigError for fp16 at ZeRO stage 0."""
+    require(
+        precision != "fp16" or stage > 0,
+        "--performance.precision fp16 with ZeRO stage 0: DeepSpeed does not scale the loss there; "
+        "use --deepspeed_config zero1, or --performance.precision bf16",
+    )
+
+
+def _keeps_deepspeed(saved: Mapping[str, Any] | None) -> bool:
+    return saved is not None and saved.get("zero_stage") == 0 and saved.get("engine", "deepspeed") == "deepspeed"
+
+
+def unsupported(optim: OptimConfig, performance: PerformanceConfig, ds_config: DsConfig) -> str | None:
+    """Return why the flat engine cannot train this run, and the remedy; None if it can."""
+    stage, others = zero_stage(ds_config), sorted(ds_config.keys() - _OWNED)
+    zero = sorted(ds_config.get("zero_optimization", {}).keys() - {"stage"})
+    if stage != 0:
+        return f"with ZeRO stage {stage}: it is for stage 0; use --deepspeed_config ddp"
+    if performance.precision == "fp16":
+        return "with --performance.precision fp16: it does not scale the loss; use bf16 or fp32"
+    if family_of(optim).flat_update is None:
+        names = " or ".join(name for name, family in optimizers().items() if family.flat_update is not None)
+        return f"with --optim.name {optim.name}: use {names}, or --performance.engine deepspeed"
+    if others or zero:
+        named = ", ".join([*others, *(f"zero_optimization.{name}" for name in zero)])
+        return f"with a DeepSpeed JSON that has {named}: remove it, or use --performance.engine deepspeed"
+    return None
