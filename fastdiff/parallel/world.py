@@ -66,6 +66,12 @@ class World:
             torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=self.group)
         return tensor
 
+    def broadcast_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replace ``tensor`` by that of rank 0, in place."""
+        if self.size > 1:
+            torch.distributed.broadcast(tensor, 0, group=self.group)
+        return tensor
+
     def concatenate(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensors ``[n, ...]`` of all ranks, equal in shape, as ``[size * n, ...]`` in rank order."""
         if self.size == 1:

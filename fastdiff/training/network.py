@@ -4,13 +4,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, require
 from fastdiff.models import kernel_choice, load
 from fastdiff.models.build import Model
 from fastdiff.models.family import family_of
@@ -34,6 +35,7 @@ def build_engine(
     apart = deepspeed_config.zero_stage(ds_config) == 3 and not whole
     # Restore weights before DeepSpeed casts and shards them, so that the working copies match the masters.
     model, weights = world.on_all_ranks(lambda: _build_model(config, world, saved, apart=apart))
+    take_weights_of_rank0(model, world)
     manifest = None if saved is None else saved.manifest
     engine = engines.build_engine(model, config, ds_config, world, model.block_classes, manifest)
     world.on_all_ranks(lambda: engine.fill(weights))
@@ -55,6 +57,52 @@ def _build_model(
             model, weights = load.build_network(config, None if saved is None else saved.weights()), iter(())
     kernel_choice.prepare_blocks(model, config.performance, world.device)
     return model, weights
+
+
+@torch.no_grad()
+def take_weights_of_rank0(model: Model, world: World) -> None:
+    """Replace parameters and buffers by those of rank 0, and warn if a rank had others; called by all ranks.
+
+    From then on the ranks exchange gradients alone, so a difference would last: that of nodes which read other files.
+    DistributedDataParallel and DeepSpeed broadcast the rounded weights alone, and a CUDA graph has neither of them.
+
+    Raises:
+        ConfigError: on all ranks, if a rank has other names, shapes or dtypes than rank 0.
+    """
+    if world.size == 1:
+        return
+    named = [*model.named_parameters(), *model.named_buffers()]
+    found = {name: tensor for name, tensor in named if not tensor.is_meta}
+    _require_equal_shapes({name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in found.items()}, world)
+    differing = [name for name, tensor in found.items() if _take_of_rank0(tensor, world)]
+    for rank, names in enumerate(world.gather(differing)):
+        if names and world.is_first:
+            log.warning(
+                f"rank {rank} had other values than rank 0 in {len(names)} of the {len(found)} tensors of the network, "
+                f"first in {names[0]}: all ranks take those of rank 0; check that all nodes have the same files"
+            )
+
+
+def _require_equal_shapes(own: dict[str, str], world: World) -> None:
+    first, *others = world.gather(own)
+    for rank, found in enumerate(others, start=1):
+        for name in sorted(first.keys() | found.keys()):
+            ours, theirs = first.get(name, "none"), found.get(name, "none")
+            require(
+                ours == theirs,
+                f"the network of rank {rank} has {name}: {theirs}, that of rank 0 {ours}; start all ranks with the "
+                "same flags and files",
+            )
+
+
+def _take_of_rank0(tensor: Tensor, world: World) -> bool:
+    """Replace a tensor by that of rank 0, as bytes on the device of the ranks; return whether it was another one."""
+    own = tensor.to(world.device).reshape(-1).view(torch.uint8)
+    first = world.broadcast_(own.clone())
+    if torch.equal(first, own):
+        return False
+    tensor.copy_(first.view(tensor.dtype).view(tensor.shape))
+    return True
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """Flat engine: its losses, skips, resumes and checkpoints beside those of DeepSpeed's ZeRO-0 to 3."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,8 +17,10 @@ from fastdiff.config.deepspeed import resolve
 from fastdiff.config.engine import choose
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
-from fastdiff.models import kernel_choice
+from fastdiff.models import kernel_choice, load
+from fastdiff.models.build import Model
 from fastdiff.parallel.world import World
+from fastdiff.training import network
 from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.nights import by_day
@@ -171,6 +175,60 @@ def test_its_checkpoints_and_those_of_every_stage_fit_each_other(world: World, d
     chained, alone = newest(tmp_path / "chain"), newest(tmp_path / "alone")
     for kind in ("master", "ema/0.9", "exp_avg", "exp_avg_sq"):
         assert distance(chained.full(kind), alone.full(kind)) < 1e-4, kind
+
+
+def built_apart(world: World, digits: Path, folder: Path, stage: int, options: dict[str, Any]) -> list[str]:
+    """Build an engine of a network with other weights and buffers on rank 1; return what is not that of rank 0."""
+    build = load.build_network
+
+    def apart(*given: Any) -> Model:
+        model = build(*given)
+        for value in (*model.parameters(), *model.buffers()):
+            value.data += world.rank
+        return model
+
+    config = run_of(digits, folder, "auto", **options)
+    expected = build(config, None)
+    with mock.patch.object(load, "build_network", apart):
+        model, engine = network.build_engine(config, resolve(launch(stage).deepspeed, config, 2), world, None)
+    values = {name: value.detach() for name, value in (*expected.named_parameters(), *expected.named_buffers())}
+    held = [*model.named_parameters(), *model.named_buffers()]
+    wrong = [name for name, value in held if not torch.equal(value, values[name].to(value.dtype))]
+    for flat in engine.flats:
+        for part in flat.fragments:
+            master = part.of(flat.master)
+            if not torch.equal(master, part.within(values[part.name]).view_as(master)):
+                wrong.append(f"master of {part.name}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("stage", "captured", "precision"), [(0, True, "bf16"), (0, True, "fp32"), (0, False, "bf16"), (1, False, "bf16")]
+)
+def test_all_ranks_begin_with_the_weights_of_rank_0(
+    digits: Path, tmp_path: Path, stage: int, captured: bool, precision: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also the fp32 ones before rounding, and where neither DistributedDataParallel nor DeepSpeed sends them."""
+    options = {"performance__precision": precision, "performance__cuda_graph": captured}
+    assert values(forked_ranks(built_apart, digits, tmp_path, stage, options)) == [[], []]
+    assert "rank 1 had other values than rank 0 in " in capfd.readouterr().err
+
+
+def built_larger(world: World, digits: Path, folder: Path) -> str:
+    """Build an engine whose network is wider on rank 1; return the error."""
+    config = run_of(digits, folder, "flat")
+    config = replace(config, model=replace(config.model, hidden=32 + 32 * world.rank))
+    with pytest.raises(ConfigError) as raised:
+        network.build_engine(config, resolve(launch(0).deepspeed, config, 2), world, None)
+    return str(raised.value)
+
+
+def test_ranks_with_other_networks_are_refused(digits: Path, tmp_path: Path) -> None:
+    first, second = values(forked_ranks(built_larger, digits, tmp_path))
+    assert first == second
+    assert re.match(
+        r"the network of rank 1 has .*: \[384\] .*, that of rank 0 \[192\] .*; start all ranks with the same", first
+    )
 
 
 def test_a_run_keeps_its_engine(
