@@ -18,6 +18,7 @@ from fastdiff.parallel.world import World, start_world, stop_world
 from fastdiff.training.engines import flat_sum
 from fastdiff.training.engines.flat import FlatEngine
 from fastdiff.training.forward_backward import cuda_graphs
+from fastdiff.training.forward_backward.cuda_graphs import Pool
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.loop import train
 from tests.gpu.cases import Case, Inputs, deterministic, each, launch_of
@@ -40,9 +41,9 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     own: Callable[..., Any] = cuda_graphs.CudaGraphs.__call__
 
-    def counted(self: cuda_graphs.CudaGraphs, section: Callable[[], Any]) -> Any:
+    def counted(self: cuda_graphs.CudaGraphs, section: Callable[[], Any], pool: Pool) -> Any:
         found.append(1)
-        return own(self, section)
+        return own(self, section, pool)
 
     monkeypatch.setattr(cuda_graphs.CudaGraphs, "__call__", counted)
     return found
@@ -160,7 +161,7 @@ def capture_a_read() -> float:
     """Try to capture a read by the host; return the number that is read after the error."""
     number = torch.ones((), device="cuda")
     with pytest.raises(ConfigError, match=r"cannot be captured \(.*\); leave the flag out"):
-        cuda_graphs.CudaGraphs(alone())(lambda: number * number.item())
+        cuda_graphs.CudaGraphs(alone())(lambda: number * number.item(), Pool())
     return number.item()
 
 
@@ -175,8 +176,25 @@ def test_a_read_by_the_host_cannot_be_captured(world: World) -> None:
 def test_two_graphs_share_their_memory(world: World) -> None:
     """And each has its own result."""
     number = torch.ones(2**20, device=world.device)
-    capture = cuda_graphs.CudaGraphs(world)
-    first, second = capture(lambda: (number + 1).sum()), capture(lambda: (number + 2).sum())
+    capture, pool = cuda_graphs.CudaGraphs(world), Pool()
+    first, second = (capture(section, pool) for section in (lambda: (number + 1).sum(), lambda: (number + 2).sum()))
     for factor in (1, 3):
         number.fill_(factor)
         assert [float(first()), float(second())] == [(factor + n) * 2**20 for n in (1, 2)]
+
+
+@pytest.mark.gpu
+def test_dropped_graphs_return_their_memory_beside_one_that_stays(world: World) -> None:
+    """And others are captured after them."""
+    number = torch.ones(2**26, device=world.device)
+    capture, pool = cuda_graphs.CudaGraphs(world), Pool()
+    stays = capture(lambda: number.add_(1), Pool())
+    dropped = {"half": capture(lambda: (number * 0.5).sum(), pool), "twice": capture(lambda: (number * 2).sum(), pool)}
+    held = torch.cuda.memory_reserved(world.device)
+    dropped["twice"]()
+    capture.free(dropped)
+    assert not dropped
+    assert torch.cuda.memory_reserved(world.device) <= held - number.nbytes
+    after = capture(lambda: number.sum(), Pool())
+    stays()
+    assert float(after()) == 2 * number.numel()

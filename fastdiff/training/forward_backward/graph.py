@@ -2,24 +2,25 @@
 
 The graph has everything from the random numbers to the sums of gradients and losses. What differs between
 micro-batches enters through a batch of static tensors; weights, sums and tables stay where they are. The first
-micro-batch of a step, which overwrites the sums of gradients, has a graph of its own.
+micro-batch of a step, which overwrites the sums of gradients, has a graph of its own. Where products go from 16 bits
+to FP8, the graphs of the others are dropped, and the next ones captured after a warm-up like the first.
 
 Neither has a collective: the ranks add up their gradients behind the last micro-batch (``engines.flat_sum``). The
 update of the weights is another graph, whose learning rate and shares of averages the host sends; between it and the
-passes the ranks exchange their flags.
+passes the ranks exchange their flags. It outlives the graphs of the passes, so it shares no memory with them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch import Tensor
 
 from fastdiff.batch import Batch
 from fastdiff.diffusion.objective import Objective
-from fastdiff.errors import require
+from fastdiff.errors import ConfigError
 from fastdiff.models.delayed_scales import Forms
 from fastdiff.parallel.world import World
 from fastdiff.training.engines.flat import FlatEngine
-from fastdiff.training.forward_backward.cuda_graphs import CudaGraphs
+from fastdiff.training.forward_backward.cuda_graphs import CudaGraphs, Pool
 from fastdiff.training.forward_backward.micro_batch import ForwardBackward
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
@@ -43,10 +44,17 @@ class GraphForwardBackward(ForwardBackward):
     ) -> None:
         super().__init__(engine, objective, meters, guard)
         self._graphs = CudaGraphs(world)
-        self._passes: dict[tuple[bool, Forms], Callable[[], Tensor]] = {}
-        """By whether the micro-batch is the first of its step, and by the form of its products."""
+        self._passes: dict[bool, Callable[[], Tensor]] = {}
+        """By whether the micro-batch is the first of its step; all have products of the same forms."""
+        self._forms: Forms | None = None
+        self._pool = Pool()
         self._static: Batch | None = None
         engine.capture_update(self._graphs.later)
+
+    @property
+    def captures(self) -> int:
+        """CUDA graphs that were captured so far."""
+        return self._graphs.captured
 
     def __call__(self, batch: Batch) -> None:
         """Take the passes of one micro-batch; ConfigError if the passes cannot be captured."""
@@ -62,10 +70,14 @@ class GraphForwardBackward(ForwardBackward):
 
     def _pass(self) -> Callable[[], Tensor]:
         """Return the passes of the next micro-batch."""
-        kind = self._engine.begins_step, self._engine.module.scales.forms
-        if kind not in self._passes:
-            self._passes[kind] = self._graphs.later(self._section)
-        return self._passes[kind]
+        forms, is_first = self._engine.module.scales.forms, self._engine.begins_step
+        if self._passes and forms != self._forms:
+            self._graphs.free(self._passes)
+            self._pool = Pool()
+        self._forms = forms
+        if is_first not in self._passes:
+            self._passes[is_first] = self._graphs.later(self._section, self._pool)
+        return self._passes[is_first]
 
     def _section(self) -> Tensor:
         """Run the passes of the static batch; return its losses ``[micro]``."""
@@ -76,7 +88,7 @@ class GraphForwardBackward(ForwardBackward):
         return losses.detach()
 
     def _load(self, batch: Batch) -> None:
-        """Copy a batch into the static one; ConfigError for other shapes or dtypes than those of the first."""
+        """Copy a batch into the static one; ConfigError for other conditions, shapes or dtypes than in the first."""
         if self._static is None:
             self._static = Batch(
                 batch.latents.clone(),
@@ -84,17 +96,23 @@ class GraphForwardBackward(ForwardBackward):
                 {name: value.clone() for name, value in batch.condition.items()},
             )
             return
-        for static, new in zip(_tensors(self._static), _tensors(batch), strict=True):
-            require(
-                (new.shape, new.dtype) == (static.shape, static.dtype),  # copy_ would broadcast and cast
-                f"--performance.cuda_graph: a micro-batch has a tensor {list(new.shape)} {new.dtype}, expected "
-                f"{list(static.shape)} {static.dtype} as in the first; leave the flag out",
-            )
-            static.copy_(new)
+        held, given = _tensors(self._static), _tensors(batch)
+        for name in sorted(held.keys() | given.keys()):
+            found, expected = (_described(tensors.get(name)) for tensors in (given, held))
+            if found != expected:  # copy_ would broadcast and cast, and a graph reads what it was captured with
+                raise ConfigError(
+                    f"--performance.cuda_graph: {name} of a micro-batch: {found}, expected {expected} as in the first; "
+                    "leave the flag out",
+                    everywhere=False,
+                )
+        for name, static in held.items():
+            static.copy_(given[name])
 
 
-def _tensors(batch: Batch) -> Iterator[Tensor]:
-    yield batch.latents
-    yield batch.position
-    for name in sorted(batch.condition):
-        yield batch.condition[name]
+def _tensors(batch: Batch) -> dict[str, Tensor]:
+    conditions = {f"condition {name}": value for name, value in batch.condition.items()}
+    return {"latents": batch.latents, "position": batch.position, **conditions}
+
+
+def _described(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"

@@ -16,6 +16,11 @@ class ForwardBackward:
     def __init__(self, engine: Engine, objective: Objective, meters: Meters, guard: StepGuard) -> None:
         self._engine, self._objective, self._meters, self._guard = engine, objective, meters, guard
 
+    @property
+    def captures(self) -> int:
+        """CUDA graphs that were captured so far."""
+        return 0
+
     def __call__(self, batch: Batch) -> None:
         """Take the passes of one micro-batch of this rank; called by all ranks."""
         with self._meters.phase("forward"):

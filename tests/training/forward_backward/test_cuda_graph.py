@@ -5,8 +5,8 @@ Without a GPU a replay runs the captured section again, operation by operation, 
 work on other streams.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -14,7 +14,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from fastdiff.batch import Batch
 from fastdiff.config.cuda_graph import Circumstances, require_static
@@ -28,18 +27,19 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import DdpmConfig, FlowConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError
+from fastdiff.models import delayed_scales, fp8
 from fastdiff.parallel.world import World
 from fastdiff.plugins.promises import HostSyncError
-from fastdiff.training import build as building
 from fastdiff.training.engines import flat_sum
 from fastdiff.training.forward_backward import graph
-from fastdiff.training.forward_backward.cuda_graphs import WARM_UP, CudaGraphs
+from fastdiff.training.forward_backward.cuda_graphs import WARM_UP, Pool
 from fastdiff.training.loop import train
 from tests.gpu.cases import ADM, HYBRID
 from tests.support.dispatch_modes import Replay
 from tests.support.forked import forked_ranks, values
 from tests.support.nights import by_day
 from tests.support.runs import assert_same_checkpoint, hexes, launch, losses, records, tiny
+from tests.support.watched_graphs import Watched, watching
 from tests.training.callbacks.test_divergence import in_step, marred
 
 T = TypeVar("T")
@@ -58,51 +58,6 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 UPDATES = {"kernels": "fastdiff::adamw", "update": "fastdiff::adamw", "update-8bit": "fastdiff::adamw8bit"}
 """Runs whose update a graph holds, with its op; plain torch on a CPU asks the host whether to skip."""
-
-
-class Watched(CudaGraphs):
-    """Captures on a CPU: each replay runs its section again, is watched, and leaves its result where the first did."""
-
-    def __init__(self, world: World) -> None:
-        self._world, self._steps = world, 0
-        self.replays: list[list[Replay]] = []
-        """Of each section that was captured."""
-
-    def __call__(self, section: Callable[[], T]) -> Callable[[], T]:
-        own: list[Replay] = []
-        results: list[T] = []
-        self.replays.append(own)
-
-        def replay() -> T:
-            own.append(Replay())
-            with own[-1]:
-                results.append(section())
-            kept, *new = results
-            if isinstance(kept, Tensor) and new:
-                kept.copy_(new.pop())  # type: ignore[arg-type]
-            results[:] = [kept]
-            return kept
-
-        return replay
-
-    def warm_up(self, section: Callable[[], T]) -> T:
-        return section()
-
-
-@contextmanager
-def watching(kind: type[Watched] = Watched) -> Iterator[list[Watched]]:
-    """Let a CPU capture; yield the captures of each run."""
-    found: list[Watched] = []
-
-    def watched(world: World) -> Watched:
-        found.append(kind(world))
-        return found[-1]
-
-    with (
-        mock.patch.object(graph, "CudaGraphs", watched),
-        mock.patch.object(building, "require_static", return_value=None),
-    ):
-        yield found
 
 
 def names(replay: Replay) -> set[str]:
@@ -173,6 +128,26 @@ def test_all_passes_are_captured_in_one_step(world: World, digits: Path, tmp_pat
     assert [len(own) for own in watched.replays] == [4 - WARM_UP, 3 * (4 - WARM_UP)]
 
 
+def test_graphs_of_other_products_are_dropped(
+    world: World, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in 16 bits with the first step in FP8, before its warm-up: only the graph of the update stays."""
+    monkeypatch.setattr(fp8, "LEAST", 64)
+    monkeypatch.setattr(delayed_scales, "WINDOW", 4)
+    options: dict[str, Any] = {
+        "model": replace(SMALL, depth=3, hidden=64, heads=4, patch=2), "performance__precision": "bf16",
+        "performance__fp8": True, "performance__kernels": "auto,adamw=triton",
+    }  # fmt: skip
+    (watched,) = train_watched(world, with_graph(digits, tmp_path / "graph", 10, **options))
+    train(with_graph(digits, tmp_path / "eager", 10, **options, performance__cuda_graph=False), launch(0), world)
+    assert hexes(losses(tmp_path / "graph")) == hexes(losses(tmp_path / "eager"))
+    assert watched.left == [1]
+    assert [len(own) for own in watched.replays] == [2, 2, 8, 4, 4], "of steps 3 and 4, of all, and from step 7 on"
+    plain, again, update, in_fp8, again_in_fp8 = map(id, watched.pools)
+    assert (plain, in_fp8) == (again, again_in_fp8)
+    assert len({plain, update, in_fp8}) == 3, "a pool whose graphs are gone takes no others"
+
+
 def train_both(world: World, data: Path, folder: Path, options: dict[str, Any]) -> int:
     """Train with and without graphs, the gradients in several chunks; return the number of captures."""
     with watching() as found, mock.patch.object(flat_sum, "_CHUNK_BYTES", 2**14):
@@ -215,6 +190,14 @@ def test_its_numbers_are_those_of_a_run_without_it(
     assert_same_checkpoint(tmp_path / "graph", tmp_path / "eager")
 
 
+@pytest.mark.nightly
+def test_losses_of_four_ranks_differ_by_the_order_of_a_sum(digits: Path, tmp_path: Path) -> None:
+    """DistributedDataParallel cuts the gradient elsewhere."""
+    options = {"batch__micro": 4, "performance__precision": "fp32"}
+    values(forked_ranks(train_both, digits, tmp_path, options, ranks=4))
+    assert losses(tmp_path / "graph") == pytest.approx(losses(tmp_path / "eager"), rel=5e-7)
+
+
 def test_a_run_that_goes_from_one_rank_to_two_and_back_is_that_without_it(
     world: World, digits: Path, tmp_path: Path
 ) -> None:
@@ -255,26 +238,35 @@ def test_a_rewind_leaves_all_memory_where_the_graphs_find_it(world: World, tmp_p
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (Batch(torch.zeros(1, 1, 8, 8), torch.zeros(4), {}), r"tensor \[1, 1, 8, 8\] .*, expected \[4, 1, 8, 8\] .* "),
-        (Batch(torch.zeros(4, 1, 8, 8).half(), torch.zeros(4), {}), r"torch\.float16, expected .* torch\.float32 "),
+        ({"latents": torch.ones(1, 1, 8, 8)}, r"latents of a micro-batch: \[1, 1, 8, 8\] .*, expected \[4, 1, 8, 8\] "),
+        ({"latents": torch.ones(4, 1, 8, 8).half()}, r"latents .* torch\.float16, expected .* torch\.float32 "),
+        ({"condition": {"pooled": torch.ones(4, 2)}}, r"condition context .*: none, expected \[4, 2\] torch\.float32 "),
+        (
+            {"condition": {"context": torch.ones(4, 2), "pooled": torch.ones(4, 2)}},
+            r"condition pooled .*: \[4, 2\] torch\.float32, expected none ",
+        ),
     ],
 )
-def test_another_batch_than_the_first_is_refused(other: Batch, message: str) -> None:
-    """``copy_`` would broadcast or cast it."""
+def test_another_batch_than_the_first_is_refused(other: dict[str, Any], message: str) -> None:
+    """``copy_`` would broadcast or cast it, and a condition of another name would be that of the first."""
     none: Any = mock.Mock()
     with watching():
         passes = graph.GraphForwardBackward(none, none, none, none, none)
-    passes._load(Batch(torch.zeros(4, 1, 8, 8), torch.zeros(4), {}))
-    with pytest.raises(ConfigError, match=message + "as in the first; leave the flag out"):
-        passes._load(other)
+    first = Batch(torch.zeros(4, 1, 8, 8), torch.zeros(4), {"context": torch.zeros(4, 2)})
+    passes._load(first)
+    with pytest.raises(ConfigError, match=message + ".*as in the first; leave the flag out") as raised:
+        passes._load(replace(first, position=torch.ones(4), **other))
+    assert not raised.value.everywhere, "so that it is printed on the node of its rank"
+    assert passes._static is not None
+    assert not passes._static.position.any(), "nothing of it is there"
 
 
 class Changed(Watched):
     """Watches a section that reads a number of the host, which is another one in each replay."""
 
-    def __call__(self, section: Callable[[], T]) -> Callable[[], T]:
+    def __call__(self, section: Callable[[], T], pool: Pool) -> Callable[[], T]:
         tensor: Any = section
-        return super().__call__(lambda: tensor() * float(sum(map(len, self.replays))))
+        return super().__call__(lambda: tensor() * float(sum(map(len, self.replays))), pool)
 
 
 def test_the_watch_sees_what_a_graph_would_freeze(
