@@ -73,7 +73,8 @@ def run(workload: Workload, peers: Sequence[str], effort: interleaved.Effort, de
     folder = Path(tempfile.mkdtemp(prefix="fastdiff-bench-peers-"))
     try:
         entries = _entries(workload, peers, folder)
-        results = interleaved.run_interleaved([entry.program for entry in entries], effort, device=device)
+        programs, effort = [entry.program for entry in entries], stepping.warmed(effort, workload)
+        results = interleaved.run_interleaved(programs, effort, device=device)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for entry in entries:
@@ -123,7 +124,8 @@ def _entries(workload: Workload, peers: Sequence[str], folder: Path) -> list[_En
     count = _BATCHES * config.batch.samples
     shards = synthetic.write(folder / "shards", config.model, count)
     cached, online = (f"{workload.case}, {kind}" for kind in ("cached", "online"))
-    workloads = [workload] + ([replace(workload, deepspeed="zero3")] if "plain" in peers else [])
+    # ZeRO-3 has no CUDA graph.
+    workloads = [workload] + ([replace(workload, deepspeed="zero3", cuda_graph=None)] if "plain" in peers else [])
     entries = {
         each.provider: _Entry(
             interleaved.Program(each.provider, stepping.run_fastdiff, (each, shards)), cached, True, each.facts

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fastdiff.models.cost.flops import training_flops
 from fastdiff.planning.gpus import of_device
+from fastdiff.training.forward_backward.cuda_graphs import WARM_UP
 from fastdiff_bench import BenchError
 from fastdiff_bench.measure.interleaved import Effort, Program, Result, run_interleaved
 from fastdiff_bench.measure.largest_batch import DoesNotFit
@@ -24,6 +25,8 @@ BENCH = "step"
 PHASES = ("data", "objective", "forward", "backward", "optimizer", "ema", "other")
 """Phases of a step; "other" is the remainder."""
 _MARKED_ROUNDS = 2
+_ONCE = {"last_compilation": "torch.compile recompiled", "last_capture": "a CUDA graph was captured"}
+"""Facts: the last step that did what belongs to the warm-up."""
 _PARTS = {"compiled_anew": "compiled", "from_cache": "from a cache"}
 
 
@@ -63,6 +66,7 @@ def step(
         log: gets the measurements as soon as they exist: first the unmarked steps, later the marked ones.
     """
     found = Stepped(workload)
+    effort = warmed(effort, workload)
     marked = 0 if workload.cuda_graph else _MARKED_ROUNDS
 
     def write(result: Result) -> None:
@@ -85,11 +89,18 @@ def step(
     return found
 
 
+def warmed(effort: Effort, workload: Workload) -> Effort:
+    """Return the effort with a warm-up that has the capture of CUDA graphs, if the workload has them."""
+    return replace(effort, warm_up=max(effort.warm_up, WARM_UP + 1)) if workload.cuda_graph else effort
+
+
 def problems(result: Result, warm_up: int) -> list[str]:
     """List the problems of figures from ``fastdiff_bench.trainers.ours`` after ``warm_up`` steps."""
-    found, last, breaks = [], result.facts["last_compilation"], result.facts["graph_breaks"]
-    if isinstance(last, int) and last > warm_up:
-        found.append(f"torch.compile recompiled in step {last}, after the {warm_up} steps of warm-up")
+    found, breaks = [], result.facts["graph_breaks"]
+    for fact, what in _ONCE.items():
+        last = result.facts[fact]
+        if isinstance(last, int) and last > warm_up:
+            found.append(f"{what} in step {last}, after the {warm_up} steps of warm-up")
     if breaks:
         found.append(f"{breaks} graph breaks: the blocks are not compiled as a whole")
     if result.allocation_retries:
@@ -107,7 +118,7 @@ def peak(workload: Workload, data: Path, device: str, limit_seconds: float, batc
         DoesNotFit: it ran out of memory.
         BenchError: it failed in another way.
     """
-    effort = Effort(rounds=2, steps=1, warm_up=2, limit_seconds=limit_seconds)
+    effort = warmed(Effort(rounds=2, steps=1, warm_up=2, limit_seconds=limit_seconds), workload)
     result = _run(replace(workload, batch=batch), data, effort, device)
     if result.out_of_memory:
         raise DoesNotFit(result.failure)

@@ -41,9 +41,9 @@ def run(
 
     Facts: ``parameters``, ``device`` (its name), ``micro`` (samples of a micro-batch), ``start_s`` (from the start
     of the process until all is built and compiled), ``compiled_anew`` and ``from_cache`` (parts of graphs that were
-    compiled until then, or loaded), ``graph_breaks`` and
-    ``compilations`` of torch.compile so far, ``last_compilation`` (the last step that compiled, counted from 1; 0:
-    none); with ``traced`` also ``trace``, the path of the trace.
+    compiled until then, or loaded), ``graph_breaks`` and ``compilations`` of torch.compile so far, ``last_compilation``
+    and ``last_capture`` (the last step that compiled, or captured a CUDA graph, counted from 1; 0: none); with
+    ``traced`` also ``trace``, the path of the trace.
 
     Args:
         timer: of this process.
@@ -117,7 +117,8 @@ class AfterStep(Callback):
 
     def __init__(self, timer: StepTimer, unmarked: int | None = None) -> None:
         self._timer, self._steps, self._unmarked = timer, 0, unmarked
-        timer.facts["compilations"] = timer.facts["last_compilation"] = timer.facts["graph_breaks"] = 0
+        self._captures = 0
+        timer.facts |= dict.fromkeys(("compilations", "last_compilation", "graph_breaks", "last_capture"), 0)
 
     def on_step(self, state: TrainState) -> None:
         """Record the facts, then end the step."""
@@ -125,6 +126,8 @@ class AfterStep(Callback):
         compilations = counters["stats"]["unique_graphs"]
         if compilations != facts["compilations"]:
             facts["compilations"], facts["last_compilation"] = compilations, self._steps
+        if state.forward_backward.captures != self._captures:
+            self._captures, facts["last_capture"] = state.forward_backward.captures, self._steps
         facts["graph_breaks"] = counters["graph_break"].total()
         self._timer.after_step()
         if self._unmarked is not None and self._timer.sessions > self._unmarked:

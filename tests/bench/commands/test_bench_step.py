@@ -18,7 +18,7 @@ from fastdiff.config.presets import preset
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.models.cost.flops import training_flops
 from fastdiff_bench.__main__ import main
-from fastdiff_bench.measure import largest_batch, roofline, stepping
+from fastdiff_bench.measure import largest_batch, roofline, stepping, sweep
 from fastdiff_bench.measure.interleaved import Result
 from fastdiff_bench.measure.session import Steps
 from fastdiff_bench.measure.synthetic import write
@@ -222,7 +222,7 @@ def test_compilations_and_graph_breaks_are_named() -> None:
         return x * 2
 
     compiled = torch.compile(broken, backend="eager")
-    state: Any = None
+    state: Any = SimpleNamespace(forward_backward=SimpleNamespace(captures=0))
     for x in (torch.ones(2), torch.ones(2), torch.ones(2, dtype=torch.float64), torch.ones(2)):
         compiled(x)
         callback.on_step(state)
@@ -235,8 +235,46 @@ def test_compilations_and_graph_breaks_are_named() -> None:
     assert again.startswith("torch.compile recompiled in step 3")
     assert breaks.endswith("graph breaks: the blocks are not compiled as a whole")
     assert len(stepping.problems(result, warm_up=3)) == 1
+    state.forward_backward.captures += 2
+    callback.on_step(state)
+    assert (
+        stepping.problems(result, warm_up=4)[0] == "a CUDA graph was captured in step 5, after the 4 steps of warm-up"
+    )
+    assert len(stepping.problems(result, warm_up=5)) == 1
     result.sessions += [Steps([1.0], allocation_retries=2), Steps([1.0], allocation_retries=3)]
     assert "retried 5 times" in stepping.problems(result, warm_up=3)[-1]
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_captures_and_steps_before_fp8_are_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Graphs are captured in the third step, which is the last of the warm-up, and all steps multiply in FP8."""
+    found, problems = [], stepping.problems
+
+    def noted(result: Result, warm_up: int) -> list[str]:
+        found.append(result.facts)
+        return problems(result, warm_up)
+
+    monkeypatch.setattr(stepping, "problems", noted)
+    monkeypatch.setattr(stepping, "run_fastdiff", programs.watched)
+    monkeypatch.setattr(sweep, "require_engine", lambda *_: None)
+    network = ["--model", "depth=3", "hidden=64", "heads=4", "patch=2", "--precision", "bf16", "--fp8", "--no-compile"]
+    command = [
+        "step",
+        "--smoke",
+        "--device",
+        "cpu",
+        "--deepspeed-config",
+        "ddp",
+        "--batch",
+        "8",
+        "--cuda-graph",
+        *network,
+    ]
+    assert main([*command, "--out", str(tmp_path)]) == 0
+    assert "problem" not in capsys.readouterr().out
+    assert [(facts["last_capture"], facts["in_16_bits"]) for facts in found] == [(3, 0)]
 
 
 @pytest.mark.parametrize(
@@ -252,6 +290,7 @@ def test_compilations_and_graph_breaks_are_named() -> None:
         ("--batch 8 --micro 3", "8 is not divisible by 3"),
         ("--kernels fast", "'fast' is none of auto"),
         ("--deepspeed-config zero9", "zero9: no such file; expected the path of one, or a name: ddp, zero1"),
+        ("--cuda-graph --deepspeed-config ddp", "--performance.cuda_graph on a cpu: .* leave the flag out"),
         ("--find-batch --batch 8", "leave out batch and micro"),
         ("--find-batch --sweep batch=8", "leave out batch and micro"),
         ("--find-batch --memory -1", "--memory -1.0: GiB, above 0"),

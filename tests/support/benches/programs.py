@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 
+from fastdiff.training.state import TrainState
 from fastdiff_bench.measure import roofline
 from fastdiff_bench.measure.roofline import Limits
 from fastdiff_bench.measure.session import Enough, StepTimer
@@ -133,11 +134,38 @@ def ours(
     ours.run(timer, workload, data, unmarked, traced)
 
 
+def watched(
+    timer: StepTimer,
+    workload: Workload,
+    data: Path,
+    unmarked: int | None = None,
+    traced: tuple[Path, int] | None = None,
+) -> None:
+    """fastdiff's own loop, with CUDA graphs that run operation by operation; it counts steps that end in 16 bits."""
+    from fastdiff.models import fp8
+    from fastdiff.models.delayed_scales import PLAIN
+    from fastdiff_bench.trainers import ours
+    from tests.support.watched_graphs import watching
+
+    on_step, in_16_bits = ours.AfterStep.on_step, 0
+
+    def counted(self: ours.AfterStep, state: TrainState) -> None:
+        nonlocal in_16_bits
+        in_16_bits += state.scales.forms == PLAIN
+        timer.facts["in_16_bits"] = in_16_bits
+        on_step(self, state)
+
+    patches = mock.patch.object(fp8, "LEAST", 64), mock.patch.object(ours.AfterStep, "on_step", counted)
+    with watching(), patches[0], patches[1]:
+        ours.run(timer, workload, data, unmarked, traced)
+
+
 def growing(timer: StepTimer, workload: Workload, data: Path, unmarked: int | None, *, failing: bool = False) -> None:
     """Hold so much memory per sample of the batch in every step."""
     from fastdiff_bench.measure.stepping import PHASES
 
-    compiled = dict.fromkeys(("graph_breaks", "compilations", "last_compilation", "compiled_anew", "from_cache"), 0)
+    names = ("graph_breaks", "compilations", "last_compilation", "last_capture", "compiled_anew", "from_cache")
+    compiled = dict.fromkeys(names, 0)
     timer.ready(parameters=1, device="cpu", start_s=1.0, **compiled)
     while True:
         held = torch.ones(workload.samples * PER_SAMPLE // 4)
