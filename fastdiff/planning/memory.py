@@ -28,6 +28,8 @@ class Memory:
     """Sums of gradients; under ZeRO-1 and 2 without accumulation they exist in the pass alone."""
     buffers: float
     """Buckets that the engine keeps."""
+    graphs: float
+    """What CUDA graphs of the passes keep: activations and workspace, which are 0 then."""
     activations: float
     """The most that a pass has at once: what is kept for its backward pass, temporaries, and gradients of weights."""
     workspace: float
@@ -42,7 +44,8 @@ class Memory:
     @property
     def held(self) -> float:
         """Bytes between two steps, gradients included."""
-        return self.weights + self.masters + self.moments + self.averages + self.gradients + self.buffers
+        state = self.weights + self.masters + self.moments + self.averages
+        return state + self.gradients + self.buffers + self.graphs
 
     @property
     def peak(self) -> float:
@@ -97,8 +100,9 @@ def memory(
         averages=static["averages"],
         gradients=gradients,
         buffers=_kept_buckets(setup, n, own, sums, min(n, bucket)),
-        activations=passes,
-        workspace=workspace,
+        graphs=passes + workspace if setup.captured else 0.0,
+        activations=0.0 if setup.captured else passes,
+        workspace=0.0 if setup.captured else workspace,
         update=_update(setup, n, own, sums, grown=gradients == 0) if on_cpu else 0.0,
         save=max(saved - freed, 0.0) if on_cpu and saves else 0.0,
         validation=max(max(copies, default=0.0) - freed, 0.0),
@@ -109,7 +113,12 @@ def _kept_buckets(setup: Setup, n: int, own: int, sums: int, bucket: int) -> flo
     """Return the bytes of buckets that stay: DistributedDataParallel's, and the one of ZeRO-3."""
     if setup.stage == 3:
         return bucket * sums
-    return n * own if setup.stage == 0 and setup.ranks > 1 else 0.0
+    return n * own if _has_buckets(setup) else 0.0
+
+
+def _has_buckets(setup: Setup) -> bool:
+    """Whether gradients are views of the buckets of DistributedDataParallel."""
+    return setup.stage == 0 and setup.ranks > 1 and not setup.captured
 
 
 def _pass(setup: Setup, traced: Traced, n: int, own: int, sums: int, bucket: int, *, held: bool) -> tuple[float, float]:
@@ -125,9 +134,9 @@ def _pass(setup: Setup, traced: Traced, n: int, own: int, sums: int, bucket: int
         held: whether the sums are part of what is held.
     """
     micro = setup.micro
-    if setup.stage == 0 and setup.ranks > 1:
-        return traced.peak(micro, 0.0), 0.0  # gradients are views of the buckets
-    if setup.ranks == 1:
+    if _has_buckets(setup):
+        return traced.peak(micro, 0.0), 0.0
+    if setup.ranks == 1 or setup.stage == 0:
         return traced.peak(micro, 1.0), 0.0
     if setup.stage == 3:
         # All weights are gathered for both passes; a bucket's gradients are there as they came, joined, and cut.

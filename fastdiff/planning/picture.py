@@ -17,6 +17,7 @@ _CLASSES = {
     "moments": "#9ae6b4",
     "averages": "#b794f4",
     "buffers": "#718096",
+    "graphs": "#9c4221",
     "activations": "#dd6b20",
     "workspace": "#f6ad55",
     "update, save or validation": "#cbd5e0",

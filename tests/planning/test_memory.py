@@ -170,6 +170,11 @@ def test_predicted_memory_is_measured(case: Case, tmp_path: Path) -> None:
     assert found.peak / measured == pytest.approx(1, abs=0.1), f"{measured / 2**20:.0f} MiB measured, {found}"
 
 
+NOTHING = Traced(
+    matmul=0.0, convolution=0.0, attention=0.0, short_attention=0.0, bytes=0.0, launches=0, saved=0.0, peaks=()
+)
+
+
 @pytest.mark.parametrize("quantize", ["none", "8bit", "4bit"])
 def test_the_weights_of_a_lora_are_those_of_its_network(quantize: Any) -> None:
     """Trained, frozen and quantised ones, against the network with values; the passes then need less."""
@@ -187,6 +192,23 @@ def test_the_weights_of_a_lora_are_those_of_its_network(quantize: Any) -> None:
     assert found.passes[False].matmul < 0.8 * whole.passes[False].matmul, "no gradients of frozen weights"
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_graphs_keep_the_memory_of_the_passes_beside_a_validation(ranks: int) -> None:
+    """By hand, as below: with gradients of weights in the pass, and no bucket on two ranks."""
+    setup = Setup(
+        trained=1000, frozen_bytes=0, buffer_bytes=0, ranks=ranks, stage=0, flat=True, offload=False, precision="bf16",
+        sums="fp32", optimizer="adamw", averages=1, micro=4, recompute=False, several=True,
+    )  # fmt: skip
+    traced = replace(NOTHING, saved=10.0, peaks=((10.0, 2000.0),))
+    eager = memory(setup, traced, validates=True)
+    graph = memory(replace(setup, captured=True), traced, validates=True)
+    assert (graph.graphs, graph.activations) == (4 * 10 + 2 * 1000, 0)
+    assert (eager.graphs, eager.activations) == (0, 4 * 10 + (2 * 1000 if ranks == 1 else 0))
+    assert (eager.buffers, graph.buffers) == ((ranks - 1) * 2 * 1000, 0)
+    assert graph.peak - graph.held == graph.validation == 2 * 1000
+    assert graph.held == eager.held - eager.buffers + graph.graphs
+
+
 @pytest.mark.parametrize(("bucket", "in_bucket"), [(300, 300), (5000, 1000)])
 def test_zero3_keeps_a_bucket_and_passes_gradients_through_it(bucket: int, in_bucket: int) -> None:
     """By hand: 1000 weights in bf16, sums of gradients in fp32; a bucket holds no more than there is."""
@@ -194,16 +216,7 @@ def test_zero3_keeps_a_bucket_and_passes_gradients_through_it(bucket: int, in_bu
         trained=1000, frozen_bytes=64, buffer_bytes=0, ranks=2, stage=3, flat=False, offload=False, precision="bf16",
         sums="fp32", optimizer="adamw", averages=1, micro=4, recompute=False, several=True,
     )  # fmt: skip
-    traced = Traced(
-        matmul=0.0,
-        convolution=0.0,
-        attention=0.0,
-        short_attention=0.0,
-        bytes=0.0,
-        launches=0,
-        saved=10.0,
-        peaks=((10.0, 2000.0),),
-    )
+    traced = replace(NOTHING, saved=10.0, peaks=((10.0, 2000.0),))
     found = memory(setup, traced, bucket=bucket)
     assert found.buffers == 4 * in_bucket
     assert found.workspace == 2 * 1000 + 64, "all weights are gathered"

@@ -56,6 +56,8 @@ class Setup:
     recompute: bool
     several: bool
     """Whether a step adds up several gradients."""
+    captured: bool = False
+    """Whether CUDA graphs hold the passes of the flat engine."""
 
     @property
     def state_bytes(self) -> int:
@@ -144,6 +146,7 @@ def setup_of(
         micro=config.batch.per_rank(ranks),
         recompute=performance.recompute,
         several=ranks * config.batch.accumulation(ranks) > 1,
+        captured=performance.cuda_graph,
     )
 
 
