@@ -23,9 +23,10 @@ def drawn_on(device: torch.device) -> Iterator[None]:
     def build(config: ModelConfig, *, seed: int = 0, **options: Any) -> Model:
         if device.type == "cpu" or not family_of(config).draws_on_meta:
             return build_model(config, seed=seed, **options)
-        with torch.random.fork_rng(), torch.device(device):
-            torch.manual_seed(seed)
-            return family_of(config).build(config, seed=seed & (2**64 - 1), **options)
+        seed &= 2**64 - 1
+        torch.manual_seed(seed)
+        with torch.device(device):
+            return family_of(config).build(config, seed=seed, **options)
 
     with patch.object(load, "build_model", build):
         yield
