@@ -33,7 +33,12 @@ def private(folder: Path) -> Path:
 
 def local_folder() -> Path:
     """Return a folder on this node, for files between its processes; OSError as ``private``."""
-    return private(Path(tempfile.gettempdir()) / f"fastdiff-{os.getuid()}")
+    return private(Path(tempfile.gettempdir()) / local_name())
+
+
+def local_name() -> str:
+    """Return the name of the user's folder on a node."""
+    return f"fastdiff-{os.getuid()}"
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:

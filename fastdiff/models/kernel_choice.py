@@ -64,6 +64,13 @@ def backends(
     return forced
 
 
+def compiles_any(
+    optim: OptimConfig, performance: PerformanceConfig, device: torch.device, optimizer_device: torch.device
+) -> bool:
+    """Whether ``torch.compile`` compiles blocks of the model or an op."""
+    return compiles(performance, device) or "compile" in backends(optim, performance, device, optimizer_device).values()
+
+
 def _is_offloaded(
     family: OptimizerFamily, forced: Mapping[str, Backend], device: torch.device, optimizer_device: torch.device
 ) -> bool:

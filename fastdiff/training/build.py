@@ -193,7 +193,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
         # Refuses a loader that does not work before anything is built; DALI is tried on the device of each rank.
         world.on_all_ranks(lambda: choose_loader(config.data, world.device))
     world.on_rank0(lambda: require_usable(config.output.report_to))
-    keep_code = stack.enter_context(compiled_code(config, world))
+    keep_code = stack.enter_context(compiled_code(config, world, _optimizer_device(ds_config, world)))
     stack.enter_context(deterministic(config.performance.deterministic))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.performance.allow_tf32
     folder = Path(config.output.folder)
@@ -362,7 +362,7 @@ def _choose_backends(
     kind = world.on_rank0(lambda: engines.choose(*asked))
     run = Circumstances(config=config, device=world.device.type, not_flat=engines.why_not_flat(*asked))
     world.on_rank0(lambda: require_static(run))
-    where = torch.device("cpu") if deepspeed_config.offloads_optimizer(ds_config) else world.device
+    where = _optimizer_device(ds_config, world)
 
     def choose() -> list[kernel_choice.Row]:
         rows = kernel_choice.choices(config, world.device, optimizer_device=where, flat=kind == "flat")
@@ -374,6 +374,10 @@ def _choose_backends(
         dispatch.forced(**kernel_choice.backends(config.optim, config.performance, world.device, where))
     )
     return kernel_choice.in_words(chosen)
+
+
+def _optimizer_device(ds_config: deepspeed_config.DsConfig, world: World) -> torch.device:
+    return torch.device("cpu") if deepspeed_config.offloads_optimizer(ds_config) else world.device
 
 
 def _claim(folder: Path, stack: ExitStack) -> None:

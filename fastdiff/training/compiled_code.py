@@ -1,17 +1,26 @@
 """Compiled code of a run on all ranks: taken from an earlier run at the start, kept after the first step."""
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json, plugins
 from fastdiff.console import log
 from fastdiff.models import kernel_choice
-from fastdiff.models.compile_cache.cache import SUFFIX, VARIABLES, CompileCache, open_cache
+from fastdiff.models.compile_cache.cache import (
+    SUFFIX,
+    VARIABLES,
+    CompileCache,
+    Kept,
+    NotWholeError,
+    is_inherited,
+    open_cache,
+)
 from fastdiff.models.compile_cache.environment import describe, key_of
 from fastdiff.parallel.world import World
 from fastdiff.plurals import counted
@@ -23,13 +32,19 @@ _SECTIONS = ("model", "lora", "performance")
 
 
 @contextmanager
-def compiled_code(config: RunConfig, world: World) -> Iterator[Callback]:
+def compiled_code(config: RunConfig, world: World, optimizer_device: torch.device) -> Iterator[Callback]:
     """Use the code of an earlier run, if this one compiles any, and yield the callback that keeps it; on all ranks.
 
     A folder that cannot be used, or that the environment names, is told and costs no more than the time of
     compilation.
+
+    Args:
+        config: of the run.
+        world: the ranks.
+        optimizer_device: device of the optimizer step.
     """
-    if not (world.device.type == "cuda" or kernel_choice.compiles(config.performance, world.device)):
+    compiles = kernel_choice.compiles_any(config.optim, config.performance, world.device, optimizer_device)
+    if not (world.device.type == "cuda" or compiles):
         yield Callback()
         return
     if given := _given():
@@ -39,7 +54,7 @@ def compiled_code(config: RunConfig, world: World) -> Iterator[Callback]:
         return
     facts = {**describe(world.device), **_of_run(config)}
     with ExitStack() as stack:
-        cache, problem = _open(facts, stack)
+        cache, problem = _open(facts, stack, compiles=compiles)
         key = key_of(facts)
         others = world.gather((key, problem, None if cache is None else cache.source))
         if world.is_first:
@@ -52,16 +67,17 @@ def compiled_code(config: RunConfig, world: World) -> Iterator[Callback]:
 
 
 def _given() -> str:
-    """Return the settings of the user, in words; torch sets the first variable itself, to its default."""
-    default = None
-    if "torch._inductor" in sys.modules:
-        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+    """Return the folders that the user names, in words.
 
-        default = default_cache_dir()
-    given = {name: value for name in VARIABLES if (value := os.environ.get(name))}
-    return " and ".join(
-        f"{name}={value}" for name, value in given.items() if default is None or not Path(value).is_relative_to(default)
-    )
+    A process that has compiled names folders to those that it starts, too: those of its run, or torch's default.
+    """
+    named = {name: value for name in VARIABLES if (value := os.environ.get(name)) and not is_inherited(name, value)}
+    if not named:
+        return ""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # its import takes a second
+
+    default = default_cache_dir()
+    return " and ".join(f"{name}={value}" for name, value in named.items() if not Path(value).is_relative_to(default))
 
 
 def _of_run(config: RunConfig) -> dict[str, Any]:
@@ -71,10 +87,10 @@ def _of_run(config: RunConfig) -> dict[str, Any]:
     return {name: recorded[name] for name in _SECTIONS} | own
 
 
-def _open(facts: dict[str, Any], stack: ExitStack) -> tuple[CompileCache | None, str | None]:
+def _open(facts: dict[str, Any], stack: ExitStack, *, compiles: bool) -> tuple[CompileCache | None, str | None]:
     """Return the cache and what is wrong with its pack, or with the cache."""
     try:
-        cache = stack.enter_context(open_cache(facts))
+        cache = stack.enter_context(open_cache(facts, compiles=compiles))
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return None, f"{where}{error.strerror or error}"
@@ -93,41 +109,60 @@ def _tell(cache: CompileCache | None, source: Path | None, problems: list[str]) 
 
 
 class KeepCode(Callback):
-    """Writes the pack after the first step, which has compiled everything, and again at the end if there is more."""
+    """Writes the pack after the first step, which has compiled everything, and later if there is more.
+
+    It looks again after steps 2, 4, 8, and so on, and at the end: other sizes of images are compiled later, and what
+    cannot be written now may be then. It does nothing after an error, when a compiler may still be writing.
+    """
 
     def __init__(self, cache: CompileCache, *, is_keeper: bool, tells: bool) -> None:
         self._cache = cache
         self._is_keeper = is_keeper
         self._tells = tells
-        self._has_stepped = False
+        self._steps = 0
+        self._told: str | None = None
 
     def on_step(self, state: TrainState) -> None:
-        """Keep the code once."""
-        if not self._has_stepped:
-            self._has_stepped = True
-            self._cache.complete()
-            self._keep()
+        """Keep the code if it is time to look."""
+        self._steps += 1
+        if self._steps.bit_count() == 1:
+            self._keep(is_last=False)
 
-    def close(self) -> None:
-        """Keep what was compiled since the first step."""
-        if self._has_stepped:
-            self._keep()
+    def on_end(self, state: TrainState) -> None:
+        """Keep what was compiled since then."""
+        self._keep(is_last=True)
 
-    def _keep(self) -> None:
-        if not self._is_keeper:
+    def on_preempted(self, state: TrainState) -> None:
+        """Keep it: the run has ended between two steps."""
+        self._keep(is_last=True)
+
+    def _keep(self, *, is_last: bool) -> None:
+        if not (self._is_keeper and self._steps):
             return
         try:
             kept = self._cache.keep()
-        except (OSError, ValueError) as error:
-            self._is_keeper = False
-            reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        except NotWholeError as error:
+            if is_last:
+                self._warn(str(error))
+        except OSError as error:
+            self._warn(error.strerror or str(error))
+        except ValueError as error:
+            self._is_keeper = False  # it only grows
+            self._warn(str(error))
+        else:
+            if kept is not None and self._tells:
+                self._tell(kept)
+
+    def _warn(self, reason: str) -> None:
+        if reason != self._told:
+            self._told = reason
             log.warning(
-                f"compiled code: {self._cache.pack} cannot be written ({reason}); the next start compiles again"
+                f"compiled code: {self._cache.pack} cannot be written ({reason}); until it is, the next start compiles "
+                "again"
             )
-            return
-        if kept is not None and self._tells:
-            removed = f"; removed {counted(kept.removed, 'old pack')}" if kept.removed else ""
-            size = kept.size / 2**20
-            log.info(
-                f"compiled code: {counted(kept.kernels, 'kernel')} kept in {self._cache.pack} ({size:.1f} MiB){removed}"
-            )
+
+    def _tell(self, kept: Kept) -> None:
+        removed = f"; removed {counted(kept.removed, 'old pack')}" if kept.removed else ""
+        size = kept.size / 2**20
+        kernels = counted(kept.kernels, "kernel")
+        log.info(f"compiled code: {kernels} kept in {self._cache.pack} ({size:.1f} MiB){removed}")

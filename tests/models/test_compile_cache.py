@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from fastdiff.models.compile_cache import cache as caches
-from fastdiff.models.compile_cache import environment, pack
-from fastdiff.models.compile_cache.cache import CompileCache, open_cache
+from fastdiff.models.compile_cache import environment, node_folders, pack
+from fastdiff.models.compile_cache.cache import CompileCache, NotWholeError, open_cache
 from fastdiff.models.compile_cache.pack import DamagedPackError
 from fastdiff.private_folders import cache_folder, private
 
@@ -52,13 +53,13 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_pack_brings_the_code_to_another_folder(written: Path, tmp_path: Path) -> None:
     """Locks stay behind, and Triton's list names the files where they are now."""
     there = tmp_path / "node-b"
-    assert pack.unpack(written, there, FACTS) == 3
     names = {"inductor/ab/k.main.so", "triton/K/k.cubin", "triton/K/__grp__k.json"}
-    assert pack.members(there) == pack.names_in(written, FACTS) == names
+    assert pack.unpack(written, there, FACTS) == (names, 3)
+    assert pack.members(there) == names
     assert (there / "triton/K/k.cubin").read_bytes() == b"triton/K/k.cubin" * 100
     [listed] = json.loads((there / "triton/K/__grp__k.json").read_text())["child_paths"].values()
     assert listed == str(there / "triton/K/k.cubin")
-    assert pack.unpack(written, there, FACTS) == 0
+    assert pack.unpack(written, there, FACTS) == (names, 0)
     assert written.stat().st_mode & 0o777 == 0o600
 
 
@@ -136,18 +137,17 @@ def test_the_cache_folder_is_the_users() -> None:
 
 
 def step(cache: CompileCache, *names: str) -> None:
-    """Compile and take a step."""
+    """Compile."""
     for name in names:
         (cache.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (cache.folder / name).write_bytes(name.encode())
-    cache.complete()
 
 
 def test_a_run_leaves_its_code_to_the_next_one_on_another_node(
     places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert caches.in_words() == f"none kept yet in {places}"
-    with open_cache(FACTS) as first:
+    with open_cache(FACTS, compiles=False) as first:
         assert first.source is None
         assert os.environ["TRITON_CACHE_DIR"] == str(first.folder / "triton")
         step(first, "inductor/ab/k.main.so")
@@ -157,54 +157,41 @@ def test_a_run_leaves_its_code_to_the_next_one_on_another_node(
         assert first.keep() is None, "nothing is new"
     assert "TRITON_CACHE_DIR" not in os.environ
     assert caches.in_words() == f"1 pack (0.0 MiB) in {places}"
-    with open_cache(FACTS) as again:
+    with open_cache(FACTS, compiles=False) as again:
         assert again.source == again.folder
     (tmp_path / "other").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "other"))
-    with open_cache(FACTS) as second:
+    with open_cache(FACTS, compiles=False) as second:
         assert (second.source, second.kernels) == (places / second.pack.name, 1)
         assert second.keep() is None
-    with open_cache({**FACTS, "torch": "3"}) as third:
+    with open_cache({**FACTS, "torch": "3"}, compiles=False) as third:
         assert third.source is None
-
-
-def test_what_a_run_left_that_was_killed_before_its_first_step_is_removed(places: Path) -> None:
-    """The linker may have been writing. While another run uses the folder, its code stays."""
-    with open_cache(FACTS) as killed:
-        torn = killed.folder / "inductor/ab/torn.main.so"
-        torn.parent.mkdir(parents=True)
-        torn.write_bytes(b"")
-        with open_cache(FACTS):
-            assert torn.exists()
-    with open_cache(FACTS):
-        assert not torn.exists()
 
 
 def test_a_run_goes_on_without_its_folder(places: Path) -> None:
     """Nodes clean their temporary folder."""
-    with open_cache(FACTS) as cache:
+    with open_cache(FACTS, compiles=False) as cache:
         shutil.rmtree(cache.folder)
-        step(cache)
         assert cache.keep() is None
 
 
 def test_a_file_that_is_being_linked_is_not_packed(places: Path) -> None:
-    with open_cache(FACTS) as cache:
+    with open_cache(FACTS, compiles=False) as cache:
         step(cache, "inductor/ab/k.main.so", "inductor/locks/k.lock")
-        with caches._locked(cache.folder / "inductor/locks/k.lock"):
-            assert cache.keep() is None
+        with FileLock(cache.folder / "inductor/locks/k.lock"), pytest.raises(NotWholeError, match="was compiling"):
+            cache.keep()
         assert cache.keep() is not None
 
 
 def test_a_damaged_pack_is_told_and_replaced(places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_cache(FACTS) as first:
+    with open_cache(FACTS, compiles=False) as first:
         step(first, "inductor/ab/k.main.so")
         first.keep()
     tear(first.pack)
-    with open_cache(FACTS) as second:
+    with open_cache(FACTS, compiles=False) as second:
         assert "it is damaged" in str(second.problem)
         assert second.keep() is not None
-    with open_cache(FACTS) as third:
+    with open_cache(FACTS, compiles=False) as third:
         assert third.problem is None
 
 
@@ -216,7 +203,7 @@ def test_old_packs_make_room(places: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (places / "gone.zip.1-00000000.tmp").write_bytes(b"")
     os.utime(places / "gone.zip.1-00000000.tmp", (1, 1))
     monkeypatch.setattr(caches, "_MOST_BYTES", 2000)
-    with open_cache(FACTS) as cache:
+    with open_cache(FACTS, compiles=False) as cache:
         step(cache, "inductor/ab/k.main.so")
         kept = cache.keep()
     assert kept is not None
@@ -226,7 +213,7 @@ def test_old_packs_make_room(places: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_pack_has_a_largest_size(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack, "LARGEST", 100)
-    with open_cache(FACTS) as cache:
+    with open_cache(FACTS, compiles=False) as cache:
         step(cache, "inductor/ab/k.main.so")
         with pytest.raises(ValueError, match="larger than"):
             cache.keep()
@@ -234,12 +221,12 @@ def test_a_pack_has_a_largest_size(places: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_node_keeps_the_folders_that_were_used_last(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caches, "_MOST_FOLDERS", 2)
+    monkeypatch.setattr(node_folders, "_MOST_FOLDERS", 2)
     folders = []
     for number in range(3):
-        with open_cache({**FACTS, "torch": str(number)}) as cache:
+        with open_cache({**FACTS, "torch": str(number)}, compiles=False) as cache:
             folders.append(cache.folder)
-        os.utime(cache.folder / ".lock", (number + 1, number + 1))
+        os.utime(cache.folder / ".users", (number + 1, number + 1))
     assert [folder.exists() for folder in folders] == [False, True, True]
 
 

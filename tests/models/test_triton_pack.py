@@ -1,12 +1,12 @@
 """Triton's own cache in a pack: its lists of files hold absolute paths, which differ on another node."""
 
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 from fastdiff.models.compile_cache import pack
+from fastdiff_bench.measure.warm_start import note_calls
 
 COMPILE = """
 import sys
@@ -33,9 +33,7 @@ def test_triton_compiles_nothing_on_another_node(tmp_path: Path) -> None:
     find = "from triton import knobs; print(knobs.nvidia.ptxas.path)"
     real = subprocess.run([sys.executable, "-c", find], env=variables, check=True, capture_output=True, text=True)
     ptxas, calls = tmp_path / "ptxas", tmp_path / "calls"
-    note = f'case "$*" in *--version*) ;; *) echo "$*" >> {shlex.quote(str(calls))} ;; esac'
-    ptxas.write_text(f'#!/bin/sh\n{note}\nexec {shlex.quote(real.stdout.strip())} "$@"\n')
-    ptxas.chmod(0o755)
+    note_calls(ptxas, real.stdout.strip(), calls)
 
     def compile_in(folder: Path) -> tuple[str, int]:
         calls.write_text("")
@@ -43,7 +41,7 @@ def test_triton_compiles_nothing_on_another_node(tmp_path: Path) -> None:
         command = [sys.executable, str(tmp_path / "kernel.py")]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-        return done.stdout, len(calls.read_text().splitlines())
+        return done.stdout, sum("--version" not in call for call in calls.read_text().splitlines())
 
     cold, compiled = compile_in(tmp_path / "node-a")
     assert compiled == 1

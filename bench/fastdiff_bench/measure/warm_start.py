@@ -53,14 +53,18 @@ def pair(network: str, folder: Path, environment: Mapping[str, str]) -> tuple[Co
 
 
 def _noting(folder: Path, calls: Path) -> Path:
-    """Make scripts that note the call of a compiler and become it; return their folder."""
+    """Make scripts in place of compilers; return their folder."""
     folder.mkdir()
     for name in _COMPILERS:
         if found := shutil.which(name):
-            path = folder / name
-            path.write_text(f'#!/bin/sh\necho {name} >> {shlex.quote(str(calls))}\nexec {shlex.quote(found)} "$@"\n')
-            path.chmod(0o755)
+            note_calls(folder / name, found, calls)
     return folder
+
+
+def note_calls(script: Path, program: str, calls: Path) -> None:
+    """Make a script that adds a line with its arguments to ``calls`` and becomes the program."""
+    script.write_text(f'#!/bin/sh\necho "$*" >> {shlex.quote(str(calls))}\nexec {shlex.quote(program)} "$@"\n')
+    script.chmod(0o755)
 
 
 def _start(network: str, folder: Path, node: Path, calls: Path, variables: Mapping[str, str]) -> Compilation:

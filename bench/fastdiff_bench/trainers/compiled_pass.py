@@ -37,7 +37,6 @@ def main(argv: Sequence[str]) -> None:
         model = build_model(config).compile_blocks()
         latents, condition = dry_inputs(config, model.inputs, 1)
         model(latents, torch.zeros(1, dtype=torch.int64), **condition).mean().backward()
-        cache.complete()
         cache.keep()
         told = {"graphs": compiled.graphs, "anew": compiled.anew, "kernels": cache.kernels}
         publish(Path(mark), json.dumps(told).encode(), durable=False)

@@ -6,32 +6,36 @@ there. The pack is where all nodes see it. A process takes part with ``open_cach
 
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastdiff.files import is_temporary, open_lock
+from fastdiff.files import is_temporary
 from fastdiff.models.compile_cache import pack
 from fastdiff.models.compile_cache.compiler import without_compiler
 from fastdiff.models.compile_cache.environment import key_of
+from fastdiff.models.compile_cache.node_folders import joined, was_killed
 from fastdiff.plurals import counted
-from fastdiff.private_folders import cache_folder, local_folder, private
+from fastdiff.private_folders import cache_folder, local_folder, local_name, private
 
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 """Environment variables of torch and Triton for their folders, and ours."""
-_COMPLETE, _LOCK = ".complete", ".lock"
-"""Entries of the folder: code of a run that has taken a step is there, and the lock of those who use it."""
-_FOLDER = "compiled"
+_FOLDER, _HEADERS = "compiled", "headers"
+"""Name of the folder of folders, and of the one with precompiled headers, which any code may use."""
 SUFFIX = ".zip"
 """Of the name of a pack."""
-_MOST_BYTES, _MOST_FOLDERS = 2**31, 16
-"""What packs may take together, and how many folders a node keeps; the least recently used ones are removed."""
+_MOST_BYTES = 2**31
+"""What packs may take together; the least recently used ones are removed."""
 _KILLED_S = 3600.0
 """Age of a temporary file that nobody writes any more."""
+
+
+class NotWholeError(Exception):
+    """The folder may hold half a file; the message says why."""
 
 
 @dataclass(slots=True)
@@ -62,52 +66,56 @@ class CompileCache:
     @property
     def kernels(self) -> int:
         """Compiled kernels in the folder: C++ of torch.compile on a CPU, cubins of Triton."""
-        return sum(name.endswith((".main.so", ".cubin")) for name in pack.members(self.folder))
-
-    def complete(self) -> None:
-        """Note that a run has taken a step, so its code is whole; nothing if the node has removed the folder."""
-        with suppress(OSError):
-            (self.folder / _COMPLETE).touch()
+        return _kernels(pack.members(self.folder))
 
     def keep(self) -> Kept | None:
         """Write a pack if there is code that the last one lacks; return what was done.
 
         Raises:
+            NotWholeError: some of the code may be half a file, now or as long as the folder is used.
             OSError: it cannot be written.
             ValueError: it is too large.
         """
         names = pack.members(self.folder)
-        if names <= self._packed or _is_compiling(self.folder):  # its files are not whole yet
+        if names <= self._packed:
             return None
-        self._packed = names
+        # Asked now: what was half a file when the names were read is whole, or locked still, or of a killed process.
+        if _is_compiling(self.folder):
+            raise NotWholeError("another process was compiling")
+        if was_killed(self.folder):
+            raise NotWholeError("a process was killed that compiled, too, or the node has removed files")
         size = pack.write(self.pack, self.folder, names, self.facts)
-        return Kept(self.kernels, size, _remove_old(self.pack))
+        self._packed = names
+        return Kept(_kernels(names), size, _remove_old(self.pack))
 
     def _fill(self) -> None:
         """Take from the pack what the folder lacks."""
         self.source = self.folder if self.kernels else None
         try:
-            if pack.unpack(self.pack, self.folder, self.facts):
-                self.source = self.pack
-            self._packed = pack.names_in(self.pack, self.facts)
-            os.utime(self.pack)
+            self._packed, written = pack.unpack(self.pack, self.folder, self.facts)
         except FileNotFoundError:
-            pass
+            return
         except pack.DamagedPackError as error:
             self.problem = f"{self.pack}: {error}"
+            return
         except OSError as error:
             self.problem = f"{error.filename or self.pack}: {error.strerror}"
+            return
+        if written:
+            self.source = self.pack
+        with suppress(OSError):  # it counts as used at its age then
+            os.utime(self.pack)
 
 
 @contextmanager
-def open_cache(facts: Mapping[str, Any]) -> Iterator[CompileCache]:
+def open_cache(facts: Mapping[str, Any], *, compiles: bool = True) -> Iterator[CompileCache]:
     """Let torch.compile and Triton work in the folder of this node, filled with what earlier runs have compiled.
 
-    Processes of a node share the folder. The first one removes what a run left that was killed before its first step,
-    perhaps in the middle of a file.
+    Processes of a node share the folder (``node_folders``).
 
     Args:
         facts: what the code depends on, as JSON values.
+        compiles: torch.compile is used; otherwise it is not even imported.
 
     Raises:
         OSError: a folder cannot be made or is not of this user alone.
@@ -115,21 +123,27 @@ def open_cache(facts: Mapping[str, Any]) -> Iterator[CompileCache]:
     key = key_of(facts)
     packs = private(cache_folder() / _FOLDER)
     folders = private(local_folder() / _FOLDER)
-    cache = CompileCache(private(folders / key), packs / f"{key}{SUFFIX}", facts)
     with ExitStack() as stack:
-        lock = open_lock(cache.folder / _LOCK)
-        stack.callback(os.close, lock)
-        os.utime(lock)
-        if _is_first(lock):
-            if not (cache.folder / _COMPLETE).exists():
-                _empty(cache.folder)
-            _remove_unused(folders, cache.folder)
-        cache._fill()
-        (cache.folder / _COMPLETE).unlink(missing_ok=True)
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        cache = stack.enter_context(joined(folders, key, partial(_filled, packs / f"{key}{SUFFIX}", facts)))
         stack.enter_context(_variables(cache.folder))
-        stack.enter_context(without_compiler(cache.folder, is_warm=cache.source is not None, device=facts["device"]))
+        if compiles:
+            # With a GPU, C++ is compiled for an optimizer alone, whose few kernels do not pay for precompiled headers.
+            precompiles = cache.source is None and facts["device"] == "cpu"
+            headers = stack.enter_context(joined(folders, _HEADERS, Path)) if precompiles else None
+            stack.enter_context(without_compiler(cache.folder, headers))
         yield cache
+
+
+def _filled(path: Path, facts: Mapping[str, Any], folder: Path) -> CompileCache:
+    cache = CompileCache(folder, path, facts)
+    cache._fill()
+    return cache
+
+
+def is_inherited(name: str, value: str) -> bool:
+    """Return whether a process that started this one has set the variable in ``open_cache``."""
+    folder = Path(value)
+    return folder.name == VARIABLES[name] and folder.parts[-4:-2] == (local_name(), _FOLDER)
 
 
 def in_words() -> str:
@@ -144,16 +158,6 @@ def in_words() -> str:
     return f"{counted(len(sizes), 'pack')} ({sum(sizes) / 2**20:.1f} MiB) in {folder}"
 
 
-def _is_first(lock: int) -> bool:
-    """Lock for all others if nobody uses the folder; otherwise wait until it is filled, and share it."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        return False
-    return True
-
-
 @contextmanager
 def _variables(folder: Path) -> Iterator[None]:
     """Name the folders to torch and Triton, also in child processes."""
@@ -163,47 +167,34 @@ def _variables(folder: Path) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            os.environ.pop(name)
+            os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
 
 
+def _kernels(names: set[str]) -> int:
+    return sum(name.endswith((".main.so", ".cubin")) for name in names)
+
+
 def _is_compiling(folder: Path) -> bool:
     """Return whether a process of any run compiles C++ in the folder: the linker writes its file in place."""
-    for path in folder.glob("inductor/locks/*.lock"):
-        with _locked(path) as is_free:
-            if not is_free:
-                return True
-    return False
+    return any(map(_is_held, folder.glob("inductor/locks/*.lock")))
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Hold the lock and yield True, or False if another process holds it."""
-    with ExitStack() as stack:
-        lock = open_lock(path)
-        stack.callback(os.close, lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.name != _LOCK:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _remove_unused(folders: Path, own: Path) -> None:
-    """Remove the folders of other code that nobody uses, but for the newest."""
-    found = sorted((path for path in folders.iterdir() if path != own), key=_used, reverse=True)
-    for path in found[_MOST_FOLDERS - 1 :]:
-        with suppress(OSError), _locked(path / _LOCK) as is_free:
-            if is_free:
-                shutil.rmtree(path, ignore_errors=True)
+def _is_held(path: Path) -> bool:
+    """Return whether another process holds a lock of torch."""
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may ask at the same time
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(lock)
 
 
 def _remove_old(own: Path) -> int:
@@ -226,7 +217,7 @@ def _remove_old(own: Path) -> int:
 
 
 def _used(path: Path) -> float:
-    """Return when a pack or a folder was used last; 0 if it is gone."""
+    """Return when a pack was used last; 0 if it is gone."""
     with suppress(OSError):
-        return (path / _LOCK if path.is_dir() else path).stat().st_mtime
+        return path.stat().st_mtime
     return 0.0

@@ -18,26 +18,29 @@ _QUESTIONS = frozenset({"--version", "-v"})
 
 
 @contextmanager
-def without_compiler(folder: Path, *, is_warm: bool, device: str) -> Iterator[None]:
-    """Keep the compiler's answers in ``folder``, and precompile headers only for a first compilation on a CPU.
+def without_compiler(folder: Path, headers: Path | None) -> Iterator[None]:
+    """Keep the compiler's answers in ``folder``.
 
     Args:
         folder: with the code.
-        is_warm: the code has been compiled. What is still missing takes half a second more per kernel then.
-        device: of the network. With a GPU, C++ is compiled for an optimizer alone, whose few kernels do not pay for
-            precompiled headers.
+        headers: where to precompile headers, instead of torch's own folder, which a killed compiler leaves with half of
+            one, and every later compilation fails; None: they are not precompiled, and each kernel that is compiled
+            takes half a second more.
     """
     from torch._inductor import codecache, cpp_builder  # their import takes seconds
 
     builder, codes = vars(cpp_builder), vars(codecache)
-    before = builder["subprocess"], codes["_precompile_header"]
+    patched: dict[str, Any] = {"_precompile_header": _as_it_is}
+    if headers is not None:
+        patched = {"_HEADER_DIR": str(headers), "_HEADER_LOCK_DIR": str(headers / "locks")}
+    before, asked = {name: codes[name] for name in patched}, builder["subprocess"]
     builder["subprocess"] = _Answers(folder / _ANSWERS)
-    if is_warm or device != "cpu":
-        codes["_precompile_header"] = _as_it_is
+    codes.update(patched)
     try:
         yield
     finally:
-        builder["subprocess"], codes["_precompile_header"] = before
+        builder["subprocess"] = asked
+        codes.update(before)
 
 
 def _as_it_is(header: str, *_: Any, **__: Any) -> str:

@@ -79,17 +79,8 @@ def _complete_first(name: str) -> tuple[bool, str]:
     return PurePosixPath(name).name.startswith(_GROUP), name
 
 
-def names_in(path: Path, facts: Mapping[str, Any]) -> set[str]:
-    """Return the names of the entries of a pack, none if there is none; errors as ``unpack``."""
-    try:
-        with _opened(path, facts) as archive:
-            return set(archive.namelist())
-    except FileNotFoundError:
-        return set()
-
-
-def unpack(path: Path, folder: Path, facts: Mapping[str, Any]) -> int:
-    """Write the entries of a pack that a cache folder lacks, each at once, and return their number.
+def unpack(path: Path, folder: Path, facts: Mapping[str, Any]) -> tuple[set[str], int]:
+    """Write the entries of a pack that a cache folder lacks, each at once.
 
     Others may use the folder meanwhile. What precedes an error stays, and is usable.
 
@@ -98,6 +89,9 @@ def unpack(path: Path, folder: Path, facts: Mapping[str, Any]) -> int:
         folder: the cache folder, of this user alone.
         facts: what the code must depend on.
 
+    Returns:
+        The names of all entries, and how many of them were written.
+
     Raises:
         FileNotFoundError: there is no pack.
         DamagedPackError: it is torn, of another user or another machine, or too large.
@@ -105,6 +99,7 @@ def unpack(path: Path, folder: Path, facts: Mapping[str, Any]) -> int:
     """
     written = 0
     with _opened(path, facts) as archive:
+        names = set(archive.namelist())
         for info in archive.infolist():
             name = PurePosixPath(info.filename)
             if name.is_absolute() or ".." in name.parts:
@@ -118,7 +113,7 @@ def unpack(path: Path, folder: Path, facts: Mapping[str, Any]) -> int:
             make_parents(target)
             publish(target, content, 0o600, masked=False, durable=False)
             written += 1
-    return written
+    return names, written
 
 
 def _moved(group: bytes, folder: Path) -> bytes:
