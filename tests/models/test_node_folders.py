@@ -57,7 +57,7 @@ def link(cache: CompileCache, name: str = NAME) -> None:
 
 
 def is_link(record: Operation) -> bool:
-    return record["op"] == "write" and record["path"].endswith(".main.so")
+    return bool(record["op"] == "write" and record["path"].endswith(".main.so"))
 
 
 def compile_and_die(place: Path, die_at: Any, name: str = NAME) -> None:
@@ -229,9 +229,9 @@ def test_code_of_torch_is_compiled_again_after_a_kill_past_the_first_step(tmp_pa
     """The linker has written half of a second graph's file; the first one comes from the pack."""
     (tmp_path / "script.py").write_text(COMPILE)
     compiler, words = tmp_path / "g++", {"real": shutil.which("g++"), "links": tmp_path / "links"}
-    variables = {"FASTDIFF_CACHE": str(tmp_path / "home"), "TMPDIR": str(tmp_path), "CXX": str(compiler)}
-    variables |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    command = [sys.executable, tmp_path / "script.py", "2", "3"]
+    places = {"FASTDIFF_CACHE": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
+    variables: dict[str, Any] = {**places, "CXX": str(compiler), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    command: list[str | Path] = [sys.executable, tmp_path / "script.py", "2", "3"]
 
     compiler.write_text(TEAR_THE_SECOND.format(**words))
     compiler.chmod(0o755)

@@ -87,11 +87,12 @@ def test_folders_that_a_parent_process_names_are_not_the_users(
     assert {os.environ[name] for name in VARIABLES} == {str(cache.folder / name) for name in VARIABLES.values()}
     child = "from fastdiff.training.compiled_code import _given; print([_given()])"
     assert run(["python", "-c", child], TMPDIR=str(tmp_path)).output.splitlines()[-1] == "['']"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
-    monkeypatch.setenv("TRITON_CACHE_DIR", f"{default_cache_dir()}/triton/0")
-    assert _given() == ""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "own"))
-    assert _given() == f"TRITON_CACHE_DIR={tmp_path / 'own'}"
+    with monkeypatch.context() as patched:  # ends before the cache
+        patched.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+        patched.setenv("TRITON_CACHE_DIR", f"{default_cache_dir()}/triton/0")
+        assert _given() == ""
+        patched.setenv("TRITON_CACHE_DIR", str(tmp_path / "own"))
+        assert _given() == f"TRITON_CACHE_DIR={tmp_path / 'own'}"
 
 
 def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path: Path) -> None:
