@@ -120,7 +120,6 @@ class KeepCode(Callback):
         self._is_keeper = is_keeper
         self._tells = tells
         self._steps = 0
-        self._told: str | None = None
 
     def on_step(self, state: TrainState) -> None:
         """Keep the code if it is time to look."""
@@ -154,12 +153,9 @@ class KeepCode(Callback):
                 self._tell(kept)
 
     def _warn(self, reason: str) -> None:
-        if reason != self._told:
-            self._told = reason
-            log.warning(
-                f"compiled code: {self._cache.pack} cannot be written ({reason}); until it is, the next start compiles "
-                "again"
-            )
+        log.warning(  # which drops what it has said before
+            f"compiled code: {self._cache.pack} cannot be written ({reason}); until it is, the next start compiles again"
+        )
 
     def _tell(self, kept: Kept) -> None:
         removed = f"; removed {counted(kept.removed, 'old pack')}" if kept.removed else ""
