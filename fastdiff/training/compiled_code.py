@@ -153,9 +153,9 @@ class KeepCode(Callback):
                 self._tell(kept)
 
     def _warn(self, reason: str) -> None:
-        log.warning(  # which drops what it has said before
-            f"compiled code: {self._cache.pack} cannot be written ({reason}); until it is, the next start compiles again"
-        )
+        """Say it; the log says each thing once."""
+        told = f"{self._cache.pack} cannot be written ({reason}); until it is, the next start compiles again"
+        log.warning(f"compiled code: {told}")
 
     def _tell(self, kept: Kept) -> None:
         removed = f"; removed {counted(kept.removed, 'old pack')}" if kept.removed else ""
