@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from fastdiff.errors import Preempted
 from fastdiff.models.compile_cache import node_folders, pack
 from fastdiff.models.compile_cache.cache import CompileCache, NotWholeError, open_cache
 from fastdiff.private_folders import local_name
@@ -173,6 +174,19 @@ def test_an_error_counts_as_a_kill_and_its_code_comes_from_the_pack(tmp_path: Pa
         assert not cache.folder.exists()
         assert again.source == again.pack
         assert pack.members(again.folder) == {NAME}
+
+
+def test_a_preempted_run_leaves_its_folder_whole(tmp_path: Path, moved: Any) -> None:
+    """Its ranks leave one after the other, and one of them still keeps the code."""
+    moved(tmp_path)
+    with suppress(Preempted), opened() as cache:
+        with suppress(Preempted), opened():
+            raise Preempted("asked to stop")
+        link(cache)
+        assert cache.keep() is not None
+        raise Preempted("asked to stop")
+    with opened() as again:
+        assert again.source == cache.folder
 
 
 def test_a_compiler_that_outlives_its_run_leaves_no_folder_to_trust(tmp_path: Path, moved: Any) -> None:

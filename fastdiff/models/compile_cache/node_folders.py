@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from fastdiff.errors import Preempted
 from fastdiff.files import open_lock
 from fastdiff.private_folders import private
 
@@ -32,7 +33,7 @@ Filled = TypeVar("Filled")
 
 @contextmanager
 def joined(folders: Path, key: str, fill: Callable[[Path], Filled]) -> Iterator[Filled]:
-    """Work in the folder of some code; an error counts as a kill, because a compiler may still write.
+    """Work in the folder of some code; an error but Preempted counts as a kill, because a compiler may still write.
 
     Args:
         folders: of this user on this node, one per key.
@@ -49,9 +50,12 @@ def joined(folders: Path, key: str, fill: Callable[[Path], Filled]) -> Iterator[
             entry = folder / _USERS / secrets.token_hex(8)
             stack.enter_context(_entry(entry))
             filled = fill(folder)
-        yield filled
-        with suppress(OSError):  # the node may have removed it; an entry that stays is as safe as that of a kill
-            entry.unlink()
+        try:
+            yield filled
+        except Preempted:  # between two steps, where nothing is compiled
+            _leave(entry)
+            raise
+        _leave(entry)
 
 
 def was_killed(folder: Path) -> bool:
@@ -70,6 +74,11 @@ def _entry(path: Path) -> Iterator[None]:
     finally:
         _entered.discard(own)
         os.close(lock)
+
+
+def _leave(entry: Path) -> None:
+    with suppress(OSError):  # the node may have removed it; an entry that stays is as safe as that of a kill
+        entry.unlink()
 
 
 @contextmanager
