@@ -342,6 +342,7 @@ def test_a_missing_flag_comes_with_a_complete_command(
         (["--", "--preset", "digist"], "did you mean digits"),
         (["--", "--preset", "digits", "--optim.lrr", "1"], "--optim.lr"),
         (["--", "--preset", "digits", "--batch.samples", "60", "--samples", "60"], "is not divisible by"),
+        (["--", "--preset", "digits", "--performance.cuda_graph"], "there is none with ZeRO stage 1: "),
         (["--", "--preset", "digits", "--deepspeed_config", "none.json"], "none.json"),
         (["--preset", "digits"], None),
         ([], "the flags of the run go after a --"),

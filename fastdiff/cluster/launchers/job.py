@@ -12,6 +12,7 @@ from pathlib import Path
 from fastdiff.cluster.preflight.run_folder import check_run_folder
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.command_line import train_flags
+from fastdiff.config.engine import require_engine
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import plugins
 from fastdiff.config.sections.performance import Device
@@ -56,7 +57,7 @@ class Job:
         launch, config = train_flags.parse(self.flags)
         ranks = self.nodes * self.ranks_per_node
         config.batch.require_divisible(ranks)
-        deepspeed_config.resolve(launch.deepspeed, config, ranks)
+        require_engine(config, deepspeed_config.resolve(launch.deepspeed, config, ranks))
         try:
             if not launch.dry_run:
                 _check_trackers(config.output.report_to, elsewhere=elsewhere)
