@@ -14,6 +14,7 @@ import torch
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError
+from fastdiff.models import delayed_scales, fp8
 from fastdiff.parallel.world import World, start_world, stop_world
 from fastdiff.training.engines import flat_sum
 from fastdiff.training.engines.flat import FlatEngine
@@ -21,7 +22,7 @@ from fastdiff.training.forward_backward import cuda_graphs
 from fastdiff.training.forward_backward.cuda_graphs import Pool
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.loop import train
-from tests.gpu.cases import Case, Inputs, deterministic, each, launch_of
+from tests.gpu.cases import DIT, Case, Inputs, deterministic, each, launch_of
 from tests.support.runs import assert_same_checkpoint, hexes, losses, newest, train_losses
 from tests.support.servers.ports import reserved_port
 
@@ -105,6 +106,36 @@ def test_the_allocator_gets_no_more_memory_after_the_captures(
     assert len(captures) == min(2, accumulation) + 1
     assert len(segments) == STEPS
     assert segments[8] == segments[-1]
+
+
+@pytest.mark.parametrize(("on", "case"), each(CASES[:1], []), indirect=["on"])
+def test_graphs_in_bf16_are_dropped_with_the_first_step_in_fp8(
+    on: torch.device, case: Case, world: World, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    captures: list[int],
+) -> None:  # fmt: skip
+    """Their memory returns to the device, and losses are those of a run without graphs."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 products begin with sm_89")
+    monkeypatch.setattr(fp8, "LEAST", 64)
+    monkeypatch.setattr(delayed_scales, "WINDOW", 4)
+    reserved: list[int] = []
+    free = cuda_graphs.CudaGraphs.free
+
+    def watched(self: cuda_graphs.CudaGraphs, replays: Any) -> None:
+        reserved.append(torch.cuda.memory_reserved(on))
+        free(self, replays)
+        reserved.append(torch.cuda.memory_reserved(on))
+
+    monkeypatch.setattr(cuda_graphs.CudaGraphs, "free", watched)
+    own = {"model": replace(DIT, depth=3, hidden=64), "performance__fp8": True}
+    for name in ("graph", "eager"):
+        config = inputs.run(case, tmp_path / name, 12, **options(case, captured=name == "graph"), **own)
+        train(config, launch_of("0"), world)
+    assert len(captures) == 2 + 2 + 1, "of both passes in bf16 and in FP8, and of the update"
+    before, after = reserved
+    assert after < before
+    assert hexes(losses(tmp_path / "graph")) == hexes(losses(tmp_path / "eager"))
+    assert_same_checkpoint(tmp_path / "graph", tmp_path / "eager")
 
 
 @pytest.mark.parametrize(("on", "case"), each(CASES[:2], []), indirect=["on"])
