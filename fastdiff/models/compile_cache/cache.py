@@ -18,7 +18,7 @@ from fastdiff.files import is_temporary
 from fastdiff.models.compile_cache import pack
 from fastdiff.models.compile_cache.compiler import without_compiler
 from fastdiff.models.compile_cache.environment import key_of
-from fastdiff.models.compile_cache.node_folders import joined, was_killed
+from fastdiff.models.compile_cache.node_folders import is_held, joined, was_killed
 from fastdiff.plurals import counted
 from fastdiff.private_folders import cache_folder, local_folder, local_name, private
 
@@ -178,23 +178,7 @@ def _kernels(names: set[str]) -> int:
 
 def _is_compiling(folder: Path) -> bool:
     """Return whether a process of any run compiles C++ in the folder: the linker writes its file in place."""
-    return any(map(_is_held, folder.glob("inductor/locks/*.lock")))
-
-
-def _is_held(path: Path) -> bool:
-    """Return whether another process holds a lock of torch."""
-    try:
-        lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may ask at the same time
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(lock)
+    return any(is_held(path, fcntl.flock) for path in folder.glob("inductor/locks/*.lock"))
 
 
 def _remove_old(own: Path) -> int:

@@ -141,14 +141,18 @@ def _users(folder: Path) -> set[bool]:
 
 def _lives(entry: Path) -> bool | None:
     """Return whether the process of an entry lives, None if it has left."""
-    if (os.getpid(), entry) in _entered:  # closing any descriptor of the file would release its lock
-        return True
+    # Of an own entry no descriptor may be opened: to close any of them would release its lock.
+    return True if (os.getpid(), entry) in _entered else is_held(entry, fcntl.lockf)
+
+
+def is_held(path: Path, lock: Callable[[int, int], object]) -> bool | None:
+    """Return whether another process holds a file by this kind of lock, None if the file is gone."""
     try:
-        descriptor = os.open(entry, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may ask at the same time
+        lock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may ask at the same time
     except BlockingIOError:
         return True
     else:
