@@ -82,6 +82,8 @@ class Refused:
     gpus: Gpus
     reason: str
     options: int
+    lacks_memory: bool = False
+    """Whether more memory would help."""
 
 
 def options(
@@ -281,4 +283,5 @@ def _no_memory(gpus: Gpus, lacking: Sequence[Planned]) -> Refused:
         f"(ZeRO-{option.stage}, micro-batch {option.micro}, {option.optimizer}"
         f"{', recomputed' if option.recompute else ''})",
         len(lacking),
+        lacks_memory=True,
     )

@@ -105,7 +105,9 @@ def text(
             yield f"  {one.gpus.name}: {options}{one.reason}"
     yield ""
     if not best:
-        yield "no option fits; give more or larger GPUs by --gpus, or a smaller network"
+        remedy = "give more or larger GPUs by --gpus, or a smaller network"
+        memory = any(one.lacks_memory for one in refused)
+        yield f"no option fits; {remedy}" if memory else "no option is possible; change what the reasons name"
         return
     yield "the fastest starts with:"
     yield f"  {command(best[0], launch)}"
