@@ -124,6 +124,25 @@ def test_attention_multiplies_by_the_widest_instructions(
     assert backward in found["_short_attention_bwd_kernel"]
 
 
+def where_rows_are_turned() -> dict[str, tuple[list[str], list[str]]]:
+    """By kernel, what the code in FP8 does with the address of its rows before and behind its barrier."""
+    found = {}
+    for case in cases(("fp8",)):
+        if case.shape.startswith("DiT-XL-") and "norm" in case.shape and case.dtype == torch.bfloat16:
+            recorded = aot.record_launches(case)[0]
+            text = launches.compiled_for(90, *launches.specialise(recorded, 90)).asm["ttir"]
+            before, behind = re.split(r"(?:ttg|gpu)\.barrier", text)
+            found[case.shape] = tuple(re.findall(r"tt\.(addptr|splat) %rows_ptr", part) for part in (before, behind))
+    return found
+
+
+def test_rows_are_read_back_behind_a_barrier(compiler: Run) -> None:
+    """Rows are written from a pointer to their start, and read by tiles."""
+    found = compiler(where_rows_are_turned)
+    assert len(found) == 3
+    assert set(map(str, found.values())) == {str((["addptr"], ["splat"]))}
+
+
 def test_a_kernel_that_no_processor_can_hold_is_a_problem() -> None:
     """Triton reports neither before the launch."""
     given: dict[str, Any] = {
