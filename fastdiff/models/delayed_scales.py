@@ -4,7 +4,8 @@ Each operand of a product has one scale, ``unit``: the power of two from which t
 ``MARGIN`` times the largest value of the last ``WINDOW`` steps. The maximum is taken over all micro-batches and ranks,
 and gradients count as those of the mean over the global batch: so scales depend neither on the number of ranks nor on
 the micro-batch, and as powers of two not on the last bits of a maximum either. With a margin, because values that are
-clipped cost far more than those that lose a bit: 0.106 against 0.0275 in all gradients of a DiT.
+clipped cost far more than those that lose a bit: on trained weights all gradients of a DiT differ from fp32 by 0.035 to
+0.082 if scales clip nothing, by 0.7 to 3.8 if they clip the largest values by up to a half (``fastdiff bench fp8``).
 
 The first ``WINDOW`` steps multiply in 16 bits and only record. At the start a gate of zeros makes gradients of zero,
 which then grow by a multiple per step: no scale of earlier steps would fit, and one of the micro-batch itself would
