@@ -47,7 +47,8 @@ def compiled_code(config: RunConfig, world: World, optimizer_device: torch.devic
     if not (world.device.type == "cuda" or compiles):
         yield Callback()
         return
-    if given := _given():
+    # Nodes may differ in their environment, and no rank may wait here for one that has gone on.
+    if given := next(filter(None, world.gather(_given())), ""):
         if world.is_first:
             log.info(f"compiled code: in {given}, as the environment says; fastdiff keeps no copy")
         yield Callback()
@@ -55,7 +56,7 @@ def compiled_code(config: RunConfig, world: World, optimizer_device: torch.devic
     facts = {**describe(world.device), **_of_run(config)}
     with ExitStack() as stack:
         cache, problem = _open(facts, stack, compiles=compiles)
-        key = key_of(facts)
+        key = None if cache is None else key_of(facts)
         others = world.gather((key, problem, None if cache is None else cache.source))
         if world.is_first:
             # Of the ranks of a node, one has unpacked, and the others have found its folder full.

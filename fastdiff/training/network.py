@@ -65,6 +65,7 @@ def take_weights_of_rank0(model: Model, world: World) -> None:
 
     From then on the ranks exchange gradients alone, so a difference would last: that of nodes which read other files.
     DistributedDataParallel and DeepSpeed broadcast the rounded weights alone, and a CUDA graph has neither of them.
+    Tensors on ``meta`` are left out: ``Engine.fill`` sets them, of each parameter the part of this rank.
 
     Raises:
         ConfigError: on all ranks, if a rank has other names, shapes or dtypes than rank 0.

@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,9 +11,13 @@ import pytest
 from filelock import FileLock
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from fastdiff.config.presets import preset
+from fastdiff.config.run import RunConfig
 from fastdiff.models.compile_cache.cache import VARIABLES, CompileCache, open_cache
-from fastdiff.training.compiled_code import KeepCode, _given
+from fastdiff.parallel.world import World
+from fastdiff.training.compiled_code import KeepCode, _given, compiled_code
 from fastdiff.training.state import TrainState
+from tests.support.forked import forked_ranks, values
 from tests.support.processes import run
 
 STATE = cast(TrainState, None)
@@ -93,6 +98,44 @@ def test_folders_that_a_parent_process_names_are_not_the_users(
         assert _given() == ""
         patched.setenv("TRITON_CACHE_DIR", str(tmp_path / "own"))
         assert _given() == f"TRITON_CACHE_DIR={tmp_path / 'own'}"
+
+
+def compiling() -> RunConfig:
+    config = preset("digits")
+    return replace(config, performance=replace(config.performance, compile=True))
+
+
+def move_to(home: Path, disk: Path) -> None:
+    """Make them home directory and disk of this process, whose environment names no folders."""
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    os.environ["FASTDIFF_CACHE"], tempfile.tempdir = str(home), str(disk)
+
+
+def with_an_own_folder_on_rank_1(world: World, folder: Path) -> list[tuple[int, str]]:
+    """Open and close the cache; return what all ranks exchange next, with the class of their callbacks."""
+    move_to(folder, folder)
+    if world.rank == 1:
+        os.environ["TRITON_CACHE_DIR"] = str(folder / "own")
+    with compiled_code(compiling(), world, world.device) as keep:
+        return world.gather((world.rank, type(keep).__name__))
+
+
+def test_nodes_with_other_variables_go_on_together(tmp_path: Path) -> None:
+    assert values(forked_ranks(with_an_own_folder_on_rank_1, tmp_path)) == [[(0, "Callback"), (1, "Callback")]] * 2
+
+
+def without_a_folder_on_rank_0(world: World, folder: Path) -> tuple[str, bool]:
+    """Return the callback of a rank and whether it writes the pack."""
+    move_to(folder, folder / str(world.rank))
+    with compiled_code(compiling(), world, world.device) as keep:
+        return type(keep).__name__, isinstance(keep, KeepCode) and keep._is_keeper
+
+
+def test_another_rank_keeps_the_code_where_the_first_has_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "0").write_bytes(b"")  # a file in place of the temporary folder
+    (tmp_path / "1").mkdir()
+    assert values(forked_ranks(without_a_folder_on_rank_0, tmp_path)) == [("Callback", False), ("KeepCode", True)]
 
 
 def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path: Path) -> None:
