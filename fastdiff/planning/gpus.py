@@ -43,7 +43,7 @@ class Multiprocessors:
 
     @property
     def issue(self) -> float:
-        """Warp instructions per second under load: one per clock and scheduler, of which each has four."""
+        """Warp instructions per second under load: one per clock for each of four schedulers."""
         return 4 * self.count * self.clock
 
     @property
@@ -72,7 +72,7 @@ class Gpu:
     watts: float
     source: str
     multiprocessors: Multiprocessors | None = None
-    """None: the table has them not, so that counted kernels have no time there."""
+    """None: not in the table, so that counted kernels have no time there."""
 
     @property
     def name(self) -> str:
@@ -90,7 +90,7 @@ class Gpu:
         return COPY * self.bandwidth
 
     def known_multiprocessors(self) -> Multiprocessors:
-        """Return its multiprocessors; ConfigError: the table has them not."""
+        """Return its multiprocessors; ConfigError: they are not in the table."""
         if self.multiprocessors is None:
             raise ConfigError(f"{self.name}: no multiprocessors in the table of GPUs, expected them to count kernels")
         return self.multiprocessors

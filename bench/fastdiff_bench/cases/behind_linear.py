@@ -1,4 +1,4 @@
-"""Cases of ops behind a linear layer: ``u`` contains its bias, of which the backward pass sums the gradient."""
+"""Cases of ops behind a linear layer: ``u`` contains its bias, and the backward pass sums the gradient of that bias."""
 
 from collections.abc import Callable
 from functools import partial

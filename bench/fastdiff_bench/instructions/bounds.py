@@ -93,7 +93,7 @@ class Launched:
 
 
 def counted_once(launches: Iterable[Launched]) -> str:
-    """Name the kernels with a loop that depends on data, of which one trip is counted; empty: there is none."""
+    """Name the kernels in which one trip of a loop that depends on data is counted; empty: there is none."""
     found = list(launches)
     names = [one.kernel for one in found if not one.counted]
     if not names:
