@@ -12,8 +12,10 @@
 # all                                                torch triton numpy psutil rich typing_extensions
 #                                                    pydantic pydantic_core annotated_types typing_inspection
 # step        step-dit step-dit-zero1                deepspeed hjson tyro docstring_parser isal threadpoolctl
-#             step-dit-graph step-dit-fp8 step-sd2   yaml safetensors einops msgpack packaging
-#             step-dit-32 step-dit-deterministic
+#             step-dit-short step-dit-graph          yaml safetensors einops msgpack packaging
+#             step-dit-fp8 step-dit-fp8-wgrad
+#             step-sd2 step-dit-32
+#             step-dit-deterministic
 # peer        peer-dit peer-plain                    what step needs; PIL
 #             peer-diffusers                         also diffusers transformers accelerate
 # op          op-adaln op-attention op-fp8 op-gelu   other libraries: bitsandbytes liger_kernel
@@ -99,9 +101,12 @@ each_part() {
     local flat=(--deepspeed-config ddp)
     bench step-dit 170 "$step" step "${dit[@]}" "${flat[@]}" --batch "$dit_batch" "${traced[@]}"
     bench step-dit-zero1 100 "$step" step "${dit[@]}" --batch "$dit_batch" "${few[@]}"
+    bench step-dit-short 100 "$step" step "${dit[@]}" "${flat[@]}" --attention short --batch "$dit_batch" "${few[@]}"
     bench step-dit-graph 100 "$step $no_gpu" step "${dit[@]}" "${flat[@]}" --cuda-graph --batch "$dit_batch" "${few[@]}"
     bench step-dit-fp8 150 "$step" step "${dit[@]}" "${fp8[@]}" "${flat[@]}" --precision bf16 --fp8 \
         --batch "$dit_batch" "${few[@]}"
+    bench step-dit-fp8-wgrad 150 "$step" step "${dit[@]}" "${fp8[@]}" "${flat[@]}" --precision bf16 --fp8 \
+        --fp8-weight-gradients bf16 --batch "$dit_batch" "${few[@]}"
     bench step-sd2 400 "$step" step "${unet[@]}" "${flat[@]}" --batch "$unet_batch" "${traced[@]}"
     bench peer-dit 180 "$step PIL" step "${dit[@]}" "${flat[@]}" "${dit_rounds[@]}" --peer dit
     bench peer-plain 150 "$step PIL" step "${plain_rounds[@]}" "${flat[@]}" --peer plain

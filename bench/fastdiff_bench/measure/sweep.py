@@ -34,6 +34,7 @@ _HELP = {
     "recompute": "recompute each block in the backward pass",
     "deterministic": "add in a fixed order everywhere; its price: --sweep deterministic=false,true",
     "fp8": "as --performance.fp8; the first 16 steps, which multiply in bf16, are not measured",
+    "fp8_weight_gradients": "as --performance.fp8_weight_gradients: fp8 or bf16",
     "cuda_graph": "as --performance.cuda_graph; the first 3 steps, up to the capture, are not measured, it has no "
     "phases, and the trace is of a step without it",
     "loader": "as --data.loader",

@@ -45,6 +45,7 @@ class Workload:
     recompute: bool | None = None
     deterministic: bool | None = None
     fp8: bool | None = None
+    fp8_weight_gradients: str | None = None
     cuda_graph: bool | None = None
     loader: str | None = None
     model: tuple[str, ...] = ()
@@ -67,7 +68,8 @@ class Workload:
         micro = base.batch.micro if self.micro is None and self.batch is None else self.micro
         performance = _given(
             precision=self.precision, compile=self.compile, kernels=self.kernels, attention=self.attention,
-            recompute=self.recompute, deterministic=self.deterministic, fp8=self.fp8, cuda_graph=self.cuda_graph,
+            recompute=self.recompute, deterministic=self.deterministic, fp8=self.fp8,
+            fp8_weight_gradients=self.fp8_weight_gradients, cuda_graph=self.cuda_graph,
         )  # fmt: skip
         config = replace(
             base,
@@ -145,6 +147,7 @@ class Workload:
         parts += ["recompute"] if self.recompute else []
         parts += ["deterministic"] if self.deterministic else []
         parts += ["fp8"] if self.fp8 else []
+        parts += [] if self.fp8_weight_gradients is None else [f"dW in {self.fp8_weight_gradients}"]
         parts += ["graph"] if self.cuda_graph else []
         return " ".join([*parts, *(f"{name}={value}" for name, value in choices.items() if value is not None)])
 
@@ -165,6 +168,7 @@ class Workload:
             "recompute": config.performance.recompute,
             "deterministic": config.performance.deterministic,
             "fp8": config.performance.fp8,
+            "fp8_weight_gradients": config.performance.fp8_weight_gradients,
             "cuda_graph": config.performance.cuda_graph,
             "loader": config.data.loader,
             **({"deepspeed_file": os.path.relpath(self.deepspeed)} if Path(self.deepspeed).suffix == ".json" else {}),

@@ -123,9 +123,13 @@ _COPY = "4.3 TB/s is the copy bandwidth"
 TARGETS: tuple[Target, ...] = (
     *_step("step-dit", DIT, (670, 620), (0.48, 0.445)),
     _of_step("step-dit-zero1", DIT, ", ZeRO-1: images per second", "throughput", provider="fastdiff zero1"),
+    _of_step("step-dit-short", DIT, ", short attention: images per second", "throughput",
+        provider=f"{_FLAT} attention=short"),
     _of_step("step-dit-graph", DIT, ", CUDA graph: images per second", "throughput", provider=f"{_FLAT} graph"),
     _of_step("step-dit-fp8", DIT, ", FP8: images per second", "throughput", provider=f"{_FLAT} fp8", least=800,
         on_h100=740, basis="products in FP8 at 1.6 times the rate of bf16"),
+    _of_step("step-dit-fp8-wgrad", DIT, ", FP8 with dW in bf16: images per second", "throughput",
+        provider=f"{_FLAT} fp8 dW in bf16"),
     *_step("step-sd2", SD2, (150, 135), (0.36, 0.33)),
     *(
         Target(

@@ -96,7 +96,7 @@ def _marked(timer: StepTimer, state: TrainState, stream: Iterator[Batch]) -> Ite
 def building(timer: StepTimer, workload: Workload, data: Path, place: Path | None = None) -> Iterator[tuple[Run, Path]]:
     """Build a run and its folder, which is deleted afterwards; it lies in ``place``, None: in that of the timer."""
     quieten()
-    world = start_world()
+    world, ended = start_world(), None
     with ExitStack() as stack:
         folder = world.on_rank0(lambda: Path(tempfile.mkdtemp(prefix="run-", dir=place or timer.folder)))
         if world.is_first:
@@ -104,7 +104,12 @@ def building(timer: StepTimer, workload: Workload, data: Path, place: Path | Non
         launch = Launch(deepspeed=workload.deepspeed_json(), resume="never")
         with drawn_on(world.device):
             run = build(workload.config(data, folder), launch, world, stack)
-        yield run, folder
+        try:
+            yield run, folder
+        except Enough as enough:  # no failure: compiled code stays trusted
+            ended = enough
+    if ended is not None:
+        raise ended
 
 
 def parameters_of(state: TrainState) -> int:

@@ -55,7 +55,9 @@ def case_and_provider(target: Target) -> tuple[str, str] | None:
 _CHOICES: dict[str, dict[str, Any]] = {
     "step-dit-zero1": {"deepspeed": "zero1"},
     "step-dit-graph": {"cuda_graph": True},
+    "step-dit-short": {"attention": "short"},
     "step-dit-fp8": {"fp8": True},
+    "step-dit-fp8-wgrad": {"fp8": True, "fp8_weight_gradients": "bf16"},
     "step-dit-32": {"batch": 32},
     "step-dit-deterministic": {"deterministic": True},
     "start-warm": {"batch": 64, "compile": True},
