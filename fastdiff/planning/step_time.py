@@ -55,7 +55,7 @@ class Work:
     """Bytes of optimizer state per parameter."""
     recompute: bool
     captured: bool = False
-    """Whether CUDA graphs hold passes and update, which the host then launches as wholes."""
+    """Whether CUDA graphs hold passes and update: the host launches a few graphs, not every kernel."""
 
 
 @dataclass(frozen=True, slots=True)

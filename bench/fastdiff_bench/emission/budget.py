@@ -29,7 +29,7 @@ SCALED = "_scaled_mm"
 H200 = gpus.parse("H200", gpus.known())
 _FP8_FILLING = 3
 """Tiles of 128 along the summed axis that a product in FP8 takes to begin and to end: assumed. Beyond them it reaches
-the share of its peak that those in bf16 reach, whose measured share contains them."""
+the share of its peak that was measured in bf16, where that share contains them."""
 _ROUNDING = 1e-6
 """Share by which sums of counts may differ."""
 
@@ -106,7 +106,7 @@ def kernels(network: Emission) -> tuple[Kernels, ...]:
 
 
 def _filled(product: Product) -> float:
-    """Return the operations of a product in FP8 whose time is its own with that of the first and last tiles."""
+    """Return the operations of a product in FP8, and those that its first and last tiles would have time for."""
     tiles = product.shapes[0][1] / 128
     return operations(product) * (tiles + _FP8_FILLING) / tiles
 
