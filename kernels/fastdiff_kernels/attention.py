@@ -200,13 +200,15 @@ def preference(capability: tuple[int, int]) -> tuple[AttentionBackend, ...]:
     return ("cudnn", "flash") if capability[0] in (9, 10) else ("flash",)
 
 
-def _validate_backend(backend: str) -> None:
+def validate_backend(backend: str) -> None:
+    """Raise ValueError if there is no such backend."""
     if backend not in ATTENTION_BACKENDS:
         raise ValueError(f"attention backend {backend!r}: expected one of {', '.join(ATTENTION_BACKENDS)}")
 
 
-def _validate(query: Tensor, key: Tensor, value: Tensor, backend: str) -> None:
-    _validate_backend(backend)
+def validate(query: Tensor, key: Tensor, value: Tensor, backend: str) -> None:
+    """Raise ValueError if the arguments of an attention do not fit, or there is no such backend."""
+    validate_backend(backend)
     if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
         raise ValueError(f"attention: {_shapes(query, key, value)}, expected [B, H, T, D] and twice [B, H, S, D]")
     if query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
@@ -294,7 +296,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, backend: AttentionBa
         ValueError: no such backend, or shapes, dtypes or devices that do not fit.
         RuntimeError: ``backend`` cannot run on these tensors; the message says why.
     """
-    _validate(query, key, value, backend)
+    validate(query, key, value, backend)
     backend = "auto" if backend == "short" else backend
     if backend == "reference":
         return attention_reference(query, key, value)
@@ -315,8 +317,12 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, backend: AttentionBa
 def _chosen_by_torch(query: Tensor, key: Tensor, backend: AttentionBackend, case: _Case) -> str:
     ordered = backend == "auto" and case[-1].device == "cuda"
     with sdpa_kernel(_order(backend, case), set_priority=True) if ordered else nullcontext():
-        chosen = torch._fused_sdp_choice(query, key, key)
-    return next((name for name, kernel in _TORCH.items() if kernel.value == chosen), "another kernel")
+        return name_of(torch._fused_sdp_choice(query, key, key))
+
+
+def name_of(kernel: int) -> str:
+    """Return the name of a kernel by torch's number."""
+    return next((name for name, known in _TORCH.items() if known.value == kernel), "another kernel")
 
 
 def _why(backend: AttentionBackend, case: _Case) -> str:
@@ -355,7 +361,7 @@ def choice(
         ValueError: no such backend.
         RuntimeError: ``backend`` cannot run there; the message says why.
     """
-    _validate_backend(backend)
+    validate_backend(backend)
     if backend == "short":
         return replace(choice(head_dim, query_length, key_length, example), why="short takes a packed projection")
     here: Machine = machine(example.device, backend)

@@ -57,7 +57,7 @@ def test_nobody_asks_for_the_type_of_a_network() -> None:
     trees = {path: ast.parse(path.read_text()) for path in SOURCES}
     defined = {path: derived(tree) for path, tree in trees.items()}
     types = set(BASES).union(*defined.values())
-    assert {"DiTConfig", "UNetConfig", "AdmConfig", "DiT", "UNet", "AdmUNet"} < types
+    assert {"DiTConfig", "UNetConfig", "AdmConfig", "PixArtConfig", "DiT", "UNet", "AdmUNet", "PixArt"} < types
     others = [path for path in SOURCES if not defined[path] and not {"networks", "models"} & set(path.parts)]
     found = {(path.stem, code) for path in others for code in asked_by_type(trees[path], types)}
     # They lay values over the defaults of the kind, write it as a tag, or look for a user's code of that kind.
@@ -91,7 +91,7 @@ def test_every_way_to_ask_is_found(code: str) -> None:
     assert list(asked_by_type(ast.parse(code), {"DiT", "DiTConfig", "AdmUNet", "AdmConfig", "UNetConfig"}))
 
 
-@pytest.mark.parametrize("kind", ["dit", "unet", "adm"])
+@pytest.mark.parametrize("kind", ["dit", "unet", "adm", "pixart"])
 def test_a_family_is_of_its_configuration(kind: str) -> None:
     config = networks()[kind]()
     assert family_of(config).config is type(config)
@@ -107,6 +107,7 @@ def test_every_format_that_a_family_names_is_there() -> None:
         "dit": ["diffusers", "dit", "dit-training", "lora", "safetensors"],
         "unet": ["diffusers", "single-file", "lora", "lora-diffusers", "safetensors"],
         "adm": ["diffusers", "iddpm", "safetensors"],
+        "pixart": ["diffusers", "lora", "safetensors"],
     }
     for kind, names in found.items():
         for name in names:
@@ -131,7 +132,7 @@ def test_a_process_registers_a_network() -> None:
     assert register(Registered) is Registered
     assert register(Registered) is Registered, "once more is no other one"
     assert networks()["registered"] is Registered
-    assert list(networks())[:3] == ["dit", "unet", "adm"]
+    assert list(networks())[:3] == ["dit", "unet", "adm", "pixart"]
     with pytest.raises(ConfigError, match=r"math:pi is a float, expected the ModelFamily"):
         family_of(Registered())
 
@@ -175,7 +176,7 @@ def test_an_installed_network_that_cannot_be_used_is_named(
 ) -> None:
     monkeypatch.syspath_prepend(installed(tmp_path, entry))
     monkeypatch.setattr(network_registry, "_installed", network_registry._installed.__wrapped__)
-    assert list(networks())[:3] == ["dit", "unet", "adm"], "it stops only runs that name it"
+    assert list(networks())[:3] == ["dit", "unet", "adm", "pixart"], "it stops only runs that name it"
     with pytest.raises(ConfigError, match=message):
         network_called("toy", "--config x")
 

@@ -27,6 +27,7 @@ _BUILT_IN = (
     "fastdiff.config.networks.dit:DiTConfig",
     "fastdiff.config.networks.unet:UNetConfig",
     "fastdiff.config.networks.adm:AdmConfig",
+    "fastdiff.config.networks.pixart:PixArtConfig",
 )
 ENTRY_POINTS: Group = "fastdiff.networks"
 """Group of the entry points (``module:CONFIGURATION``) of networks from other packages."""
@@ -73,6 +74,8 @@ class ModelConfig:
     diffusers_class: ClassVar[str] = ""
     """Class of the network in pipelines of diffusers; empty: no pipeline has it. Otherwise the configuration has
     ``from_diffusers`` and ``to_diffusers``, and the network the class's names of weights."""
+    former_diffusers_classes: ClassVar[tuple[str, ...]] = ()
+    """Classes that had it in earlier versions of diffusers, which published pipelines still name."""
 
     text_fields: ClassVar[Mapping[str, str]] = {}
     """Field with the width of each caption embedding, by the name of the condition."""
@@ -180,7 +183,9 @@ def network_called(kind: object, source: str) -> type[ModelConfig]:
 
 def network_of_class(name: str, pipeline: str) -> type[ModelConfig]:
     """Return the configuration type of a network by its class in diffusers; ConfigError, with ``pipeline``: unknown."""
-    known = {config.diffusers_class: config for config in networks().values() if config.diffusers_class}
+    found = networks().values()
+    known = {config.diffusers_class: config for config in found if config.diffusers_class}
+    known |= {former: config for config in found for former in config.former_diffusers_classes if former not in known}
     if name not in known:
         unknown = (
             f"{pipeline} has a network of class {name}; expected {' or '.join(known)}, or install the package that "

@@ -9,12 +9,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig, dit_config
+from fastdiff.config.networks.pixart import PixArtConfig
 from fastdiff.config.networks.pretrained import CAPTION_TOKENS
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.presets import PRESETS
 from fastdiff.models.build import build_model
 from fastdiff.models.cost.flops import forward_flops, training_flops
+from tests.support.references.pixart_reference import SMALL as SMALL_PIXARTS
 from tests.support.references.unet_reference import SMALL
 
 NETWORKS: dict[ModelConfig, list[str]] = {}
@@ -35,6 +37,10 @@ def arguments(config: ModelConfig) -> dict[str, Any]:
         "noisy": torch.empty(SAMPLES, config.channels, config.size, config.size),
         "time": torch.zeros(SAMPLES, dtype=torch.int64),
     }
+    if isinstance(config, PixArtConfig):
+        masked = {"context_mask": torch.ones(SAMPLES, config.caption_tokens, dtype=torch.bool)}
+        found |= masked | {"context": torch.empty(SAMPLES, config.caption_tokens, config.caption_dim)}
+        return found | ({"time_ids": torch.ones(SAMPLES, 6)} if config.size_conditioning else {})
     if not isinstance(config, UNetConfig):
         found["label"] = torch.zeros(SAMPLES, dtype=torch.int64)
         if isinstance(config, AdmConfig) and config.low_res_size:
@@ -79,6 +85,19 @@ def test_flops_of_every_preset_agree_with_a_counter(config: ModelConfig) -> None
 def test_flops_of_a_unet_with_sizes_agree_with_a_counter() -> None:
     """As SDXL's: no preset has one."""
     check(SMALL["sdxl"])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *SMALL_PIXARTS.values(),
+        PixArtConfig(learn_sigma=True, pe_interpolation=0.5),
+        PixArtConfig(size=128, caption_tokens=120, learn_sigma=True, pe_interpolation=2.0, size_conditioning=True),
+    ],
+    ids=[*SMALL_PIXARTS, "sigma-256", "alpha-1024"],
+)
+def test_flops_of_a_pixart_agree_with_a_counter(config: ModelConfig) -> None:
+    check(config)
 
 
 def test_flops_of_the_published_model() -> None:

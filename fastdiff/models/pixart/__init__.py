@@ -1,0 +1,1 @@
+"""The text DiT of PixArt-alpha and PixArt-Sigma."""
