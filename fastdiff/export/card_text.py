@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,10 +66,11 @@ def from_pretrained(path: str, options: str = "") -> str:
     return f"from diffusers import DiffusionPipeline\n\npipeline = {load}\n"
 
 
-def drawing(validation: ValidationConfig) -> str:
-    """Return code that draws an image with ``pipeline``, of a prompt of the run."""
+def drawing(validation: ValidationConfig, options: Mapping[str, bool] | None = None) -> str:
+    """Return code that draws an image with ``pipeline``, of a prompt of the run; ``options`` go to the call."""
     prompt = next(iter(validation.prompts), "a caption like those of the training")
-    return f'image = pipeline({json.dumps(prompt, ensure_ascii=False)}).images[0]\nimage.save("image.png")'
+    given = "".join(f", {name}={value}" for name, value in (options or {}).items())
+    return f'image = pipeline({json.dumps(prompt, ensure_ascii=False)}{given}).images[0]\nimage.save("image.png")'
 
 
 def load_safetensors(network: ModelConfig, objective: ObjectiveConfig, place: Place, name: str) -> str:

@@ -56,6 +56,7 @@ class PixArtConfig(ModelConfig):
     any_size: ClassVar[bool] = True
     diffusers_class: ClassVar[str] = "PixArtTransformer2DModel"
     former_diffusers_classes: ClassVar[tuple[str, ...]] = ("Transformer2DModel",)
+    diffusers_call: ClassVar[Mapping[str, bool]] = {"use_resolution_binning": False}
     text_fields: ClassVar[Mapping[str, str]] = {"context": "caption_dim"}
 
     def __post_init__(self) -> None:
@@ -113,7 +114,7 @@ class PixArtConfig(ModelConfig):
     @classmethod
     def from_diffusers(cls, config: Mapping[str, Any]) -> Self:
         """Return the configuration in ``transformer/config.json``; ConfigError names an entry of no PixArt."""
-        known = _USUAL | config
+        known = {**_USUAL, **config}
         if (norm := known["norm_type"]) != "ada_norm_single":
             raise _refused("norm_type", norm, "'ada_norm_single'")
         for name in _NUMBERS:

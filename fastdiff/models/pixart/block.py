@@ -46,7 +46,7 @@ class PixArtBlock(nn.Module):
         Returns:
             ``[B, T, D]``.
         """
-        packed = (self.scale_shift_table + shared.unflatten(1, (6, -1))).flatten(1)  # [B, 6D]
+        packed = (self.scale_shift_table + shared.view(len(shared), 6, -1)).flatten(1)  # [B, 6D]
         of_attention, of_mlp = (Modulation(half) for half in packed.chunk(2, dim=1))
         tokens, normed = residual_modulated_norm(tokens, of_attention, eps=NORM_EPS)
         branch, bias = self.attn1(normed)

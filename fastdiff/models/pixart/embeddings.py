@@ -29,7 +29,8 @@ class PatchEmbed(nn.Module):
         maps = self.proj(latents).permute(0, 2, 3, 1)  # [B, D, H/p, W/p] -> [B, H/p, W/p, D]
         height, width, hidden = maps.shape[1:]
         table = positions(hidden, height, width, base=self.base, divisor=self.divisor, device=latents.device)
-        return (maps + table.to(maps.dtype)).reshape(len(maps), height * width, hidden)
+        tokens: Tensor = maps + table.to(maps.dtype)
+        return tokens.reshape(len(maps), height * width, hidden)
 
 
 def positions(

@@ -70,7 +70,7 @@ def build(folder: Path, *, kind: Kind = "sd15", seed: int = 0) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         parts: dict[str, Any] = {
-            "vae": _autoencoder(diffusers),
+            "vae": autoencoder(diffusers),
             "text_encoder": _text_encoder(projected=False),
             "tokenizer": _tokenizer(folder),
             "unet": diffusers.UNet2DConditionModel(**UNETS[kind].to_diffusers()),
@@ -87,7 +87,8 @@ def build(folder: Path, *, kind: Kind = "sd15", seed: int = 0) -> Path:
     return folder
 
 
-def _autoencoder(diffusers: Any) -> Any:
+def autoencoder(diffusers: Any) -> Any:
+    """Return an autoencoder with random weights, for images four times as wide as their latents."""
     return diffusers.AutoencoderKL(
         in_channels=3,
         out_channels=3,

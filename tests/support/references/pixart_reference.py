@@ -49,7 +49,7 @@ def built(config: PixArtConfig, seed: int = 0, **options: Any) -> PixArt:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     return model
 
 
@@ -110,11 +110,11 @@ def plain_forward(config: PixArtConfig, weights: dict[str, Tensor], arguments: d
         tokens = []
         for row, column in cuts:
             cut = noisy[:, row * patch : (row + 1) * patch, column * patch : (column + 1) * patch]
-            place = []
+            place: list[float] = []
             for position, count in ((column, columns), (row, rows)):
                 scaled = position * config.side / count / config.pe_interpolation
                 angles = [scaled * 10000.0 ** (-k / (config.hidden // 4)) for k in range(config.hidden // 4)]
-                place += [*map(math.sin, angles), *map(math.cos, angles)]
+                place += [math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles]
             positions = torch.tensor(place, dtype=torch.float64)
             tokens.append(kernel @ cut.flatten() + w["pos_embed.proj.bias"] + positions)
         x = torch.stack(tokens)

@@ -1,0 +1,115 @@
+"""Pipelines of PixArt: their networks are fine-tuned here, and ours are drawn by diffusers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastdiff.conditions import image_conditions
+from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.objective import DdpmConfig
+from fastdiff.config.sections.sampler import SamplerConfig
+from fastdiff.export.card_text import Place
+from fastdiff.export.formats import Exported, format_of
+from fastdiff.export.model_card import use_of
+from fastdiff.export.weights import ExportedWeights
+from fastdiff.models.load import build_network, build_on_meta, resolve
+from fastdiff.models.pretrained.tiny_pixart import PIPELINES, PIXARTS, Kind, build
+from fastdiff.sampling.solvers import _generator, sample
+from tests.support.references.pixart_reference import built
+from tests.support.references.unet_reference import difference
+
+kinds = pytest.mark.parametrize("kind", PIXARTS)
+_TOKENS = 30
+_FACTOR = 4
+"""Of the autoencoder of the tiny pipelines."""
+
+
+def run(base: Path, **changes: Any) -> RunConfig:
+    """Fine-tune a pipeline."""
+    config = RunConfig(
+        pretrained=PretrainedConfig(path=str(base), weights=True),
+        objective=DdpmConfig(schedule="linear", prediction="auto"),
+    )
+    return replace(config, **changes)
+
+
+@kinds
+def test_a_published_pipeline_is_fine_tuned(tmp_path: Path, kind: Kind) -> None:
+    """Also under the name of the class that published pipelines have."""
+    from diffusers import PixArtTransformer2DModel
+
+    base = build(tmp_path / "base", kind=kind)
+    index = json.loads((base / "model_index.json").read_text())
+    index["transformer"][1] = "Transformer2DModel"
+    (base / "model_index.json").write_text(json.dumps(index))
+    config = resolve(run(base))
+    assert config.model == PIXARTS[kind]
+    assert config.objective.prediction == "epsilon"
+    expected = PixArtTransformer2DModel.from_pretrained(base, subfolder="transformer").state_dict()
+    found = build_network(config).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    _, weights = build_on_meta(config)
+    assert all(torch.equal(value, expected[name]) for name, value in weights)
+
+
+def test_an_adapter_is_on_every_projection_of_the_attention(tmp_path: Path) -> None:
+    base = build(tmp_path / "base")
+    model = build_network(replace(resolve(run(base)), lora=LoraConfig(rank=2)))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    layers = {name.partition(".lora_")[0] for name in trained}
+    depth = PIXARTS["sigma"].depth
+    assert len(layers) == depth * 2 * 4
+    assert {name.rpartition("attn")[2] for name in layers} == {
+        f"{n}.{layer}" for n in (1, 2) for layer in ("to_q", "to_k", "to_v", "to_out.0")
+    }
+
+
+def embedded(pipeline: Any, prompts: list[str]) -> dict[str, Tensor]:
+    """Conditions of prompts, as diffusers' pipelines make them."""
+    tokens = pipeline.tokenizer(prompts, padding="max_length", max_length=_TOKENS, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        context = pipeline.text_encoder(tokens.input_ids, attention_mask=tokens.attention_mask)[0]
+    mask = tokens.attention_mask.bool()
+    return {"context": context * mask[..., None], "context_mask": mask}
+
+
+@pytest.mark.parametrize(("height", "width"), [(128, 128), (96, 160)])
+@kinds
+def test_the_pipeline_of_a_run_draws_what_we_draw(tmp_path: Path, kind: Kind, height: int, width: int) -> None:
+    from diffusers import DiffusionPipeline
+
+    config = replace(resolve(run(build(tmp_path / "base", kind=kind))), model=PIXARTS[kind])
+    ours = built(config.model).eval()
+    state = {name: value.detach() for name, value in ours.named_parameters()}
+    weights = ExportedWeights({name: tuple(value.shape) for name, value in state.items()}, state.__getitem__)
+    out = tmp_path / "out"
+    out.mkdir()
+    format_of(config.model, "diffusers").write(out, Exported(None, config, weights, torch.float32))
+    pipeline = DiffusionPipeline.from_pretrained(out)
+    assert type(pipeline).__name__ == PIPELINES[kind]
+    assert type(pipeline.transformer).__name__ == "PixArtTransformer2DModel"
+    pipeline.set_progress_bar_config(disable=True)
+    prompts, steps, scale = ["a red cat", "two birds"], 5, 3.0
+    found = pipeline(
+        prompts, height=height, width=width, num_inference_steps=steps, guidance_scale=scale, output_type="latent",
+        generator=[_generator(0, number) for number in range(2)], use_resolution_binning=False, clean_caption=False,
+        max_sequence_length=_TOKENS,
+    ).images  # fmt: skip
+    condition, null = embedded(pipeline, prompts), embedded(pipeline, [""])
+    sizes = image_conditions(config.model.conditions, (height, width), (0, 0), (height, width))
+    condition |= {name: torch.tensor(values).expand(2, -1) for name, values in sizes.items()}
+    shape = config.model.channels, height // _FACTOR, width // _FACTOR
+    sampler = SamplerConfig(steps=steps, cfg=scale)
+    unconditional = {name: value[0] for name, value in null.items()}
+    expected = sample(ours, config.objective, condition, sampler, shape=shape, null=unconditional)
+    assert expected.std() > 0.1
+    card = use_of(config, "diffusers", Place(out))
+    assert ", use_resolution_binning=False).images[0]" in card
+    assert difference(found, expected) < 1e-5
