@@ -9,7 +9,7 @@ from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.optimizers.adamw import AdamWConfig
-from fastdiff.config.presets import digits, iddpm, small_images
+from fastdiff.config.presets import digits, iddpm, pixart, small_images
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import DataConfig, ValidationConfig
@@ -214,6 +214,7 @@ PRESETS: dict[str, Preset] = {
     "sd15-finetune": sd15_finetune,
     "sd15-lora": sd15_lora,
     "sdxl-lora": sdxl_lora,
+    "pixart-256": pixart.pixart_256,
     "dit-small-images": small_images.dit_small_images,
     "sit-xl-2-256": sit_xl_2_256,
     "iddpm-imagenet64": iddpm.imagenet64,
