@@ -38,6 +38,7 @@ def add(commands: Subcommands) -> None:
     parser.add_argument("out", type=local_path, metavar="OUT", help="folder to write; must not hold a data set yet")
     _add_pipeline(parser)
     _add_images(parser)
+    _add_captions(parser)
     _add_work(parser)
     group = parser.add_argument_group("synthetic")
     group.add_argument("--shape", type=shape, metavar="C,H,W", help="latent shape")
@@ -96,6 +97,15 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
         help="classes of an image folder: folder: the subfolder names; prefix: the part of a file name before the "
         "first underscore; none. auto: captions if there are any, otherwise the subfolders",
     )
+    group.add_argument("--image-root", metavar="FOLDER", help="folder of the images of a file of metadata")
+    group.add_argument("--image-column", help="column of a Hugging Face dataset or a file of metadata")
+    group.add_argument("--dataset-config", metavar="NAME", help="configuration of a Hugging Face dataset")
+    group.add_argument("--split", help="split of a Hugging Face dataset or a folder; of digits: all, train or test")
+    group.add_argument("--max-samples", type=count, help="use only the first N images")
+
+
+def _add_captions(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("captions")
     group.add_argument("--caption", metavar="TEXT", help="caption of each image without one, as 'a photo of sks dog'")
     group.add_argument(
         "--caption-from",
@@ -107,12 +117,14 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
         choices=("first", "all"),
         help="captions of an image to embed; all counts them first, which downloads remote tars completely",
     )
-    group.add_argument("--image-root", metavar="FOLDER", help="folder of the images of a file of metadata")
-    group.add_argument("--image-column", help="column of a Hugging Face dataset or a file of metadata")
+    group.add_argument(
+        "--max-tokens",
+        type=count,
+        metavar="N",
+        help="tokens of a caption that are read, of T5, Gemma and Qwen (default: as the pipeline); train with the same "
+        "--pretrained.max_tokens",
+    )
     group.add_argument("--caption-column", help="column or field of the captions")
-    group.add_argument("--dataset-config", metavar="NAME", help="configuration of a Hugging Face dataset")
-    group.add_argument("--split", help="split of a Hugging Face dataset or a folder; of digits: all, train or test")
-    group.add_argument("--max-samples", type=count, help="use only the first N images")
 
 
 def _add_work(parser: argparse.ArgumentParser) -> None:

@@ -31,7 +31,7 @@ from fastdiff.models.pretrained.training_state import read_published_training
 
 def pretrained(config: PretrainedConfig) -> Pretrained:
     """Return the pipeline of a run."""
-    return Pretrained(config.path, config.revision, config.variant)
+    return Pretrained(config.path, config.revision, config.variant, max_tokens=config.max_tokens)
 
 
 def resolve(config: RunConfig) -> RunConfig:

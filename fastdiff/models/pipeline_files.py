@@ -45,6 +45,7 @@ class PipelineFiles:
         variant: variant of the weight files, for example ``fp16``; parts other than the network fall back to files
             without it.
         flag: that gave the path, for messages.
+        max_tokens: of a caption, for text encoders with captions of variable length; None: as the pipeline.
 
     Raises:
         ConfigError: from every member: unknown pipeline, or a part is missing or of another kind.
@@ -54,6 +55,7 @@ class PipelineFiles:
     revision: str | None = None
     variant: str | None = None
     flag: str = "--pretrained.path"
+    max_tokens: int | None = None
 
     @cached_property
     def folder(self) -> Path:
@@ -85,6 +87,12 @@ class PipelineFiles:
     def text_parts(self) -> tuple[str, ...]:
         """Folders of its text encoders; empty: it has none."""
         return tuple(part for part in _TEXT_ENCODERS if (self.folder / part).is_dir())
+
+    @cached_property
+    def pipeline_class(self) -> str:
+        """Class of the pipeline that ``model_index.json`` names; empty: none."""
+        name = self.json(INDEX).get("_class_name") if (self.folder / INDEX).is_file() else ""
+        return name if isinstance(name, str) else ""
 
     def class_of(self, part: str) -> str:
         """Return the class of a part that ``model_index.json`` names, otherwise that of its own ``config.json``."""

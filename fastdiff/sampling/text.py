@@ -39,7 +39,8 @@ def encode_prompts(
         )
     encoder = pipeline.text()
     condition = without_padding(encoder(prompts))
-    null = encoder.null() if negative is None else {name: value[0] for name, value in encoder([negative]).items()}
+    asked = None if negative is None else encoder.negative([negative])
+    null = encoder.null() if asked is None else {name: value[0] for name, value in asked.items()}
     null = without_padding(null)
     pixels = (model.size * pipeline.latent_space.factor,) * 2
     sizes = image_conditions(model.conditions, pixels, (0, 0), pixels)

@@ -27,6 +27,9 @@ class PretrainedConfig:
     """Branch, tag or commit of a Hugging Face id."""
     variant: str | None = None
     """Variant of the weight files, for example fp16 or non_ema."""
+    max_tokens: int | None = None
+    """Maximum tokens of a prompt, of text encoders with captions of variable length, as `fastdiff encode --max-tokens`;
+    None: as the pipeline."""
     weights: bool = False
     """Start from the pretrained network (fine-tuning); otherwise from random weights. The shape of a pipeline's network
     replaces --model. For a file, set --model as it was trained, including --model.qkv_order, which the shapes of the
@@ -40,6 +43,10 @@ class PretrainedConfig:
     def __post_init__(self) -> None:
         require_local("--pretrained.path", self.path)
         require(not self.weights or bool(self.path), "--pretrained.weights needs --pretrained.path")
+        require(
+            self.max_tokens is None or (self.max_tokens >= 1 and bool(self.path) and not self.is_file),
+            f"--pretrained.max_tokens {self.max_tokens}: expected at least 1, with --pretrained.path of a pipeline",
+        )
         require(
             not self.training or (self.weights and self.path.endswith(".pt")),
             "--pretrained.training needs --pretrained.weights and the .pt file of a training",

@@ -1,6 +1,6 @@
 """Frozen encoders of images and captions, for encoded and online training: a pipeline's models, or raw pixels."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Literal
@@ -79,9 +79,13 @@ class LatentEncoder:
         """Return the conditions of N captions, ``[N, ...]`` each, in ``dtype``."""
         return self._text(captions)
 
-    def cut(self, captions: Sequence[str]) -> int | None:
-        """Return the tokens that are read of a caption, if one of these has more; otherwise None."""
-        return self._text.cut(captions)
+    def batches(self, captions: Sequence[str], size: int) -> list[list[int]]:
+        """Return the numbers of the captions of each pass; see ``TextEncoders.batches``."""
+        return self._text.batches(captions, size)
+
+    def lost(self, captions: Sequence[str]) -> Mapping[int, int]:
+        """Return the tokens of these captions that are not read, by the number that is; see ``TextEncoders.lost``."""
+        return self._text.lost(captions)
 
     def null(self) -> dict[str, Tensor]:
         """Return the conditions of "no caption", in ``dtype``."""
@@ -145,9 +149,13 @@ class PixelEncoder:
         """Return no embeddings."""
         return {}
 
-    def cut(self, captions: Sequence[str]) -> int | None:
-        """Return None: no caption is read."""
-        return None
+    def batches(self, captions: Sequence[str], size: int) -> list[list[int]]:
+        """Return no pass: no caption is read."""
+        return []
+
+    def lost(self, captions: Sequence[str]) -> Mapping[int, int]:
+        """Return nothing: no caption is read."""
+        return {}
 
     def null(self) -> dict[str, Tensor]:
         """Return no embedding of the empty caption."""

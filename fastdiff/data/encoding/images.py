@@ -47,6 +47,7 @@ from fastdiff.progress_bar import Bar
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CLASSES_SHOWN = 12
+_CUT = "pictures with a caption that was cut"
 _OF_BYTES = (
     "samples_per_shard", "image_column", "caption_column", "split", "max_samples", "pretrained", "resolution", "crop",
     "interpolation", "flip", "captions", "batch", "precision",
@@ -84,10 +85,16 @@ class _ImageEncode:
         self._source: ImageSource = open_source(options)
         self._in_pixels = options.in_pixels
         self._embeds_captions = self._source.captioned and not self._in_pixels
-        pretrained = Pretrained(options.pretrained, options.revision, options.variant, "--pretrained")
+        pretrained = Pretrained(
+            options.pretrained, options.revision, options.variant, "--pretrained", options.max_tokens
+        )
         self._embeds_nothing = not self._in_pixels and lacks_captions(self._source, pretrained)
         if self._embeds_nothing:
             require_captions(options, self._source)
+        require(
+            options.max_tokens is None or self._embeds_captions,
+            f"--max-tokens {options.max_tokens}: {self._source.name} have no captions; leave it out",
+        )
         if not self._in_pixels and not place.rank:
             log.info(f"loading the autoencoder of {options.pretrained}")
         self._encoder: LatentEncoder | PixelEncoder = (
@@ -267,8 +274,8 @@ class _ImageEncode:
                     if isinstance(item, BadItem) or isinstance(decoded, BadImage):
                         leave_out(item.name, decoded.reason if isinstance(decoded, BadImage) else "")
                     else:
-                        for loss in losses(item, decoded, info, self._encoder):
-                            tally.add(loss, PurePath(item.name).name)
+                        for loss, count in losses(item, decoded, info, self._encoder):
+                            tally.add(loss, PurePath(item.name).name, count)
                         with self._folder.storage():
                             shards.add(item, decoded)
                     self._images += 1
@@ -321,6 +328,7 @@ class _ImageEncode:
             "dtype": self._dtype,
             **{name: getattr(self._options, name) for name in _OF_BYTES},
             **({"image_conditions": OF_IMAGE} if self._of_image is None else {}),
+            **({"max_tokens": self._options.max_tokens} if self._options.max_tokens is not None else {}),
         } | self._listing_options()
 
     @property
@@ -406,6 +414,8 @@ class _ImageEncode:
         info = DatasetInfo.read(self._options.out)
         for line in info.selection.lines(info.samples) if info.selection else ():
             self._say(line)
+        for line in _share_cut(info):
+            self._say(line)
         if info.class_names:
             self._say(_described_classes(info.class_names))
         check = shlex.join(["fastdiff", "verify", str(self._options.out)])
@@ -480,17 +490,26 @@ def _described_classes(names: Sequence[str]) -> str:
 
 def losses(
     item: ImageItem, decoded: Decoded, info: DatasetInfo, encoder: LatentEncoder | PixelEncoder
-) -> Iterator[str]:
-    """Yield what is lost of an image, in words that a count follows."""
+) -> Iterator[tuple[str, int]]:
+    """Yield what is lost of an image, in words that a count follows, and the count of this image."""
     height, width = decoded.pixels.shape[:2]
     if decoded.original_size[0] < height or decoded.original_size[1] < width:
-        yield "pictures smaller than the resolution, so enlarged: they are blurred"
+        yield "pictures smaller than the resolution, so enlarged: they are blurred", 1
     if not of_source("caption", info.columns):
         return
     if item.captions[:1] == ("",):
-        yield "pictures with an empty caption, trained as the empty prompt"
+        yield "pictures with an empty caption, trained as the empty prompt", 1
     if len(item.captions) > info.captions:
-        yield f"pictures with more captions than the {info.captions} embedded; --captions all embeds all"
-    limit = encoder.cut(item.captions[: info.captions])
-    if limit is not None:
-        yield f"pictures with a caption that was cut: it is longer than the {limit} tokens that the text encoder reads"
+        yield f"pictures with more captions than the {info.captions} embedded; --captions all embeds all", 1
+    for limit, tokens in encoder.lost(item.captions[: info.captions]).items():
+        yield f"{_CUT}: it is longer than the {limit} tokens that the text encoder reads", 1
+        if tokens:
+            yield f"tokens beyond the first {limit} of a caption, which were not read", tokens
+
+
+def _share_cut(info: DatasetInfo) -> Iterator[str]:
+    """Yield the share of the pictures whose caption was cut, as lines."""
+    for each in info.selection.noted if info.selection else ():
+        if each.reason.startswith(_CUT):
+            limit = each.reason.removeprefix(f"{_CUT}: it is longer than the ").partition(" ")[0]
+            yield f"  {each.count / info.samples:.1%} of the pictures have a caption that was cut after {limit} tokens"

@@ -26,6 +26,7 @@ _OF_PIPELINE = (
     "captions",
     "caption",
     "caption_from",
+    "max_tokens",
 )
 """Options without meaning for a data set in pixel space."""
 
@@ -54,6 +55,8 @@ class EncodeOptions(SourceOptions):
     """Also encode every image mirrored."""
     captions: Literal["first", "all"] = "first"
     """all: embed every caption of an image; captions are counted first, without reading the images."""
+    max_tokens: int | None = None
+    """Tokens of a caption that are read, of text encoders with captions of variable length; None: as the pipeline."""
     bad: Literal["fail", "skip"] = "fail"
     """Policy for unusable images."""
     batch: int = 16

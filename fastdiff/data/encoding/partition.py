@@ -1,7 +1,7 @@
 """Encode of one partition: batches of images through the encoder into one shard per bucket."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +24,8 @@ from fastdiff.data.shards.tar_writer import ShardTar
 from fastdiff.errors import DataError
 
 _CPU_IMAGES = 4
+_TEXT_BATCHES = 8
+"""Batches of images whose captions are embedded together, if the encoder pads a batch of captions to its longest."""
 _KEPT_EMBEDDINGS, _KEPT_BYTES = 1024, 2**30
 """Most captions in the cache of embeddings, and their bytes; the 1024 of SDXL have 0.3 GiB in 16 bits."""
 
@@ -33,14 +35,24 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 @dataclass
 class _Batch:
-    """A batch in computation on the device."""
+    """A batch of images in computation on the device."""
 
     images: Images
     bucket: int
-    captions: list[str]
-    """Captions whose embeddings are not cached."""
     latents: dict[str, Tensor] = field(default_factory=dict)
-    embeddings: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Group:
+    """Batches of images in computation whose captions are embedded together."""
+
+    batches: list[_Batch] = field(default_factory=list)
+    captions: dict[str, None] = field(default_factory=dict)
+    """All captions in their order, as a set."""
+    new: list[str] = field(default_factory=list)
+    """Captions whose embeddings are not cached."""
+    embeddings: list[tuple[list[str], dict[str, Tensor]]] = field(default_factory=list)
+    """Captions of each pass, and their embeddings ``[N, ...]``."""
     events: list[tuple[str, Any, Any]] = field(default_factory=list)
     """Stage, begin and end event (CUDA only)."""
 
@@ -48,8 +60,9 @@ class _Batch:
 class PartitionEncoder:
     """The encoder of one partition: forms batches of one bucket each, and writes one shard per bucket.
 
-    Batches follow the order of the images, so the shards depend only on the partition. While the device computes a
-    batch, the previous one is written.
+    Batches follow the order of the images, and batches of captions the lengths of those of ``_TEXT_BATCHES`` batches,
+    so the shards depend only on the partition. While the device computes a group of batches, the previous one is
+    written.
 
     Raises:
         DataError: From every method: the embedding of a caption is not finite.
@@ -73,7 +86,8 @@ class PartitionEncoder:
         self._stopwatch, self._bad = stopwatch, bad
         self._on_cuda = encoder.device.type == "cuda"
         self._pending: defaultdict[int, list[tuple[ImageItem, Decoded]]] = defaultdict(list)  # by bucket
-        self._computing: _Batch | None = None
+        self._open, self._computing = _Group(), _Group()
+        self._together = _TEXT_BATCHES if any(map(info.is_masked, info.columns)) else 1
         # An LRU cache by caption. Its content depends only on the partition, and so do the batches of captions and
         # their bytes.
         self._embeddings: OrderedDict[str, Arrays] = OrderedDict()
@@ -92,6 +106,7 @@ class PartitionEncoder:
         """Encode the remaining images and publish the shards; none if all images are unusable."""
         for bucket in sorted(bucket for bucket, images in self._pending.items() if images):
             self._compute(bucket)
+        self._embed()
         self._write()
         with self._stopwatch.measure("write"):
             shards = tuple(self._tars[bucket].publish() for bucket in sorted(self._tars))
@@ -108,30 +123,37 @@ class PartitionEncoder:
         return (item.captions or ("",))[: self._info.captions] if of_source("caption", self._info.columns) else ()
 
     def _compute(self, bucket: int) -> None:
-        images = self._pending.pop(bucket)
-        captions = dict.fromkeys(caption for item, _ in images for caption in self._captions(item))
-        batch = _Batch(images, bucket, [caption for caption in captions if caption not in self._embeddings])
-        for caption in captions:
-            self._embeddings[caption] = self._embeddings.pop(caption, {})  # filled when the batch is written
-        with self._device_stage("VAE", batch):
+        batch, group = _Batch(self._pending.pop(bucket), bucket), self._open
+        images = batch.images
+        group.batches.append(batch)
+        for caption in dict.fromkeys(caption for item, _ in images for caption in self._captions(item)):
+            group.captions[caption] = None
+            if caption not in self._embeddings:
+                group.new.append(caption)
+            self._embeddings[caption] = self._embeddings.pop(caption, {})  # filled when the group is written
+        with self._device_stage("VAE", group):
             pixels = torch.from_numpy(np.stack([decoded.pixels for _, decoded in images]))  # [B, H, W, 3]
             if self._on_cuda:
                 pixels = pixels.pin_memory().to(self._encoder.device, non_blocking=True)
             batch.latents[LATENT] = self._to_host(self._encode(pixels), LATENT)
             if self._info.flipped:
                 batch.latents[FLIPPED] = self._to_host(self._encode(pixels.flip(2)), LATENT)  # mirrored along W
-        if batch.captions:
-            with self._device_stage("text", batch):
-                parts = [
-                    self._encoder.embed(batch.captions[start : start + self._batch])
-                    for start in range(0, len(batch.captions), self._batch)
-                ]
-                for name in parts[0]:
-                    batch.embeddings[name] = self._to_host(torch.cat([part[name] for part in parts]), name)
+        if len(group.batches) == self._together:
+            self._embed()
+
+    def _embed(self) -> None:
+        """Embed the captions of the open group, and write the group before it."""
+        group, self._open = self._open, _Group()
+        if group.new:
+            with self._device_stage("text", group):
+                for numbers in self._encoder.batches(group.new, self._batch):
+                    captions = [group.new[number] for number in numbers]
+                    found = self._encoder.embed(captions)
+                    group.embeddings.append((captions, {name: self._to_host(found[name], name) for name in found}))
         self._write()
-        while len(self._embeddings) > max(self._kept_embeddings, len(captions)):
+        while len(self._embeddings) > max(self._kept_embeddings, len(group.captions)):
             self._embeddings.popitem(last=False)
-        self._computing = batch
+        self._computing = group
 
     def _encode(self, pixels: Tensor) -> Tensor:
         """Encode pixels ``[B, H, W, 3]``; on a CPU in parts whose size does not depend on the number of threads."""
@@ -147,7 +169,7 @@ class PartitionEncoder:
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
     @contextmanager
-    def _device_stage(self, stage: str, batch: _Batch) -> Iterator[None]:
+    def _device_stage(self, stage: str, group: _Group) -> Iterator[None]:
         """Measure the time of a stage on the device; with CUDA, without waiting for it."""
         if not self._on_cuda:
             with self._stopwatch.measure(stage):
@@ -157,29 +179,32 @@ class PartitionEncoder:
         begin.record()
         yield
         end.record()
-        batch.events.append((stage, begin, end))
+        group.events.append((stage, begin, end))
 
     def _write(self) -> None:
-        """Wait for the batch in computation and append it to its shard."""
-        batch, self._computing = self._computing, None
-        if batch is None:
-            return
-        for stage, begin, end in batch.events:
+        """Wait for the group in computation and append its batches to their shards."""
+        group, self._computing = self._computing, _Group()
+        for stage, begin, end in group.events:
             end.synchronize()
             self._stopwatch.seconds[stage] += begin.elapsed_time(end) / 1000
         with self._stopwatch.measure("write"):
-            self._keep_embeddings(batch)
-            for number, (item, decoded) in enumerate(batch.images):
-                latents = {name: values[number].numpy() for name, values in batch.latents.items()}
-                if all(np.isfinite(latent).all() for latent in latents.values()):
-                    self._append(batch.bucket, item, decoded, latents)
-                else:
-                    self._bad(item.name, "its latent is not finite; if the autoencoder overflows, use --precision fp32")
+            for captions, embeddings in group.embeddings:
+                self._keep_embeddings(captions, embeddings)
+            for batch in group.batches:
+                self._append_all(batch)
 
-    def _keep_embeddings(self, batch: _Batch) -> None:
-        for number, caption in enumerate(batch.captions):
+    def _append_all(self, batch: _Batch) -> None:
+        for number, (item, decoded) in enumerate(batch.images):
+            latents = {name: values[number].numpy() for name, values in batch.latents.items()}
+            if all(np.isfinite(latent).all() for latent in latents.values()):
+                self._append(batch.bucket, item, decoded, latents)
+            else:
+                self._bad(item.name, "its latent is not finite; if the autoencoder overflows, use --precision fp32")
+
+    def _keep_embeddings(self, captions: Sequence[str], embeddings: Mapping[str, Tensor]) -> None:
+        for number, caption in enumerate(captions):
             # Copied, because a view would keep the pinned memory of its whole batch.
-            found = {name: values[number].numpy().copy() for name, values in batch.embeddings.items()}
+            found = {name: values[number].numpy().copy() for name, values in embeddings.items()}
             self._embeddings[caption] = found
             if not all(np.isfinite(value).all() for value in found.values()):
                 raise DataError(

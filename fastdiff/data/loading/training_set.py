@@ -23,6 +23,7 @@ from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.models.load import null_label, pretrained
+from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.sanitize import address
 
 if TYPE_CHECKING:
@@ -150,7 +151,8 @@ def described_selection(data: Data) -> str:
 def check_provenance(pipeline: PretrainedConfig, data: DataConfig, info: DatasetInfo) -> None:
     """Require data encoded with the autoencoder and the text encoder of the run's pipeline.
 
-    Their digests cover all weights, which are read for this check. ConfigError: they differ, or a part cannot be read.
+    Their digests cover all weights, which are read for this check. ConfigError: they differ, or a part cannot be read,
+    or the maximum of tokens differs, which prompts are embedded with.
     """
     if not pipeline.path or pipeline.is_file or data.online:
         return
@@ -165,3 +167,28 @@ def check_provenance(pipeline: PretrainedConfig, data: DataConfig, info: Dataset
                 f"--pretrained.path {pipeline.path} (digest {here[:12]}); encode again with it, or give the "
                 "pipeline that encoded the data"
             )
+    _require_tokens(found, data, info)
+
+
+def _require_tokens(pipeline: Pretrained, data: DataConfig, info: DatasetInfo) -> None:
+    """Require that prompts are embedded with as many tokens as the captions of the data."""
+    if info.provenance.text_encoder_digest is None:
+        if pipeline.max_tokens is not None:
+            raise ConfigError(
+                f"--pretrained.max_tokens {pipeline.max_tokens}: {address(data.path)} has no captions; leave it out"
+            )
+        return
+    try:
+        family = pipeline.text_family
+    except ConfigError:
+        if pipeline.max_tokens is not None:
+            raise
+        return  # of a package that is not installed here: only samples of prompts need it
+    if family.tokens is None:
+        return
+    rows, here = info.columns["context"].shape[0] - family.fixed_tokens, pipeline.max_tokens or family.tokens
+    if rows != here:
+        raise ConfigError(
+            f"{address(data.path)} was encoded with captions of up to {rows} tokens, and prompts of this run would "
+            f"have up to {here}; give --pretrained.max_tokens {rows}"
+        )

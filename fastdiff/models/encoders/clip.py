@@ -20,13 +20,20 @@ class Clip:
             gives the pooled embedding (Podell et al. 2023, arXiv:2307.01952, section 2).
         device: device of the encoders.
         null_is_zero: whether "no caption" is a tensor of zeros (SDXL) and not the embedding of the empty caption.
+        pooled: numbers of the encoders, if there are two, whose pooled embeddings are joined; SDXL: the second.
     """
 
     def __init__(
-        self, tokenizers: Sequence[Any], encoders: Sequence[Any], device: torch.device, *, null_is_zero: bool = False
+        self,
+        tokenizers: Sequence[Any],
+        encoders: Sequence[Any],
+        device: torch.device,
+        *,
+        null_is_zero: bool = False,
+        pooled: Sequence[int] = (1,),
     ) -> None:
         self._tokenizers, self._encoders, self._device = tokenizers, encoders, device
-        self._null_is_zero = null_is_zero
+        self._null_is_zero, self._pooled = null_is_zero, pooled
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield the weights of all encoders."""
@@ -48,18 +55,20 @@ class Clip:
             return {"context": outputs[0].last_hidden_state}
         return {
             "context": torch.cat([output.hidden_states[-2] for output in outputs], dim=-1),
-            "pooled": outputs[-1].text_embeds,
+            "pooled": torch.cat([outputs[number].text_embeds for number in self._pooled], dim=-1),
         }
 
-    def cut(self, captions: Sequence[str]) -> int | None:
-        """Return how many tokens an encoder reads of a caption, if one of these has more; None: all are read whole."""
+    def lost(self, captions: Sequence[str]) -> dict[int, int]:
+        """Return the tokens of these captions that are not read, by the number that is read; see ``CaptionTokens``."""
+        lost: dict[int, int] = {}
         for tokenizer in self._tokenizers:
             limit = int(tokenizer.model_max_length)
             # A token has at least one byte, and two mark the ends: most captions need not be tokenized.
             long = [caption for caption in captions if len(caption.encode()) + 2 > limit]
-            if any(len(tokenizer(caption, verbose=False)["input_ids"]) > limit for caption in long):
-                return limit
-        return None
+            lengths = [len(tokenizer(caption, verbose=False)["input_ids"]) for caption in long]
+            if more := sum(max(0, length - limit) for length in lengths):
+                lost[limit] = max(more, lost.get(limit, 0))
+        return lost
 
     def null(self) -> dict[str, Tensor]:
         """Return the null condition of classifier-free guidance, ``context [L, D]`` and ``pooled [P]``."""
@@ -77,11 +86,19 @@ class Clip:
         return tokens["input_ids"].to(self._device)
 
 
-def _load(pipeline: PipelineFiles, device: torch.device | str, dtype: torch.dtype) -> Clip:
+def load_clip(
+    pipeline: PipelineFiles,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    parts: Sequence[str] = (),
+    pooled: Sequence[int] = (1,),
+) -> Clip:
+    """Load the text encoders of CLIP of a pipeline: those of ``parts``, otherwise all of its text encoders."""
     import transformers
 
     encoders, tokenizers = [], []
-    for part in pipeline.text_parts:
+    for part in parts or pipeline.text_parts:
         config = pipeline.json(f"{part}/config.json")
         if (found := config.get("model_type")) != "clip_text_model":
             folder = pipeline.folder_of(part)
@@ -91,7 +108,7 @@ def _load(pipeline: PipelineFiles, device: torch.device | str, dtype: torch.dtyp
         length = encoders[-1].config.max_position_embeddings
         tokenizers.append(_tokenizer(pipeline, part.replace("text_encoder", "tokenizer"), length))
     zeros = bool(pipeline.json("model_index.json").get("force_zeros_for_empty_prompt"))
-    return Clip(tokenizers, encoders, torch.device(device), null_is_zero=zeros)
+    return Clip(tokenizers, encoders, torch.device(device), null_is_zero=zeros, pooled=pooled)
 
 
 def _tokenizer(pipeline: PipelineFiles, name: str, length: int) -> Any:
@@ -110,7 +127,7 @@ def _tokenizer(pipeline: PipelineFiles, name: str, length: int) -> Any:
     return tokenizer
 
 
-ONE_CLIP = TextEncoderFamily(classes=("CLIPTextModel",), conditions=("context",), load=_load)
+ONE_CLIP = TextEncoderFamily(classes=("CLIPTextModel",), conditions=("context",), load=load_clip)
 TWO_CLIPS = TextEncoderFamily(
-    classes=("CLIPTextModel", "CLIPTextModelWithProjection"), conditions=("context", "pooled"), load=_load
+    classes=("CLIPTextModel", "CLIPTextModelWithProjection"), conditions=("context", "pooled"), load=load_clip
 )

@@ -1,10 +1,10 @@
 """Records of frozen encoders: what the other packages need to know of an autoencoder or of text encoders.
 
-A pipeline names the classes of its parts in ``model_index.json``; ``registry`` finds the record by them. So an encoder
-can come from another package.
+A pipeline names its class and those of its parts in ``model_index.json``; ``registry`` finds the record by them. So an
+encoder can come from another package.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -48,6 +48,8 @@ class AutoencoderFamily:
     """An autoencoder that a pipeline holds in ``vae/``, or that a folder holds alone."""
 
     title: ClassVar[str] = "an autoencoder"
+    pipelines: ClassVar[tuple[str, ...]] = ()
+    """It is the same in any pipeline."""
     classes: tuple[str]
     """Its class in ``model_index.json``."""
     space: Callable[[PipelineFiles], LatentSpace]
@@ -62,7 +64,10 @@ class AutoencoderFamily:
 
 
 class TextEncoder(Protocol):
-    """Text encoders of a pipeline with their tokenizers, on a device."""
+    """Text encoders of a pipeline with their tokenizers, on a device.
+
+    Those of a package may also have the methods of ``CaptionTokens``, all or some.
+    """
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield the weights of all encoders."""
@@ -75,11 +80,33 @@ class TextEncoder(Protocol):
         others may be of any device and floating dtype: they are moved to those that ``load`` got.
         """
 
-    def cut(self, captions: Sequence[str]) -> int | None:
-        """Return how many tokens an encoder reads of a caption, if one of these has more; None: all are read whole."""
-
     def null(self) -> dict[str, Tensor]:
         """Return the null condition of classifier-free guidance: all conditions of one caption, ``[...]`` each."""
+
+
+class CaptionTokens(Protocol):
+    """What text encoders tell of the tokens of captions, and of negative prompts."""
+
+    def cut(self, captions: Sequence[str]) -> int | None:
+        """Return how many tokens an encoder reads of a caption, if one of these has more; None: all are read whole.
+
+        Not asked of an encoder that has ``lost``.
+        """
+
+    def lost(self, captions: Sequence[str]) -> Mapping[int, int]:
+        """Return the tokens of these captions that are not read, by the number that is read of a caption.
+
+        Encoders with different limits have an entry each; empty: all captions are read whole.
+        """
+
+    def lengths(self, captions: Sequence[str]) -> Sequence[int]:
+        """Return how many tokens the encoder computes of each caption; batches are formed of captions of like length.
+
+        Only for encoders that pad a batch to its longest caption.
+        """
+
+    def negative(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Return the conditions of negative prompts, as ``__call__``, which is used if this is missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +116,12 @@ class TextEncoderFamily:
     title: ClassVar[str] = "text encoders"
     classes: tuple[str, ...]
     """Their classes in ``model_index.json``, in the order of the folders ``text_encoder``, ``text_encoder_2``, ..."""
+    pipelines: tuple[str, ...] = ()
+    """Classes of the pipelines that use them so (``_class_name`` in ``model_index.json``); empty: any."""
+    tokens: int | None = None
+    """Maximum tokens of a caption, unless ``PipelineFiles.max_tokens`` gives another; None: it is fixed."""
+    fixed_tokens: int = 0
+    """Rows of ``context`` beside those of ``tokens``."""
     conditions: tuple[str, ...]
     """Names of the conditions that they produce."""
     load: Callable[[PipelineFiles, torch.device | str, torch.dtype], TextEncoder]

@@ -21,35 +21,51 @@ _BUILT_IN = (
     "fastdiff.models.encoders.autoencoder_kl:AUTOENCODER_KL",
     "fastdiff.models.encoders.clip:ONE_CLIP",
     "fastdiff.models.encoders.clip:TWO_CLIPS",
+    "fastdiff.models.encoders.t5:PIXART_ALPHA",
+    "fastdiff.models.encoders.t5:PIXART_SIGMA",
 )
 ENTRY_POINTS: Group = "fastdiff.encoders"
 """Group of the entry points (``module:RECORD``) by which other packages register encoders."""
 _Record = AutoencoderFamily | TextEncoderFamily
-_Name = tuple[type[_Record], tuple[str, ...]]
+_Name = tuple[type[_Record], tuple[str, ...], tuple[str, ...]]
+"""Kind, classes, and classes of the pipelines (``TextEncoderFamily.pipelines``)."""
 Family = TypeVar("Family", AutoencoderFamily, TextEncoderFamily)
 
 
-def encoder_of(kind: type[Family], classes: tuple[str, ...], pipeline: str) -> Family:
+def encoder_of(kind: type[Family], classes: tuple[str, ...], pipeline: str, pipeline_class: str = "") -> Family:
     """Return the record of an autoencoder, or of text encoders, by their classes.
+
+    Args:
+        kind: of the record.
+        classes: of the parts.
+        pipeline: path, for messages.
+        pipeline_class: its class; a record of this class precedes one of any pipeline.
 
     Raises:
         ConfigError: there is no such record, or its package is broken.
     """
     others: Installed[_Name, _Record] = _installed()
     both = (*(family for _, family in others.found.values()), *_built_in())
-    known = {family.classes: family for family in both if isinstance(family, kind)}
-    if classes not in known:
+    known = [family for family in both if isinstance(family, kind)]
+    here = [family for family in known if family.classes == classes]
+    for family in here:
+        if pipeline_class in family.pipelines:
+            return family
+    found = next((family for family in here if not family.pipelines), None)
+    if found is None:
+        within = f" in a {pipeline_class or 'pipeline without a class'}" if here else ""
+        expected = " or ".join(dict.fromkeys(_named(each.classes, each.pipelines) for each in here or known))
         unknown = (
-            f"{pipeline} has {kind.title} of class {_named(classes)}; expected {' or '.join(map(_named, known))}, or "
-            f"install the package that registers it under the entry points {ENTRY_POINTS}"
+            f"{pipeline} has {kind.title} of class {_named(classes)}{within}; expected {expected}, or install the "
+            f"package that registers it under the entry points {ENTRY_POINTS}"
         )
         raise ConfigError("; ".join([unknown, *others.wrong]))
-    return known[classes]
+    return found
 
 
 def package_of(family: _Record) -> str | None:
     """Return the entry point and the package with its version of an installed encoder; None: it is of no package."""
-    return _installed().identity_of((type(family), family.classes), family)
+    return _installed().identity_of(_name(family), family)
 
 
 def faults_in(family: _Record, what: str) -> AbstractContextManager[None]:
@@ -62,8 +78,12 @@ def faults_in(family: _Record, what: str) -> AbstractContextManager[None]:
     return nullcontext() if family in _built_in() else faults_of(what, exhausted)
 
 
-def _named(classes: tuple[str, ...]) -> str:
-    return " with ".join(classes)
+def _name(family: _Record) -> _Name:
+    return type(family), family.classes, family.pipelines
+
+
+def _named(classes: tuple[str, ...], pipelines: tuple[str, ...] = ()) -> str:
+    return " with ".join(classes) + (f" in a {' or '.join(pipelines)}" if pipelines else "")
 
 
 @cache
@@ -73,8 +93,8 @@ def _built_in() -> tuple[_Record, ...]:
 
 @cache
 def _installed() -> Installed[_Name, _Record]:
-    built_in = [(type(family), family.classes) for family in _built_in()]
-    return load_installed(ENTRY_POINTS, "encoder", _checked, built_in, lambda name: _named(name[1]))
+    built_in = list(map(_name, _built_in()))
+    return load_installed(ENTRY_POINTS, "encoder", _checked, built_in, lambda name: _named(*name[1:]))
 
 
 def _checked(family: Any, title: str) -> tuple[_Name, _Record]:
@@ -82,4 +102,4 @@ def _checked(family: Any, title: str) -> tuple[_Name, _Record]:
         raise ConfigError(f"{title} is a {type(family).__name__}, expected an AutoencoderFamily or a TextEncoderFamily")
     unknown = [name for name in getattr(family, "conditions", ()) if name not in CONDITIONS]
     require(not unknown, f"{title} gives the condition {', '.join(unknown)}; expected {', '.join(CONDITIONS)}")
-    return (type(family), family.classes), family
+    return _name(family), family

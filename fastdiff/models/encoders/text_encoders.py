@@ -10,7 +10,9 @@ from fastdiff.errors import require
 from fastdiff.models.encoders.family import TextEncoder, TextEncoderFamily
 from fastdiff.models.encoders.registry import faults_in
 
-_METHODS = ("__call__", "cut", "null", "parameters")
+_METHODS = ("__call__", "null", "parameters")
+_TELLS_CUTS = ("lost", "cut")
+"""It has one of these."""
 
 
 class TextEncoders:
@@ -33,16 +35,48 @@ class TextEncoders:
         kind = type(loaded)
         self._what = f"the text encoder {' with '.join(family.classes)} ({kind.__module__}.{kind.__qualname__})"
         missing = [name for name in _METHODS if not callable(getattr(loaded, name, None))]
-        require(not missing, f"{self._what} has no method {' and no '.join(missing)}; expected {', '.join(_METHODS)}")
+        missing += [] if any(hasattr(loaded, name) for name in _TELLS_CUTS) else [" or ".join(_TELLS_CUTS)]
+        expected = ", ".join([*_METHODS, " or ".join(_TELLS_CUTS)])
+        require(not missing, f"{self._what} has no method {' and no '.join(missing)}; expected {expected}")
         self._family, self._loaded = family, loaded
         self._device, self._dtype = device, dtype
-        self.parameters, self.cut = loaded.parameters, loaded.cut
+        self.parameters = loaded.parameters
+
+    def lost(self, captions: Sequence[str]) -> Mapping[int, int]:
+        """Return the tokens of these captions that are not read, by the number that is read; 0: how many is unknown.
+
+        Empty: all captions are read whole.
+        """
+        if (lost := getattr(self._loaded, "lost", None)) is not None:
+            return dict(lost(captions))
+        limit = self._loaded.cut(captions)  # type: ignore[attr-defined]
+        return {} if limit is None else {limit: 0}
+
+    def batches(self, captions: Sequence[str], size: int) -> list[list[int]]:
+        """Return the numbers of the captions of each pass through the encoders.
+
+        Captions of like length are computed together, the longest ones first, by encoders that pad to the longest one;
+        by others in their order.
+        """
+        numbers = list(range(len(captions)))
+        if (lengths := getattr(self._loaded, "lengths", None)) is not None:
+            found = lengths(captions)
+            numbers.sort(key=lambda number: -found[number])  # stable
+        return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
     @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Return the conditions of N captions, ``[N, ...]`` each."""
         with faults_in(self._family, f"{self._what}: __call__"):
             return self._checked(self._loaded(captions), "__call__", (len(captions),))
+
+    @torch.no_grad()
+    def negative(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Return the conditions of N negative prompts, ``[N, ...]`` each."""
+        if (negative := getattr(self._loaded, "negative", None)) is None:
+            return self(captions)
+        with faults_in(self._family, f"{self._what}: negative"):
+            return self._checked(negative(captions), "negative", (len(captions),))
 
     @torch.no_grad()
     def null(self) -> dict[str, Tensor]:

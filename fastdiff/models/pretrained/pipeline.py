@@ -57,7 +57,14 @@ class Pretrained(PipelineFiles):
         if "text_encoder" not in names:
             alone = f" but {names[0]}, like the refiner of SDXL" if names else ""
             raise ConfigError(f"{self.path} has no text_encoder{alone}; expected a text-to-image pipeline")
-        return encoder_of(TextEncoderFamily, tuple(map(self.class_of, names)), self.path)
+        family = encoder_of(TextEncoderFamily, tuple(map(self.class_of, names)), self.path, self.pipeline_class)
+        if self.max_tokens is not None and family.tokens is None:
+            flag = self.flag.replace("path", "max_tokens") if "." in self.flag else "--max-tokens"
+            raise ConfigError(
+                f"{flag} {self.max_tokens}: captions of {self.path} have the fixed length of "
+                f"{' with '.join(family.classes)}; leave it out"
+            )
+        return family
 
     def text(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> TextEncoders:
         """Load its text encoders with their tokenizers, frozen."""

@@ -218,14 +218,17 @@ def test_what_is_lost_of_captions_and_pictures_is_counted_and_named(tmp_path: Pa
     sizes = [(32, 32), (31, 64), (64, 64), (8, 8), (32, 40), (40, 40)]
     source = captioned(tmp_path / "images", captions, sizes)
     said = encode(source, tmp_path / "out", sd)
+    lost = sum(len(caption.replace(" ", "")) + 2 - 77 for caption in (captions[1], long))  # a token per letter
     told = {
         "pictures smaller than the resolution, so enlarged: they are blurred: 2 (first: 001.png, 003.png)",
         "pictures with a caption that was cut: it is longer than the 77 tokens that the text encoder reads: 2 "
         "(first: 001.png, 003.png)",
+        f"tokens beyond the first 77 of a caption, which were not read: {lost} (first: 001.png, 003.png)",
         "pictures with an empty caption, trained as the empty prompt: 1 (first: 002.png)",
         "pictures with more captions than the 1 embedded; --captions all embeds all: 1 (first: 003.png)",
     }
     assert {line.removeprefix("  note: ") for line in said if line.startswith("  note: ")} == told
+    assert "  33.3% of the pictures have a caption that was cut after 77 tokens" in said
     selection = DatasetInfo.read(tmp_path / "out").selection
     assert selection is not None
     assert {str(each) for each in selection.noted} == told

@@ -1,0 +1,158 @@
+"""Language models as text encoders, against the pipelines of diffusers on the same tiny weights."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fastdiff.config.networks.pretrained import PretrainedConfig
+from fastdiff.config.sections.data import DataConfig
+from fastdiff.data.loading.training_set import check_provenance
+from fastdiff.data.shards.format import DatasetInfo
+from fastdiff.data.shards.reader import LatentReader
+from fastdiff.errors import ConfigError
+from fastdiff.models.encoders.text_encoders import TextEncoders
+from fastdiff.models.pretrained.pipeline import Pretrained
+from fastdiff.models.pretrained.tiny_pipeline import build
+from tests.support.inputs import text_pipelines
+from tests.support.inputs.encoding import captioned, encode, encode_part, files
+
+CAPTIONS = ["A small Cat ", "", "one two three four five six seven eight nine ten " * 9, "Été", "the red house"]
+CLOSE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-6}
+NEAR: dict[str, Any] = {"rtol": 0.0, "atol": 3e-6}
+
+
+@pytest.fixture(scope="module")
+def vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("pipelines") / "sd15")
+
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, vae: Path) -> Write:
+    return lambda pipeline, **parts: text_pipelines.write(tmp_path / pipeline, pipeline, parts, vae)
+
+
+def double(part: text_pipelines.Part) -> text_pipelines.Part:
+    """In fp64, where only conventions differ: attention without a scale enlarges the rounding of fp32."""
+    return part[0].double(), part[1]
+
+
+def text_of(pipeline: Path, max_tokens: int | None = None, dtype: torch.dtype = torch.float64) -> TextEncoders:
+    return Pretrained(str(pipeline), flag="--pretrained", max_tokens=max_tokens).text(dtype=dtype)
+
+
+def assert_equal(found: dict[str, Tensor], context: Tensor, mask: Tensor) -> None:
+    """Compare with padded embeddings and their mask: exact masks, valid rows to 1e-6, zeros elsewhere."""
+    assert found["context"].shape == context.shape
+    assert torch.equal(found["context_mask"], mask.bool())
+    torch.testing.assert_close(found["context"], context * mask[..., None], **CLOSE)
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("PixArtAlphaPipeline", 120), ("PixArtSigmaPipeline", 300)])
+def test_t5_of_pixart(write: Write, name: str, tokens: int) -> None:
+    import diffusers
+
+    model, tokenizer = double(text_pipelines.t5())
+    text = text_of(write(name, text_encoder=(model, tokenizer)))
+    published = getattr(diffusers, name)(tokenizer, model, None, None, None)
+    context, mask, null, null_mask = published.encode_prompt(CAPTIONS, device="cpu", clean_caption=False)
+    assert context.shape[1] == tokens
+    found = text(CAPTIONS)
+    assert_equal(found, context, mask)
+    assert found["context_mask"].sum(1).tolist() == [12, 1, tokens, 4, 14], "in lower case, without spaces at the ends"
+    assert_equal({n: v[None] for n, v in text.null().items()}, null[:1], null_mask[:1])
+    assert text.lost(CAPTIONS) == {tokens: len(CAPTIONS[2].strip()) + 1 - tokens}
+    assert text.lost([CAPTIONS[0], ""]) == {}
+
+
+def test_a_caption_is_embedded_alike_in_any_batch_and_with_any_padding(write: Write) -> None:
+    pipeline = write("PixArtSigmaPipeline", text_encoder=text_pipelines.t5())
+    text = text_of(pipeline)
+    together = text(CAPTIONS)
+    for number, caption in enumerate(CAPTIONS):
+        alone = text([caption])
+        torch.testing.assert_close(alone["context"][0], together["context"][number], **CLOSE)
+    model, tokenizer = double(text_pipelines.t5())
+    padded = tokenizer(CAPTIONS[0].lower().strip(), padding="max_length", max_length=300, return_tensors="pt")
+    expected = model(padded.input_ids, attention_mask=padded.attention_mask).last_hidden_state[0, :12]
+    torch.testing.assert_close(together["context"][0, :12], expected, **CLOSE)
+    assert text.batches(CAPTIONS, 2) == [[2, 4], [0, 3], [1]], "captions of like length together"
+    limited = text_of(pipeline, 8)
+    assert limited(CAPTIONS)["context_mask"].sum(1).tolist() == [8, 1, 8, 4, 8]
+    assert limited.lost(["the red house"]) == {8: 6}
+
+
+def test_the_maximum_of_tokens_is_that_of_records_which_have_one(vae: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--max-tokens 8: captions of .* have the fixed length of CLIPTextModel"):
+        text_of(vae, 8)
+
+
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="sentencepiece is installed")
+def test_a_vocabulary_that_cannot_be_read_is_told(write: Write) -> None:
+    """transformers would ask for tiktoken, which does not read it."""
+    pipeline = write("PixArtSigmaPipeline", text_encoder=text_pipelines.t5())
+    (pipeline / "tokenizer" / "tokenizer.json").rename(pipeline / "tokenizer" / "spiece.model")
+    with pytest.raises(ConfigError, match=r"and sentencepiece is not installed; run `pip install 'sentencepiece>="):
+        text_of(pipeline)
+
+
+def test_records_are_found_by_the_class_of_the_pipeline(write: Write) -> None:
+    pipeline = write("FluxPipeline", text_encoder=text_pipelines.t5())
+    with pytest.raises(
+        ConfigError,
+        match=r"has text encoders of class T5EncoderModel in a FluxPipeline; expected T5EncoderModel in a "
+        r"PixArtAlphaPipeline or T5EncoderModel in a PixArtSigmaPipeline, or install",
+    ):
+        text_of(pipeline)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return captioned(tmp_path / "images", [CAPTIONS[number % 5] + str(number // 5) for number in range(30)])
+
+
+def test_shards_hold_the_tokens_and_masks_of_captions(
+    write: Write, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bytes after an interruption, and for any number of ranks, each of which encodes all in another order."""
+    pipeline = write("PixArtSigmaPipeline", text_encoder=text_pipelines.t5())
+    options: dict[str, Any] = {"max_tokens": 40, "dtype": "float32", "samples_per_shard": 10, "batch": 1}
+    said = encode(source, tmp_path / "out", pipeline, **options)
+    captions = [CAPTIONS[number % 5] + str(number // 5) for number in range(30)]
+    expected = text_of(pipeline, 40)(captions)
+    with LatentReader(tmp_path / "out") as reader:
+        found = reader.read(range(30))
+        null = reader.null()
+    assert DatasetInfo.read(tmp_path / "out").columns["context"].shape == (40, text_pipelines.WIDTH)
+    np.testing.assert_array_equal(found["context_mask"], expected["context_mask"].numpy())
+    np.testing.assert_allclose(found["context"], expected["context"].numpy(), **NEAR)
+    run = DataConfig(path=str(tmp_path / "out"))
+    info = DatasetInfo.read(tmp_path / "out")
+    check_provenance(PretrainedConfig(path=str(pipeline), max_tokens=40), run, info)
+    with pytest.raises(ConfigError, match=r"up to 40 tokens, and .* up to 300; give --pretrained\.max_tokens 40"):
+        check_provenance(PretrainedConfig(path=str(pipeline)), run, info)
+    assert null["context_mask"].sum() == 1, "the end, so that no mask is zero"
+    long = sum(len(caption.strip()) + 1 - 40 for caption in captions[2::5])
+    told = [line for line in said if "caption" in line]
+    assert told == [
+        "  note: pictures with a caption that was cut: it is longer than the 40 tokens that the text encoder reads: 6 "
+        "(first: 002.png, 007.png, 012.png)",
+        f"  note: tokens beyond the first 40 of a caption, which were not read: {long} "
+        "(first: 002.png, 007.png, 012.png)",
+        "  20.0% of the pictures have a caption that was cut after 40 tokens",
+    ]
+    for rank, ranks in ((0, 1), (1, 2), (2, 3)):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        monkeypatch.setenv("RANK", str(rank))
+        encode_part(source, tmp_path / f"by{ranks}", pipeline, 1, **options)
+        monkeypatch.setenv("RANK", "0")
+        encode(source, tmp_path / f"by{ranks}", pipeline, **options)
+        assert files(tmp_path / f"by{ranks}") == files(tmp_path / "out")
