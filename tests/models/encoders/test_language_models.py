@@ -73,6 +73,32 @@ def test_t5_of_pixart(write: Write, name: str, tokens: int) -> None:
     assert text.lost([CAPTIONS[0], ""]) == {}
 
 
+def test_the_three_encoders_of_stable_diffusion_3(write: Write, tmp_path: Path) -> None:
+    import diffusers
+
+    one, two, three = (
+        double(each) for each in (text_pipelines.clip(tmp_path), text_pipelines.clip(tmp_path), text_pipelines.t5(96))
+    )
+    with torch.no_grad():
+        two[0].text_projection.weight.mul_(2)
+    pipeline = write("StableDiffusion3Pipeline", text_encoder=one, text_encoder_2=two, text_encoder_3=three)
+    text = text_of(pipeline)
+    parts = {"transformer": None, "scheduler": None, "vae": None}
+    for number, (model, tokenizer) in zip(("", "_2", "_3"), (one, two, three), strict=True):
+        parts |= {f"text_encoder{number}": model, f"tokenizer{number}": tokenizer}
+    published = diffusers.StableDiffusion3Pipeline(**parts)
+    context, null, pooled, null_pooled = published.encode_prompt(CAPTIONS, None, None, device="cpu")
+    found, empty = text(CAPTIONS), text.null()
+    assert found["context"].shape == (5, 77 + 256, 96)
+    torch.testing.assert_close(found["context"], context, **CLOSE)
+    torch.testing.assert_close(found["pooled"], pooled, **CLOSE)
+    torch.testing.assert_close(empty["context"], null[0], **CLOSE)
+    torch.testing.assert_close(empty["pooled"], null_pooled[0], **CLOSE)
+    assert text.lost(CAPTIONS).keys() == {77, 256}
+    assert text.lost(["one two three four five six seven eight nine ten " * 3]).keys() == {77}, "T5 reads it whole"
+    assert text.batches(CAPTIONS, 2) == [[0, 1], [2, 3], [4]], "padding is read, so lengths do not matter"
+
+
 def test_a_caption_is_embedded_alike_in_any_batch_and_with_any_padding(write: Write) -> None:
     pipeline = write("PixArtSigmaPipeline", text_encoder=text_pipelines.t5())
     text = text_of(pipeline)

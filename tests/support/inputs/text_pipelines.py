@@ -13,6 +13,8 @@ from transformers import (
     T5EncoderModel,
 )
 
+from fastdiff.models.pretrained import tiny_pipeline
+
 WIDTH = 32
 _PIECES = [*map(chr, range(32, 127)), "\n", "é"]
 Part = tuple[Any, Any]
@@ -49,6 +51,11 @@ def t5(width: int = WIDTH) -> Part:
         initializer_factor=0.5,
     )  # fmt: skip
     return seeded(lambda: T5EncoderModel(config)), tokenizer(end="</s>")
+
+
+def clip(folder: Path) -> Part:
+    """CLIP's text encoder with a pooled embedding."""
+    return seeded(lambda: tiny_pipeline._text_encoder(projected=True)), tiny_pipeline._tokenizer(folder)
 
 
 def write(folder: Path, pipeline: str, parts: Mapping[str, Part], vae: Path) -> Path:
