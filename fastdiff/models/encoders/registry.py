@@ -21,6 +21,7 @@ _BUILT_IN = (
     "fastdiff.models.encoders.autoencoder_kl:AUTOENCODER_KL",
     "fastdiff.models.encoders.clip:ONE_CLIP",
     "fastdiff.models.encoders.clip:TWO_CLIPS",
+    "fastdiff.models.encoders.gemma:SANA",
     "fastdiff.models.encoders.stable_diffusion_3:THREE_ENCODERS",
     "fastdiff.models.encoders.t5:PIXART_ALPHA",
     "fastdiff.models.encoders.t5:PIXART_SIGMA",

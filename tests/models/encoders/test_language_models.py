@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.config.networks.pretrained import PretrainedConfig
+from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.loading.training_set import check_provenance
 from fastdiff.data.shards.format import DatasetInfo
@@ -19,6 +20,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.models.encoders.text_encoders import TextEncoders
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.models.pretrained.tiny_pipeline import build
+from fastdiff.sampling.text import encode_prompts
 from tests.support.inputs import text_pipelines
 from tests.support.inputs.encoding import captioned, encode, encode_part, files
 
@@ -71,6 +73,33 @@ def test_t5_of_pixart(write: Write, name: str, tokens: int) -> None:
     assert_equal({n: v[None] for n, v in text.null().items()}, null[:1], null_mask[:1])
     assert text.lost(CAPTIONS) == {tokens: len(CAPTIONS[2].strip()) + 1 - tokens}
     assert text.lost([CAPTIONS[0], ""]) == {}
+
+
+def test_gemma_of_sana(write: Write) -> None:
+    import inspect
+
+    import diffusers
+
+    model, tokenizer = text_pipelines.gemma()  # in fp64 transformers masks it into NaN
+    pipeline = write("SanaPipeline", text_encoder=(model, tokenizer))
+    published = diffusers.SanaPipeline(tokenizer, model, None, None, None)
+    lines = inspect.signature(published.__call__).parameters["complex_human_instruction"].default
+    long = [*CAPTIONS, "a red house " * 40]
+    for tokens in (300, 24):
+        text = text_of(pipeline, None if tokens == 300 else tokens, torch.float32)
+        context, mask, null, null_mask = published.encode_prompt(
+            long, device="cpu", max_sequence_length=tokens, complex_human_instruction=lines, negative_prompt="An Owl"
+        )
+        assert context.shape[1] == tokens
+        assert_equal(text(long), context, mask)
+        negative = {name: value.expand(6, *value.shape[1:]) for name, value in text.negative(["An Owl"]).items()}
+        assert_equal(negative, null, null_mask)
+        # The first token and the last one of the instruction come before those of a caption.
+        assert text.lost(long) == {tokens: sum(max(0, 2 + len(each.strip()) - tokens) for each in long)}
+    assert text.null()["context_mask"].sum() == 1
+    unet = UNetConfig(cross_attention_dim=text_pipelines.WIDTH)
+    _, unconditional = encode_prompts(Pretrained(str(pipeline)), ["a hut"], unet, negative="An Owl")
+    torch.testing.assert_close(unconditional["context"][:6], text.negative(["An Owl"])["context"][0, :6], **NEAR)
 
 
 def test_the_three_encoders_of_stable_diffusion_3(write: Write, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
+    Gemma2Config,
+    Gemma2Model,
     PreTrainedTokenizerFast,
     T5Config,
     T5EncoderModel,
@@ -51,6 +53,15 @@ def t5(width: int = WIDTH) -> Part:
         initializer_factor=0.5,
     )  # fmt: skip
     return seeded(lambda: T5EncoderModel(config)), tokenizer(end="</s>")
+
+
+def gemma(width: int = WIDTH) -> Part:
+    """Gemma 2, with a window shorter than captions in every other layer."""
+    config = Gemma2Config(
+        vocab_size=128, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=64, pad_token_id=0, bos_token_id=2, eos_token_id=1,
+    )  # fmt: skip
+    return seeded(lambda: Gemma2Model(config)), tokenizer(begin="<bos>", padding_side="left")
 
 
 def clip(folder: Path) -> Part:
