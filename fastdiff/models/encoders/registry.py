@@ -22,6 +22,8 @@ _BUILT_IN = (
     "fastdiff.models.encoders.clip:ONE_CLIP",
     "fastdiff.models.encoders.clip:TWO_CLIPS",
     "fastdiff.models.encoders.gemma:SANA",
+    "fastdiff.models.encoders.qwen:QWEN_IMAGE",
+    "fastdiff.models.encoders.qwen:Z_IMAGE",
     "fastdiff.models.encoders.stable_diffusion_3:THREE_ENCODERS",
     "fastdiff.models.encoders.t5:PIXART_ALPHA",
     "fastdiff.models.encoders.t5:PIXART_SIGMA",

@@ -128,6 +128,34 @@ def test_the_three_encoders_of_stable_diffusion_3(write: Write, tmp_path: Path) 
     assert text.batches(CAPTIONS, 2) == [[0, 1], [2, 3], [4]], "padding is read, so lengths do not matter"
 
 
+def test_qwen_of_z_image(write: Write) -> None:
+    import diffusers
+
+    model, tokenizer = double(text_pipelines.qwen3())
+    text = text_of(write("ZImagePipeline", text_encoder=(model, tokenizer)))
+    published = diffusers.ZImagePipeline(None, None, model, tokenizer, None)
+    embeddings, negative = published.encode_prompt([*CAPTIONS], device="cpu")
+    found, null = text(CAPTIONS), text.null()
+    for number, expected in enumerate(embeddings):
+        assert found["context_mask"][number].tolist() == [True] * len(expected) + [False] * (512 - len(expected))
+        torch.testing.assert_close(found["context"][number, : len(expected)], expected, **CLOSE)
+    torch.testing.assert_close(null["context"][null["context_mask"]], negative[0], **CLOSE)
+
+
+def test_qwen_of_qwen_image(write: Write) -> None:
+    import diffusers
+
+    model, tokenizer = double(text_pipelines.qwen_vl())
+    text = text_of(write("QwenImagePipeline", text_encoder=(model, tokenizer)))
+    published = diffusers.QwenImagePipeline(None, None, model, tokenizer, None)
+    context, mask = published.encode_prompt(CAPTIONS, device="cpu")
+    rows = context.shape[1]
+    found = text(CAPTIONS)
+    assert found["context"].shape == (5, 1024, text_pipelines.WIDTH)
+    assert not found["context_mask"][:, rows:].any()
+    assert_equal({name: value[:, :rows] for name, value in found.items()}, context, mask)
+
+
 def test_a_caption_is_embedded_alike_in_any_batch_and_with_any_padding(write: Write) -> None:
     pipeline = write("PixArtSigmaPipeline", text_encoder=text_pipelines.t5())
     text = text_of(pipeline)

@@ -11,6 +11,10 @@ from transformers import (
     Gemma2Config,
     Gemma2Model,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
 )
@@ -62,6 +66,35 @@ def gemma(width: int = WIDTH) -> Part:
         num_key_value_heads=2, head_dim=8, sliding_window=64, pad_token_id=0, bos_token_id=2, eos_token_id=1,
     )  # fmt: skip
     return seeded(lambda: Gemma2Model(config)), tokenizer(begin="<bos>", padding_side="left")
+
+
+_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>{% endif %}"
+)
+
+
+def qwen3(width: int = WIDTH) -> Part:
+    """Qwen 3, of three layers."""
+    config = Qwen3Config(
+        vocab_size=128, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    return seeded(lambda: Qwen3Model(config)), tokenizer(pad="<|endoftext|>", chat_template=_CHAT)
+
+
+def qwen_vl(width: int = WIDTH) -> Part:
+    """Qwen 2.5 of text and vision."""
+    text = {
+        "vocab_size": 128, "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
+    }  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": width}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    made = seeded(lambda: Qwen2_5_VLForConditionalGeneration(config))
+    return made, tokenizer(pad="<|endoftext|>")
 
 
 def clip(folder: Path) -> Part:
