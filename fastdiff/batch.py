@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastdiff.conditions import CONDITIONS, MASK_OF
+from fastdiff.conditions import BITS, CONDITIONS, MASK_OF, StoredDtype
 
 Condition = dict[str, Tensor]
 """Conditioning inputs of a model besides the time, as its keyword arguments: ``[B, ...]`` each, with the names, shapes
@@ -15,9 +15,33 @@ DTYPES = {"floating": torch.float32, "float32": torch.float32, "int64": torch.in
 """Dtypes of the conditions of a pass without data, by ``ConditionKind.dtype``."""
 
 
+def to_stored(values: Tensor, dtype: StoredDtype) -> Tensor:
+    """Return values in the dtype of their column, or their bits as integers; NaN where float8 has no such number."""
+    kind: torch.dtype = getattr(torch, dtype)
+    if dtype not in BITS:
+        return values.to(kind)
+    # The conversion to float8 would clip larger numbers.
+    clipped = values.masked_fill(values.abs() > torch.finfo(kind).max, torch.nan)
+    return clipped.to(kind).view(getattr(torch, BITS[dtype]))
+
+
 def from_stored(stored: Mapping[str, Tensor]) -> Condition:
-    """Return conditions as a network takes them, from those that shards hold: masks become bool."""
-    return {name: value.to(torch.bool) if CONDITIONS[name].dtype == "bool" else value for name, value in stored.items()}
+    """Return conditions as a network takes them, from those that shards hold.
+
+    Masks become bool, bits of bfloat16 these numbers, and bits of float8 the same numbers in bfloat16.
+    """
+    return {name: _taken(name, value) for name, value in stored.items()}
+
+
+def _taken(name: str, value: Tensor) -> Tensor:
+    match CONDITIONS[name].dtype, value.dtype:
+        case "bool", _:
+            return value.to(torch.bool)
+        case "floating", torch.uint16:
+            return value.view(torch.bfloat16)
+        case "floating", torch.uint8:
+            return value.view(torch.float8_e4m3fn).to(torch.bfloat16)
+    return value
 
 
 def without_padding(condition: Condition) -> Condition:

@@ -11,7 +11,9 @@ from typing import Literal
 
 from fastdiff.errors import ConfigError, require
 
-StoredDtype = Literal["float16", "float32", "uint8"]
+StoredDtype = Literal["float16", "float32", "uint8", "bfloat16", "float8_e4m3fn"]
+BITS: Mapping[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
+"""Dtypes of embeddings that numpy lacks: shards and numpy hold their bits as integers of this dtype."""
 Source = Literal["caption", "class", "image", "step"]
 Shape = tuple[int, ...]
 Size = tuple[int, int]
@@ -40,7 +42,7 @@ class ConditionKind:
     shape: tuple[int | str, ...]
     """Shape of one sample. A name stands for a size; kinds with the same name have the same size."""
     dtype: Literal["floating", "float32", "int64", "bool"]
-    """Dtype in a batch; ``floating``: float16 or float32, as the data were encoded. Shards store bool as uint8."""
+    """Dtype in a batch; ``floating``: float16, bfloat16 or float32, as encoded. Shards store bool as uint8."""
     source: Source
     """What gives it: each caption of a sample, by the text encoder; its class; its image; the training step."""
     null: Literal["caption", "class"] | None = None
@@ -74,7 +76,7 @@ def stored_dtypes(name: str) -> tuple[StoredDtype, ...]:
     """Return the dtypes that a condition may have in shards."""
     match CONDITIONS[name].dtype:
         case "floating":
-            return "float16", "float32"
+            return "float16", "float32", "bfloat16", "float8_e4m3fn"
         case "bool":
             return ("uint8",)
         case _:

@@ -118,6 +118,12 @@ def _add_captions(parser: argparse.ArgumentParser) -> None:
         help="captions of an image to embed; all counts them first, which downloads remote tars completely",
     )
     group.add_argument(
+        "--text-dtype",
+        choices=("float16", "float32", "bfloat16", "float8_e4m3fn"),
+        help="dtype of the stored text embeddings (default: --dtype); float8_e4m3fn: half of the bytes, 3 bits of "
+        "mantissa, numbers up to 448",
+    )
+    group.add_argument(
         "--max-tokens",
         type=count,
         metavar="N",

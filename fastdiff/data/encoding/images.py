@@ -19,8 +19,8 @@ from typing import Any, Literal
 import numpy.typing as npt
 import torch
 
-from fastdiff.batch import without_padding
-from fastdiff.conditions import OF_IMAGE, of_source, stored_dtype
+from fastdiff.batch import to_stored, without_padding
+from fastdiff.conditions import OF_IMAGE, StoredDtype, of_source, stored_dtype
 from fastdiff.console import log, show
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, reproducible
 from fastdiff.data.encoding.builtin import versions
@@ -53,6 +53,8 @@ _OF_BYTES = (
     "interpolation", "flip", "captions", "batch", "precision",
 )  # fmt: skip
 """Options that affect the bytes as they are."""
+_OF_TEXT = ("max_tokens", "text_dtype")
+"""Those that do so if they are given."""
 
 
 def encode_images(options: EncodeOptions, say: Callable[[str], None] = show) -> None:
@@ -91,10 +93,11 @@ class _ImageEncode:
         self._embeds_nothing = not self._in_pixels and lacks_captions(self._source, pretrained)
         if self._embeds_nothing:
             require_captions(options, self._source)
-        require(
-            options.max_tokens is None or self._embeds_captions,
-            f"--max-tokens {options.max_tokens}: {self._source.name} have no captions; leave it out",
-        )
+        for flag, given in (("--max-tokens", options.max_tokens), ("--text-dtype", options.text_dtype)):
+            require(
+                given is None or self._embeds_captions,
+                f"{flag} {given}: {self._source.name} have no captions; leave it out",
+            )
         if not self._in_pixels and not place.rank:
             log.info(f"loading the autoencoder of {options.pretrained}")
         self._encoder: LatentEncoder | PixelEncoder = (
@@ -328,7 +331,7 @@ class _ImageEncode:
             "dtype": self._dtype,
             **{name: getattr(self._options, name) for name in _OF_BYTES},
             **({"image_conditions": OF_IMAGE} if self._of_image is None else {}),
-            **({"max_tokens": self._options.max_tokens} if self._options.max_tokens is not None else {}),
+            **{name: given for name in _OF_TEXT if (given := getattr(self._options, name)) is not None},
         } | self._listing_options()
 
     @property
@@ -336,12 +339,16 @@ class _ImageEncode:
         return "uint8" if self._in_pixels else self._options.dtype
 
     @property
+    def _text_dtype(self) -> StoredDtype:
+        return self._options.text_dtype or self._options.dtype
+
+    @property
     def _null(self) -> dict[str, npt.NDArray[Any]]:
         """The stored embedding of the empty prompt, by column; empty without captions."""
         if not self._embeds_captions:
             return {}
         return {
-            name: value.float().cpu().numpy().astype(stored_dtype(name, self._options.dtype))
+            name: to_stored(value.float(), stored_dtype(name, self._text_dtype)).cpu().numpy()
             for name, value in without_padding(self._encoder.null()).items()
         }
 
@@ -352,7 +359,9 @@ class _ImageEncode:
         sizes = tuple((height // encoder.factor, width // encoder.factor) for height, width in pixels)
         columns = {LATENT: Column(dtype=self._dtype, shape=(len(encoder.normalisation.shift), *sizes[0]))}
         captioned = {name: value.shape for name, value in self._null.items()}
-        columns |= condition_columns(captioned, options.dtype, OF_IMAGE if self._of_image is None else self._of_image)
+        columns |= condition_columns(
+            captioned, self._text_dtype, OF_IMAGE if self._of_image is None else self._of_image
+        )
         packages = ("pillow",) if self._in_pixels else ("torch", "diffusers", "transformers", "pillow")
         return DatasetInfo(
             columns=columns,

@@ -27,6 +27,7 @@ _OF_PIPELINE = (
     "caption",
     "caption_from",
     "max_tokens",
+    "text_dtype",
 )
 """Options without meaning for a data set in pixel space."""
 
@@ -65,6 +66,8 @@ class EncodeOptions(SourceOptions):
     """Precision of the autoencoder and the text encoders."""
     dtype: Literal["float16", "float32"] = "float16"
     """Dtype of stored latents and embeddings."""
+    text_dtype: Literal["float16", "float32", "bfloat16", "float8_e4m3fn"] | None = None
+    """Dtype of stored embeddings; None: ``dtype``."""
     workers: int = 4
     """Decoding threads per rank."""
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fastdiff.batch import from_stored, to_stored
 from fastdiff.conditions import CAPTIONED, image_conditions, of_source
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder
 from fastdiff.data.images.decode import Decoded
@@ -163,7 +164,7 @@ class PartitionEncoder:
 
     def _to_host(self, values: Tensor, column: str) -> Tensor:
         """Start the copy of a result to the host, in the dtype of its column."""
-        values = values.to(getattr(torch, self._info.columns[column].dtype))
+        values = to_stored(values, self._info.columns[column].dtype)
         if not values.is_cuda:
             return values
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
@@ -206,10 +207,11 @@ class PartitionEncoder:
             # Copied, because a view would keep the pinned memory of its whole batch.
             found = {name: values[number].numpy().copy() for name, values in embeddings.items()}
             self._embeddings[caption] = found
-            if not all(np.isfinite(value).all() for value in found.values()):
+            taken = from_stored({name: values[number] for name, values in embeddings.items()})
+            if not all(bool(value.isfinite().all()) for value in taken.values()):
                 raise DataError(
                     f"the text encoder overflows for the caption {caption[:80]!r}; use --precision fp32 and --dtype "
-                    "float32"
+                    "float32, or --text-dtype bfloat16"
                 )
 
     def _append(self, bucket: int, item: ImageItem, decoded: Decoded, latents: Arrays) -> None:

@@ -217,7 +217,7 @@ def normalised(stored: Tensors, shift: Tensor, scale: Tensor) -> Batch:
 def empty_batch(info: DatasetInfo, bucket: int, count: int, device: torch.device) -> Batch:
     """Return ``count`` samples with shapes and dtypes of a bucket of the data: zeros, and masks of whole captions."""
     columns = info.columns_of(bucket)
-    stored = {name: torch.zeros(count, *c.shape, dtype=getattr(torch, c.dtype)) for name, c in columns.items()}
+    stored = {name: torch.zeros(count, *c.shape, dtype=getattr(torch, c.numpy.name)) for name, c in columns.items()}
     for name in MASK_OF.values() & stored.keys():
         stored[name].fill_(1)
     if info.classes is not None:

@@ -16,7 +16,13 @@ from fastdiff.data.loading.batches import ShardBatches, Tensors
 from fastdiff.data.loading.order import RankPositions, SampleOrder
 from fastdiff.data.shards.reader import LatentReader
 
-_TYPES = {"float16": types.FLOAT16, "float32": types.FLOAT, "uint8": types.UINT8, "int64": types.INT64}
+_TYPES = {
+    "float16": types.FLOAT16,
+    "float32": types.FLOAT,
+    "uint8": types.UINT8,
+    "uint16": types.UINT16,
+    "int64": types.INT64,
+}
 
 
 class DaliBatches(ShardBatches):

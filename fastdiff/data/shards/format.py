@@ -29,6 +29,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from fastdiff.conditions import (
+    BITS,
     CAPTIONED,
     MASK_OF,
     OF_IMAGE,
@@ -67,9 +68,14 @@ class Column:
     shape: tuple[int, ...]
 
     @property
+    def numpy(self) -> np.dtype[Any]:
+        """Dtype of the npy component: that of the values, or integers with their bits (``conditions.BITS``)."""
+        return np.dtype(BITS.get(self.dtype, self.dtype))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the values of one sample, without the npy header."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * self.numpy.itemsize
 
     @property
     def header(self) -> bytes:
@@ -77,7 +83,7 @@ class Column:
 
         It does not use ``numpy.save``, so that a data set has the same bytes with every version of numpy.
         """
-        descr = np.dtype(self.dtype).newbyteorder("<").str
+        descr = self.numpy.newbyteorder("<").str
         text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {self.shape}, }}"
         length = math.ceil((len(text) + 11) / 64) * 64
         return b"\x93NUMPY\x01\x00" + (length - 10).to_bytes(2, "little") + text.ljust(length - 11).encode() + b"\n"

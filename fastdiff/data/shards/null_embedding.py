@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastdiff.conditions import CAPTIONED, stored_dtypes
+from fastdiff.conditions import BITS, CAPTIONED, stored_dtypes
 from fastdiff.data.shards.format import Column, DatasetInfo, NullInfo, null_path
 from fastdiff.data.shards.integrity import unreadable
 from fastdiff.errors import DataError
@@ -29,7 +29,7 @@ def write_null(folder: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str
     written = {}
     for name, array in arrays.items():
         dtypes = stored_dtypes(name) if name in CAPTIONED else ()
-        dtype = next((dtype for dtype in dtypes if np.dtype(dtype) == array.dtype), None)
+        dtype = next((dtype for dtype in dtypes if np.dtype(BITS.get(dtype, dtype)) == array.dtype), None)
         if dtype is None or not np.isfinite(array).all():
             raise DataError(
                 f"the empty prompt's {name} is {array.dtype} {array.shape}; expected finite values of "
@@ -62,7 +62,7 @@ def read_null(folder: Path, info: DatasetInfo, name: str) -> npt.NDArray[Any]:
         raise _damaged(path, f"it is not an npy file of {column.dtype} {column.shape} with {size} bytes")
     if hashlib.sha256(content).hexdigest() != info.null[name].sha256:
         raise _damaged(path, "its sha256 differs from dataset.json")
-    return np.frombuffer(content, column.dtype, offset=len(column.header)).reshape(column.shape).copy()
+    return np.frombuffer(content, column.numpy, offset=len(column.header)).reshape(column.shape).copy()
 
 
 def _damaged(path: Path, what: str) -> DataError:

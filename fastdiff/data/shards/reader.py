@@ -125,7 +125,7 @@ class LatentReader:
 
     def empty(self, batch: int, bucket: int = 0) -> Arrays:
         """Return uninitialised arrays for ``batch`` samples of a bucket."""
-        arrays: Arrays = {s.name: np.empty((batch, *s.column.shape), s.column.dtype) for s in self._stored[bucket]}
+        arrays: Arrays = {s.name: np.empty((batch, *s.column.shape), s.column.numpy) for s in self._stored[bucket]}
         if self.info.classes is not None:
             arrays["label"] = np.empty(batch, np.int64)
         return arrays

@@ -81,8 +81,8 @@ def _npy(values: npt.NDArray[Any], column: Column, mask: npt.NDArray[Any] | None
 
 def _checked(key: str, name: str, values: npt.NDArray[Any], column: Column) -> npt.NDArray[Any]:
     array = np.asarray(values)
-    if (array.dtype, array.shape) != (np.dtype(column.dtype), column.shape):
-        raise DataError(f"key {key}: {name} is {array.dtype} {array.shape}, expected {column.dtype} {column.shape}")
+    if (array.dtype, array.shape) != (column.numpy, column.shape):
+        raise DataError(f"key {key}: {name} is {array.dtype} {array.shape}, expected {column.numpy} {column.shape}")
     if not np.isfinite(array).all():
         raise DataError(f"key {key}: {name} holds non-finite values")
     return array

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from fastdiff.conditions import problem_of_shapes, require_shapes, require_sources
+from fastdiff.batch import from_stored, to_stored
+from fastdiff.conditions import StoredDtype, problem_of_shapes, require_shapes, require_sources
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.objective import DdpmConfig
+from fastdiff.data.loading.batches import empty_batch
 from fastdiff.data.loading.build import build_batches, build_order
 from fastdiff.data.loading.fit import _check_conditions
 from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance, condition_columns
@@ -84,6 +86,43 @@ def test_a_shard_holds_the_tokens_of_each_caption(folder: Path) -> None:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("loader", ["prefetch", "dali"])
+def test_embeddings_in_dtypes_that_numpy_lacks(
+    tmp_path: Path, loader: Any, dtype: StoredDtype, device: torch.device
+) -> None:
+    """Shards hold their bits, of both captions and of the null; batches have the numbers in bfloat16."""
+    kind = getattr(torch, dtype)
+
+    def bits(arrays: Arrays) -> Arrays:
+        stored = {n: to_stored(torch.from_numpy(v).float(), dtype).numpy() for n, v in arrays.items() if v.ndim == 2}
+        return arrays | stored
+
+    columns = {"latent": LATENT, **condition_columns(SHAPES, dtype)}
+    with ShardWriter(tmp_path / "out", template(columns=columns), samples_per_shard=COUNT, null=bits(NULL)) as writer:
+        for number in range(COUNT):
+            writer.add(f"{number}", bits(sample(number)), captions=2)
+    assert verify(tmp_path / "out").ok
+    with LatentReader(tmp_path / "out") as reader:
+        order = build_order(reader.info, seed=5, window_shards=1, global_batch=COUNT)
+        with build_batches(
+            reader, order, config=DataConfig(loader=loader, random_flip=False), seed=5, device=device,
+            start_samples=0, rank=0, ranks=1, micro=COUNT, global_batch=COUNT,
+        ) as batches:  # fmt: skip
+            batch = next(batches)
+        ids = order.samples(np.arange(COUNT))
+        null = from_stored({name: torch.from_numpy(value) for name, value in reader.null().items()})
+    second = uniform(5, Stream.CAPTION, batch.position, 1)[:, 0] >= 0.5
+    for row, number in enumerate(ids.tolist()):
+        suffix = "1" if second[row] else ""
+        values, mask = (torch.from_numpy(sample(number)[f"{name}{suffix}"]) for name in SHAPES)
+        expected = (values * mask[:, None]).to(kind).to(torch.bfloat16)
+        assert torch.equal(batch.condition["context"][row].cpu(), expected)
+    assert torch.equal(null["context"], torch.full((TOKENS, WIDTH), 0.5).bfloat16())
+    empty = empty_batch(reader.info, 0, 2, device)
+    assert empty.condition["context"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("loader", ["prefetch", "dali"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastdiff.batch import from_stored, to_stored
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.sections.data import DataConfig
@@ -200,6 +201,25 @@ def test_records_are_found_by_the_class_of_the_pipeline(write: Write) -> None:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return captioned(tmp_path / "images", [CAPTIONS[number % 5] + str(number // 5) for number in range(30)])
+
+
+def test_embeddings_may_have_a_dtype_that_numpy_lacks(write: Write, source: Path, tmp_path: Path) -> None:
+    pipeline = write("PixArtSigmaPipeline", text_encoder=text_pipelines.t5())
+    found: dict[str, list[Tensor]] = {}
+    for dtype in ("float32", "float8_e4m3fn"):
+        encode(source, tmp_path / dtype, pipeline, max_tokens=40, text_dtype=dtype)
+        with LatentReader(tmp_path / dtype) as reader:
+            assert (reader.info.columns["context"].dtype, reader.info.latent.dtype) == (dtype, "float16")
+            for arrays in (reader.read(range(30)), reader.null()):
+                context = torch.from_numpy(arrays["context"])
+                found.setdefault(dtype, []).append(from_stored({"context": context})["context"])
+    for exact, stored in zip(found["float32"], found["float8_e4m3fn"], strict=True):
+        assert torch.equal(stored, exact.to(torch.float8_e4m3fn).bfloat16())
+
+
+def test_a_number_that_float8_lacks_is_refused() -> None:
+    stored = to_stored(torch.tensor([[448.0, -449.0, 1.0]]), "float8_e4m3fn")
+    assert from_stored({"pooled": stored})["pooled"].isfinite().tolist() == [[True, False, True]]
 
 
 def test_shards_hold_the_tokens_and_masks_of_captions(
