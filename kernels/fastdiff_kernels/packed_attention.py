@@ -27,6 +27,7 @@ from fastdiff_kernels.attention import Machine, machine
 from fastdiff_kernels.bias_gradient import unpacked
 from fastdiff_kernels.dispatch import Choice
 from fastdiff_kernels.names import AttentionBackend
+from fastdiff_kernels.rotary import Rotary, rotated, rotated_parts
 from fastdiff_kernels.short_attention import DTYPES, shape_problem, short_attention
 
 FASTEST: frozenset[tuple[tuple[int, int], int, int]] = frozenset()
@@ -60,13 +61,16 @@ def _why_short(backend: AttentionBackend, dtype: torch.dtype, length: int, head_
     return "measured fastest" if (here.capability, length, head_dim) in FASTEST else None
 
 
-def packed_attention(qkv: Tensor, *, bias: Tensor | None = None, backend: AttentionBackend = "auto") -> Tensor:
+def packed_attention(
+    qkv: Tensor, *, bias: Tensor | None = None, rotary: Rotary | None = None, backend: AttentionBackend = "auto"
+) -> Tensor:
     """Self-attention of all tokens of each sample, scaled by ``1 / sqrt(D)``.
 
     Args:
         qkv: ``[B, T, 3, H, D]``, of any strides; ``short`` takes it only if it is contiguous.
         bias: ``[3 * H * D]``, contained in ``qkv``; its gradient is the sum of that of ``qkv``; see
             ``bias_gradient.unpacked``. None: the layer sums it.
+        rotary: norm and rotation of queries and keys before (``rotary.rotated``); None: they are taken as they are.
         backend: as for ``attention.attention``.
 
     Returns:
@@ -77,6 +81,10 @@ def packed_attention(qkv: Tensor, *, bias: Tensor | None = None, backend: Attent
         RuntimeError: ``backend`` cannot run on these tensors; the message says why.
     """
     parts = projected(qkv, backend)
+    if rotary is not None:
+        if len(parts) == 1:
+            return short_attention(rotated(qkv, *rotary, bias=bias))
+        return attended(rotated_parts(qkv, *rotary, bias=bias), backend)
     if len(parts) == 1:
         return short_attention(qkv, bias)
     return attended(parts if bias is None else unpacked(qkv, bias), backend)

@@ -38,7 +38,7 @@ Limits: the kernels take fp32, bf16 and fp16, all tensors alike, and up to 4096 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,7 @@ from fastdiff_kernels.names import Backend
 
 __all__ = [
     "Modulation",
+    "Norm",
     "gated_modulated_norm",
     "gated_residual",
     "modulated_norm",
@@ -60,23 +61,31 @@ __all__ = [
 ]
 
 
+Norm = Literal["layer", "rms"]
+"""Layer norm, or RMSNorm."""
+
+
 def modulate(tokens: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """``tokens * (1 + scale) + shift``; ``tokens [B, T, D]``, one shift and scale ``[B, D]`` per sample."""
     return tokens * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
-def modulated_norm_reference(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
+def modulated_norm_reference(
+    x: Tensor, shift: Tensor, scale: Tensor, weight: Tensor | None = None, norm: Norm = "layer", eps: float = 1e-6
+) -> Tensor:
     """``modulated_norm`` in plain torch, differentiable, in any floating dtype."""
+    if norm == "rms":
+        return modulate(F.rms_norm(x, x.shape[-1:], weight, eps), shift, scale)
     return modulate(F.layer_norm(x, x.shape[-1:], eps=eps), shift, scale)
 
 
 def gated_modulated_norm_reference(
     x: Tensor, branch: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, bias: Tensor | None = None,
-    eps: float = 1e-6,
+    weight: Tensor | None = None, norm: Norm = "layer", eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``gated_modulated_norm`` in plain torch, differentiable, in any floating dtype."""
     h = x + gate.unsqueeze(1) * (branch if bias is None else branch + bias)
-    return h, modulated_norm_reference(h, shift, scale, eps)
+    return h, modulated_norm_reference(h, shift, scale, weight, norm, eps)
 
 
 def gated_residual_reference(x: Tensor, branch: Tensor, gate: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -86,57 +95,65 @@ def gated_residual_reference(x: Tensor, branch: Tensor, gate: Tensor, bias: Tens
 
 @torch.library.custom_op("fastdiff::adaln_forward", mutates_args=())
 def _adaln_triton(
-    x: Tensor, branch: Tensor | None, bias: Tensor | None, packed: Tensor, part: int, eps: float
-) -> list[Tensor]:
-    """``[y, mean, rstd]``, for a gated pair ``[y, mean, rstd, h]``; statistics are ``[B, T]`` fp32.
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, weight: Tensor | None, packed: Tensor, part: int, rms: bool,
+    eps: float,
+) -> list[Tensor]:  # fmt: skip
+    """``[y, rstd, mean]``, for a gated pair ``[y, rstd, mean, h]``; ``rms``: without ``mean``.
 
-    ``packed`` is the modulation ``[B, K * D]``, its first part for this op ``part``: for a gated pair gate, shift,
-    scale, otherwise shift, scale.
+    Statistics are ``[B, T]`` fp32. ``packed`` is the modulation ``[B, K * D]``, its first part for this op ``part``:
+    for a gated pair gate, shift, scale, otherwise shift, scale.
     """
-    outputs: list[Tensor] = _empty(x, branch, bias, packed, part, eps)
-    y, mean, rstd, *h = outputs
-    gated = branch is not None
-    plan = forward_plan(x, gated, bias is not None)
-    launches.norm_forward(
-        launches.Target(y), h[0] if gated else None, mean, rstd, x, branch, bias, packed, part, eps, plan
-    )
+    outputs: list[Tensor] = _empty(x, branch, bias, weight, packed, part, rms, eps)
+    y, rstd, *others = outputs
+    mean, h = None if rms else others[0], None if branch is None else others[-1]
+    plan = forward_plan(x, branch is not None, bias is not None)
+    launches.norm_forward(launches.Target(y), h, mean, rstd, x, branch, bias, weight, packed, part, eps, plan)
     return outputs
 
 
 @_adaln_triton.register_fake
 def _empty(
-    x: Tensor, branch: Tensor | None, bias: Tensor | None, packed: Tensor, part: int, eps: float
-) -> list[Tensor]:
-    mean, rstd = (x.new_empty(x.shape[:2], dtype=torch.float32) for _ in range(2))
-    return [x.new_empty(x.shape), mean, rstd, *([] if branch is None else [x.new_empty(x.shape)])]
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, weight: Tensor | None, packed: Tensor, part: int, rms: bool,
+    eps: float,
+) -> list[Tensor]:  # fmt: skip
+    statistics = [x.new_empty(x.shape[:2], dtype=torch.float32) for _ in range(1 if rms else 2)]
+    return [x.new_empty(x.shape), *statistics, *([] if branch is None else [x.new_empty(x.shape)])]
 
 
 @torch.library.custom_op("fastdiff::adaln_backward", mutates_args=())
 def _adaln_backward_triton(
     later: Tensor | None, dy: Tensor, dh: Tensor | None, x: Tensor, branch: Tensor | None, bias: Tensor | None,
-    packed: Tensor, part: int, mean: Tensor, rstd: Tensor,
+    weight: Tensor | None, packed: Tensor, part: int, mean: Tensor | None, rstd: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    """``[dpacked, dx]``, for a gated pair ``[dpacked, dx, dbranch]``, with a bias ``[dpacked, dx, dbranch, dbias]``.
+    """``[dpacked, dx]``, then ``dbranch``, ``dbias`` and ``dweight`` of those that there are; no mean: RMSNorm.
 
     ``dpacked`` is the gradient of the whole modulation: that of this op's parts and ``later``, that by the ops that
     took their parts later; None: by no op.
     """
-    outputs: list[Tensor] = _empty_gradients(later, dy, dh, x, branch, bias, packed, part, mean, rstd)
-    dpacked, dx = outputs[:2]
-    dbranch, dbias = (*outputs[2:], None, None)[:2]
+    outputs: list[Tensor] = _empty_gradients(later, dy, dh, x, branch, bias, weight, packed, part, mean, rstd)
+    dpacked, dx, dbranch, dbias, dweight = _by_name(outputs, branch, bias, weight)
     plan = backward_plan(x, dh is not None, branch is not None, bias is not None)
     launches.norm_backward(
-        launches.Target(dbranch), dx, dpacked, dbias, later, dy, dh, x, branch, bias, packed, part, mean, rstd, plan
-    )
+        launches.Target(dbranch), dx, dpacked, dbias, dweight, later, dy, dh, x, branch, bias, weight, packed, part,
+        mean, rstd, plan,
+    )  # fmt: skip
     return outputs
 
 
 @_adaln_backward_triton.register_fake
 def _empty_gradients(
     later: Tensor | None, dy: Tensor, dh: Tensor | None, x: Tensor, branch: Tensor | None, bias: Tensor | None,
-    packed: Tensor, part: int, mean: Tensor, rstd: Tensor,
+    weight: Tensor | None, packed: Tensor, part: int, mean: Tensor | None, rstd: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    return [packed.new_empty(packed.shape), x.new_empty(x.shape), *_empty_branch(x, branch, bias)]
+    weights = [] if weight is None else [x.new_empty(weight.shape)]
+    return [packed.new_empty(packed.shape), x.new_empty(x.shape), *_empty_branch(x, branch, bias), *weights]
+
+
+def _by_name(gradients: list[Tensor], *optional: Tensor | None) -> tuple[Tensor, Tensor, *tuple[Tensor | None, ...]]:
+    """``dpacked`` and ``dx``, then the gradients of the ``optional`` arguments, None for one that is not there."""
+    dpacked, dx, *others = gradients
+    left = iter(others)
+    return dpacked, dx, *(None if argument is None else next(left) for argument in optional)
 
 
 def norm_gradients(
@@ -155,7 +172,7 @@ def norm_gradients(
     Returns:
         The gradients of ``x`` and of ``modulation``.
     """
-    dmodulation, dx = _adaln_backward_triton(None, dy, dh, x, None, None, modulation, 0, mean, rstd)
+    dmodulation, dx = _adaln_backward_triton(None, dy, dh, x, None, None, None, modulation, 0, mean, rstd)
     return dx, dmodulation
 
 
@@ -191,21 +208,21 @@ class _AdaLN(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, bias: Tensor | None, packed: Tensor, part: int, eps: float,
-        pair: bool,
+        ctx: Any, x: Tensor, branch: Tensor | None, bias: Tensor | None, weight: Tensor | None, packed: Tensor,
+        part: int, rms: bool, eps: float, pair: bool,
     ) -> Any:  # fmt: skip
-        y, mean, rstd, *h = _adaln_triton(x, branch, bias, packed, part, eps)
-        ctx.save_for_backward(x, branch, bias, packed, mean, rstd)
+        y, rstd, *others = _adaln_triton(x, branch, bias, weight, packed, part, rms, eps)
+        ctx.save_for_backward(x, branch, bias, weight, packed, None if rms else others[0], rstd)
         ctx.part = part
-        return (*(h or [x.view_as(x)]), y, packed.view_as(packed)) if pair else y
+        return (x.view_as(x) if branch is None else others[-1], y, packed.view_as(packed)) if pair else y
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         dh, dy, later = upstream if len(upstream) == 3 else (None, upstream[0], None)
-        x, branch, bias, packed, *statistics = ctx.saved_tensors
-        gradients = _adaln_backward_triton(later, dy, dh, x, branch, bias, packed, ctx.part, *statistics)
-        dpacked, dx, dbranch, dbias = (*gradients, None, None)[:4]
-        return dx, dbranch, dbias, dpacked, None, None, None
+        x, branch, bias, weight, packed, *statistics = ctx.saved_tensors
+        gradients = _adaln_backward_triton(later, dy, dh, x, branch, bias, weight, packed, ctx.part, *statistics)
+        dpacked, dx, dbranch, dbias, dweight = _by_name(gradients, branch, bias, weight)
+        return dx, dbranch, dbias, dweight, dpacked, None, None, None, None
 
 
 class _Gate(torch.autograd.Function):
@@ -227,57 +244,68 @@ class _Gate(torch.autograd.Function):
         return dh, dbranch, dbias, dpacked, None
 
 
-def modulated_norm(x: Tensor, modulation: Modulation, *, eps: float = 1e-6, backend: Backend | None = None) -> Tensor:
-    """``layer_norm(x) * (1 + scale) + shift``.
+def modulated_norm(
+    x: Tensor, modulation: Modulation, *, weight: Tensor | None = None, norm: Norm = "layer", eps: float = 1e-6,
+    backend: Backend | None = None,
+) -> Tensor:  # fmt: skip
+    """``normed(x) * (1 + scale) + shift``.
 
     Args:
         x: ``[B, T, D]`` fp32, bf16 or fp16, D at most 4096; the reference takes any floating dtype and D.
         modulation: its next parts are shift and scale; dtype and device of ``x``. They are its last: it does not pass
             the modulation on.
-        eps: added to the variance.
+        weight: that of RMSNorm, ``[D]``, dtype and device of ``x``; None: it has none, as layer norm here.
+        norm: "layer", or "rms" (RMSNorm).
+        eps: added to the variance, or to the mean square.
         backend: implementation; None: the default of ``dispatch.choose``.
 
     Returns:
         ``[B, T, D]``, contiguous by the kernel, in the dtype of ``x``.
 
     Raises:
-        ValueError: a wrong shape, dtype or device, or no such backend.
+        ValueError: a wrong shape, dtype or device, a weight of layer norm, or no such norm or backend.
         RuntimeError: Triton was requested and cannot run here.
     """
     chosen = choose("adaln", x, backend)
-    _validate(chosen == "triton", x, modulation, 2)
+    _validate(chosen == "triton", x, modulation, 2, norm, weight=weight)
     if chosen == "triton":
         packed = modulation.packed
-        y: Tensor = _AdaLN.apply(x, None, None, packed, modulation.advance(2), eps, False)  # type: ignore[no-untyped-call]
+        y: Tensor = _AdaLN.apply(  # type: ignore[no-untyped-call]
+            x, None, None, weight, packed, modulation.advance(2), norm == "rms", eps, False
+        )
     else:
-        y = _plain_norm(x, modulation, eps, chosen)
+        y = _plain_norm(x, modulation, weight, norm, eps, chosen)
     modulation.end()
     return y
 
 
-def _plain_norm(x: Tensor, modulation: Modulation, eps: float, backend: Backend) -> Tensor:
-    y: Tensor = plain(modulated_norm_reference, backend)(x, *modulation.take(2, x.shape[2]), eps)
+def _plain_norm(
+    x: Tensor, modulation: Modulation, weight: Tensor | None, norm: Norm, eps: float, backend: Backend
+) -> Tensor:
+    parts = modulation.take(2, x.shape[2])
+    y: Tensor = plain(modulated_norm_reference, backend)(x, *parts, weight, norm, eps)
     return y
 
 
 def residual_modulated_norm(
-    x: Tensor, modulation: Modulation, *, eps: float = 1e-6, backend: Backend | None = None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, modulation: Modulation, *, weight: Tensor | None = None, norm: Norm = "layer", eps: float = 1e-6,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``x`` itself and ``modulated_norm(x, modulation)``, for a residual stream that passes by the norm.
 
     Continue with the returned ``x``: the backward kernel then adds the gradient of the stream, which otherwise takes
     another pass. Arguments and errors as for ``modulated_norm``; the modulation is passed on.
     """
     chosen = choose("adaln", x, backend)
-    _validate(chosen == "triton", x, modulation, 2)
+    _validate(chosen == "triton", x, modulation, 2, norm, weight=weight)
     if chosen != "triton":
-        return x, _plain_norm(x, modulation, eps, chosen)
-    return _pair(x, None, None, modulation, 2, eps)
+        return x, _plain_norm(x, modulation, weight, norm, eps, chosen)
+    return _pair(x, None, None, weight, modulation, 2, norm, eps)
 
 
 def gated_modulated_norm(
-    x: Tensor, branch: Tensor, modulation: Modulation, *, bias: Tensor | None = None, eps: float = 1e-6,
-    backend: Backend | None = None,
+    x: Tensor, branch: Tensor, modulation: Modulation, *, bias: Tensor | None = None, weight: Tensor | None = None,
+    norm: Norm = "layer", eps: float = 1e-6, backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``h = x + gate * (branch + bias)`` and ``modulated_norm(h)``, each ``[B, T, D]``, in the dtype of ``x``.
 
@@ -286,12 +314,12 @@ def gated_modulated_norm(
     gradient then takes no pass of its own.
     """
     chosen = choose("adaln", x, backend)
-    _validate(chosen == "triton", x, modulation, 3, branch=branch, bias=bias)
+    _validate(chosen == "triton", x, modulation, 3, norm, branch=branch, bias=bias, weight=weight)
     if chosen == "triton":
-        return _pair(x, branch, bias, modulation, 3, eps)
+        return _pair(x, branch, bias, weight, modulation, 3, norm, eps)
     gate, shift, scale = modulation.take(3, x.shape[2])
     pair: tuple[Tensor, Tensor] = plain(gated_modulated_norm_reference, chosen)(
-        x, branch, gate, shift, scale, bias, eps
+        x, branch, gate, shift, scale, bias, weight, norm, eps
     )
     return pair
 
@@ -305,7 +333,7 @@ def gated_residual(
     is not passed on.
     """
     chosen = choose("adaln", x, backend)
-    _validate(chosen == "triton", x, modulation, 1, branch=branch, bias=bias)
+    _validate(chosen == "triton", x, modulation, 1, "layer", branch=branch, bias=bias)
     if chosen == "triton":
         h: Tensor = _Gate.apply(x, branch, bias, modulation.packed, modulation.advance(1))  # type: ignore[no-untyped-call]
     else:
@@ -315,16 +343,23 @@ def gated_residual(
 
 
 def _pair(
-    x: Tensor, branch: Tensor | None, bias: Tensor | None, modulation: Modulation, parts: int, eps: float
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, weight: Tensor | None, modulation: Modulation, parts: int,
+    norm: Norm, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     packed = modulation.packed
-    h, y, packed = _AdaLN.apply(x, branch, bias, packed, modulation.advance(parts), eps, True)  # type: ignore[no-untyped-call]
+    h, y, packed = _AdaLN.apply(  # type: ignore[no-untyped-call]
+        x, branch, bias, weight, packed, modulation.advance(parts), norm == "rms", eps, True
+    )
     modulation.passed_on(packed)
     return h, y
 
 
-def _validate(kernel: bool, x: Tensor, modulation: Modulation, parts: int, **gated: Tensor | None) -> None:
+def _validate(kernel: bool, x: Tensor, modulation: Modulation, parts: int, norm: Norm, **others: Tensor | None) -> None:
     """Refuse arguments of an op that takes the next ``parts`` of ``modulation``."""
+    if norm not in get_args(Norm):
+        raise ValueError(f"norm {norm!r}: expected 'layer' or 'rms'")
+    if norm == "layer" and others.get("weight") is not None:
+        raise ValueError("a weight is given with norm 'layer', which has none here; expected norm 'rms'")
     if x.dim() != 3 or x.shape[2] == 0:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected [B, T, D] with D > 0")
     if kernel and x.shape[2] > MAX_WIDTH:
@@ -341,10 +376,10 @@ def _validate(kernel: bool, x: Tensor, modulation: Modulation, parts: int, **gat
         raise ValueError(
             f"modulation has {max(left, 0)} of {packed.shape[1] // width} parts left, expected {parts} or more"
         )
-    for name, tensor in {"modulation": packed, **gated}.items():
+    for name, tensor in {"modulation": packed, **others}.items():
         if tensor is None:
             continue
-        expected = {"branch": tuple(x.shape), "bias": (width,)}.get(name, tuple(tensor.shape))
+        expected = {"branch": tuple(x.shape), "bias": (width,), "weight": (width,)}.get(name, tuple(tensor.shape))
         if tuple(tensor.shape) != expected:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected} as x is {tuple(x.shape)}")
         if tensor.dtype != x.dtype or tensor.device != x.device:

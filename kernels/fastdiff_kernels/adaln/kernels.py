@@ -79,6 +79,17 @@ def _load_if(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _factor(scale_ptr, weight_ptr, head, tail, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What multiplies a normed row: ``1 + scale``, times a weight if there is one."""
+    a, b = _load(scale_ptr, head, tail, D)
+    a, b = 1 + a, 1 + b
+    if weight_ptr is not None:
+        weight_a, weight_b = _load(weight_ptr, head, tail, D)
+        a, b = a * weight_a, b * weight_b
+    return a, b
+
+
+@jit
 def _inverse_if(unit_ptr):  # type: ignore[no-untyped-def]
     """``inverse``; 1 without a scale."""
     if unit_ptr is not None:
@@ -116,11 +127,11 @@ def _turn(  # type: ignore[no-untyped-def]
 @jit
 def adaln_fwd_kernel(  # type: ignore[no-untyped-def]
     y_ptr, rows_ptr, columns_ptr, maxima_ptr, unit_ptr, h_ptr, mean_ptr, rstd_ptr, x_ptr, branch_ptr, bias_ptr,
-    modulation_ptr, modulation_stride, total, length, rows, blocks, eps,
+    weight_ptr, modulation_ptr, modulation_stride, total, length, rows, blocks, eps,
     D: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
     STAGES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One program does ``rows`` tokens of one sample; there are ``total``."""
+    """One program does ``rows`` tokens of one sample; there are ``total``. No mean: RMSNorm."""
     program = tl.program_id(0).to(tl.int64)
     sample, start = program // blocks, program % blocks * rows
     stop = tl.minimum(start + rows, length)
@@ -130,19 +141,20 @@ def adaln_fwd_kernel(  # type: ignore[no-untyped-def]
     bias_a, bias_b = _load_if(bias_ptr is not None, bias_ptr, head, tail, D, BLOCK_HEAD, BLOCK_TAIL)
     part_ptr += D if GATED else 0
     shift_a, shift_b = _load(part_ptr, head, tail, D)
-    scale_a, scale_b = _load(part_ptr + D, head, tail, D)
+    factor_a, factor_b = _factor(part_ptr + D, weight_ptr, head, tail, D)
     inverse_unit, most = _inverse_if(unit_ptr), tl.zeros((LANES,), tl.int32)
     for row in tl.range(sample * length + start, sample * length + stop, num_stages=STAGES):
         at = row * D
         a, b, _, _ = _stream(x_ptr, branch_ptr, at, gate_a, gate_b, bias_a, bias_b, head, tail, D, GATED)
         if GATED:
             _store(h_ptr + at, head, tail, a, b, D)
-        mean = _row_mean(a, b, D, LANES)
-        a, b = a - mean, tl.where(tail < D, b - mean, 0.0)
+        if mean_ptr is not None:
+            mean = _row_mean(a, b, D, LANES)
+            a, b = a - mean, tl.where(tail < D, b - mean, 0.0)
+            tl.store(mean_ptr + row, mean)
         rstd = tl.rsqrt(_row_mean(a * a, b * b, D, LANES) + eps)
-        tl.store(mean_ptr + row, mean)
         tl.store(rstd_ptr + row, rstd)
-        a, b = a * rstd * (1 + scale_a) + shift_a, b * rstd * (1 + scale_b) + shift_b
+        a, b = a * rstd * factor_a + shift_a, b * rstd * factor_b + shift_b
         if y_ptr is not None:
             _store(y_ptr + at, head, tail, a, b, D)
         if rows_ptr is not None:
@@ -158,11 +170,14 @@ def adaln_fwd_kernel(  # type: ignore[no-untyped-def]
 @jit
 def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
     dx_ptr, dbranch_ptr, rows_ptr, columns_ptr, maxima_ptr, unit_ptr, partials_ptr, dy_ptr, dh_ptr, x_ptr, branch_ptr,
-    bias_ptr, modulation_ptr, mean_ptr, rstd_ptr, modulation_stride, total, length, rows, blocks,
+    bias_ptr, weight_ptr, modulation_ptr, mean_ptr, rstd_ptr, modulation_stride, total, length, rows, blocks,
     D: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
     STAGES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One program does ``rows`` tokens of one sample, and one row of partial sums for each modulation and the bias."""
+    """One program does ``rows`` tokens of one sample, and a row of partial sums for each modulation, bias and weight.
+
+    No mean: RMSNorm.
+    """
     program = tl.program_id(0).to(tl.int64)
     sample, start = program // blocks, program % blocks * rows
     stop = tl.minimum(start + rows, length)
@@ -170,7 +185,8 @@ def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
     part_ptr = modulation_ptr + sample * modulation_stride
     gate_a, gate_b = _load_if(GATED, part_ptr, head, tail, D, BLOCK_HEAD, BLOCK_TAIL)
     bias_a, bias_b = _load_if(bias_ptr is not None, bias_ptr, head, tail, D, BLOCK_HEAD, BLOCK_TAIL)
-    scale_a, scale_b = _load(part_ptr + (2 * D if GATED else D), head, tail, D)
+    scale_ptr = part_ptr + (2 * D if GATED else D)
+    factor_a, factor_b = _factor(scale_ptr, weight_ptr, head, tail, D)
     dshift_a, dshift_b = tl.zeros((BLOCK_HEAD,), tl.float32), tl.zeros((BLOCK_TAIL,), tl.float32)
     dscale_a, dscale_b, dgate_a, dgate_b = dshift_a, dshift_b, dshift_a, dshift_b
     dbias_a, dbias_b = dshift_a, dshift_b
@@ -179,13 +195,20 @@ def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
         at = row * D
         a, b, branch_a, branch_b = _stream(x_ptr, branch_ptr, at, gate_a, gate_b, bias_a, bias_b, head, tail, D, GATED)
         up_a, up_b = _load(dy_ptr + at, head, tail, D)
-        mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
-        a, b = (a - mean) * rstd, (b - mean) * rstd
+        rstd = tl.load(rstd_ptr + row)
+        if mean_ptr is not None:
+            mean = tl.load(mean_ptr + row)
+            a, b = a - mean, b - mean
+        a, b = a * rstd, b * rstd
         dshift_a, dshift_b = dshift_a + up_a, dshift_b + up_b
         dscale_a, dscale_b = dscale_a + up_a * a, dscale_b + up_b * b
-        up_a, up_b = up_a * (1 + scale_a), up_b * (1 + scale_b)
-        offset, slope = _row_means(up_a, up_b, up_a * a, up_b * b, D, LANES)
-        a, b = rstd * (up_a - offset - a * slope), rstd * (up_b - offset - b * slope)
+        up_a, up_b = up_a * factor_a, up_b * factor_b
+        if mean_ptr is not None:
+            offset, slope = _row_means(up_a, up_b, up_a * a, up_b * b, D, LANES)
+            up_a, up_b = up_a - offset, up_b - offset
+        else:
+            slope = _row_mean(up_a * a, up_b * b, D, LANES)
+        a, b = rstd * (up_a - a * slope), rstd * (up_b - b * slope)
         if dh_ptr is not None:
             dh_a, dh_b = _load(dh_ptr + at, head, tail, D)
             a, b = a + dh_a, b + dh_b
@@ -207,9 +230,18 @@ def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
         _store(sums_ptr, head, tail, dgate_a, dgate_b, D)
         sums_ptr += step
     _store(sums_ptr, head, tail, dshift_a, dshift_b, D)
-    _store(sums_ptr + step, head, tail, dscale_a, dscale_b, D)
+    sums_ptr += step
+    if weight_ptr is not None:  # the sums of dy * normed are those of either gradient, but for the other factor
+        weight_a, weight_b = _load(weight_ptr, head, tail, D)
+        _store(sums_ptr, head, tail, dscale_a * weight_a, dscale_b * weight_b, D)
+    else:
+        _store(sums_ptr, head, tail, dscale_a, dscale_b, D)
     if bias_ptr is not None:
-        _store(sums_ptr + 2 * step, head, tail, dbias_a * gate_a, dbias_b * gate_b, D)
+        sums_ptr += step
+        _store(sums_ptr, head, tail, dbias_a * gate_a, dbias_b * gate_b, D)
+    if weight_ptr is not None:
+        scale_a, scale_b = _load(scale_ptr, head, tail, D)
+        _store(sums_ptr + step, head, tail, dscale_a * (1 + scale_a), dscale_b * (1 + scale_b), D)
     if maxima_ptr is not None:
         tl.store(maxima_ptr + program, largest(most))
     if columns_ptr is not None:
@@ -266,24 +298,28 @@ def adaln_gate_bwd_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def adaln_fold_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, dbias_ptr, partials_ptr, later_ptr, batch, blocks, part, bias_programs,
+    out_ptr, dbias_ptr, dweight_ptr, partials_ptr, later_ptr, batch, blocks, part, each,
     D: tl.constexpr, SUMS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Add up partial sums ``[SUMS, batch, blocks, D]``, and after them those of a bias, in order.
+    """Add up partial sums ``[SUMS, batch, blocks, D]``, and after them those of a bias and of a weight, in order.
 
-    The first programs do the bias, over all samples. Each other program does ``BLOCK_D`` columns of one of the
-    ``PARTS`` of the modulation of a sample. The sums belong to the parts from ``part`` on, and are added to ``later``,
-    the gradient by the later ops; without it other parts are 0.
+    The first programs do the bias and then the weight, ``each`` of them, over all samples. Each other program does
+    ``BLOCK_D`` columns of one of the ``PARTS`` of the modulation of a sample. The sums belong to the parts from
+    ``part`` on, and are added to ``later``, the gradient by the later ops; without it other parts are 0.
     """
     program = tl.program_id(0).to(tl.int64)
-    if dbias_ptr is None:
-        _fold_part(out_ptr, partials_ptr, later_ptr, program, batch, blocks, part, D, SUMS, PARTS, BLOCK_D)
-    elif program < bias_programs:
-        first_ptr = partials_ptr + SUMS * batch * blocks * D
-        _fold_rows(dbias_ptr, first_ptr, program, batch * blocks, D, BLOCK_R, BLOCK_C)
-    else:
-        program -= bias_programs
+    rows_ptr = partials_ptr + SUMS * batch * blocks * D
+    if dbias_ptr is not None:
+        if program < each:
+            _fold_rows(dbias_ptr, rows_ptr, program, batch * blocks, D, BLOCK_R, BLOCK_C)
+        program -= each
+        rows_ptr += batch * blocks * D
+    if dweight_ptr is not None:
+        if (program >= 0) & (program < each):
+            _fold_rows(dweight_ptr, rows_ptr, program, batch * blocks, D, BLOCK_R, BLOCK_C)
+        program -= each
+    if program >= 0:
         _fold_part(out_ptr, partials_ptr, later_ptr, program, batch, blocks, part, D, SUMS, PARTS, BLOCK_D)
 
 

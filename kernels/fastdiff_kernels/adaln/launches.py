@@ -35,35 +35,35 @@ class Target(NamedTuple):
 
 
 def norm_forward(
-    y: Target, h: Tensor | None, mean: Tensor, rstd: Tensor, x: Tensor, branch: Tensor | None, bias: Tensor | None,
-    packed: Tensor, part: int, eps: float, plan: Plan,
+    y: Target, h: Tensor | None, mean: Tensor | None, rstd: Tensor, x: Tensor, branch: Tensor | None,
+    bias: Tensor | None, weight: Tensor | None, packed: Tensor, part: int, eps: float, plan: Plan,
 ) -> None:  # fmt: skip
-    """Write ``y``, and for a branch ``h``."""
+    """Write ``y``, and for a branch ``h``; no ``mean``: by RMSNorm, which may have a weight."""
     batch, length, width = x.shape
     modulation, stride = _rows(packed, part, 2 if branch is None else 3, width)
     run(
         adaln_fwd_kernel, (batch * plan.blocks,),
-        *y, h, mean, rstd, *_contiguous(x, branch, bias), modulation, stride, batch * length, length,
+        *y, h, mean, rstd, *_contiguous(x, branch, bias, weight), modulation, stride, batch * length, length,
         plan.rows, plan.blocks, eps, **plan.constants,
     )  # fmt: skip
 
 
 def norm_backward(
-    dbranch: Target, dx: Tensor, dpacked: Tensor, dbias: Tensor | None, later: Tensor | None, dy: Tensor,
-    dh: Tensor | None, x: Tensor, branch: Tensor | None, bias: Tensor | None, packed: Tensor, part: int,
-    mean: Tensor, rstd: Tensor, plan: Plan,
+    dbranch: Target, dx: Tensor, dpacked: Tensor, dbias: Tensor | None, dweight: Tensor | None, later: Tensor | None,
+    dy: Tensor, dh: Tensor | None, x: Tensor, branch: Tensor | None, bias: Tensor | None, weight: Tensor | None,
+    packed: Tensor, part: int, mean: Tensor | None, rstd: Tensor, plan: Plan,
 ) -> None:  # fmt: skip
-    """Write all gradients; ``dpacked`` is that of this op's parts and ``later``."""
+    """Write all gradients; ``dpacked`` is that of this op's parts and ``later``; no ``mean``: of RMSNorm."""
     batch, length, width = x.shape
     parts = 2 if branch is None else 3
     modulation, stride = _rows(packed, part, parts, width)
-    partials = _partials(x, plan, parts, bias)
+    partials = _partials(x, plan, parts, bias, weight)
     run(
         adaln_bwd_kernel, (batch * plan.blocks,),
-        dx, *dbranch, partials, *_contiguous(dy, dh, x, branch, bias), modulation, mean.contiguous(),
-        rstd.contiguous(), stride, batch * length, length, plan.rows, plan.blocks, **plan.constants,
+        dx, *dbranch, partials, *_contiguous(dy, dh, x, branch, bias, weight), modulation, *_contiguous(mean, rstd),
+        stride, batch * length, length, plan.rows, plan.blocks, **plan.constants,
     )  # fmt: skip
-    _fold(dpacked, dbias, partials, later, part)
+    _fold(dpacked, dbias, dweight, partials, later, part)
 
 
 def gate_backward(
@@ -79,7 +79,7 @@ def gate_backward(
         *dbranch, partials, *_contiguous(dh, branch, bias), gate, stride, batch * length, length, plan.rows,
         plan.blocks, **plan.constants,
     )  # fmt: skip
-    _fold(dpacked, dbias, partials, later, part)
+    _fold(dpacked, dbias, None, partials, later, part)
 
 
 def gate_grid(x: Tensor, plan: Plan) -> tuple[int, int]:
@@ -98,19 +98,21 @@ def _contiguous(*tensors: Tensor | None) -> list[Any]:
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
-def _partials(x: Tensor, plan: Plan, parts: int, bias: Tensor | None) -> Tensor:
-    """Memory for the partial sums of a backward kernel: those of the modulation, then those of the bias."""
-    sums = parts + (bias is not None)
+def _partials(x: Tensor, plan: Plan, parts: int, *vectors: Tensor | None) -> Tensor:
+    """Memory for the partial sums of a backward kernel: those of the modulation, then those of the vectors."""
+    sums = parts + sum(vector is not None for vector in vectors)
     return x.new_empty((sums, x.shape[0], plan.blocks, x.shape[2]), dtype=torch.float32)
 
 
-def _fold(dpacked: Tensor, dbias: Tensor | None, partials: Tensor, later: Tensor | None, part: int) -> None:
-    """Add up partial sums into the gradients of the modulation and of the bias."""
+def _fold(
+    dpacked: Tensor, dbias: Tensor | None, dweight: Tensor | None, partials: Tensor, later: Tensor | None, part: int
+) -> None:
+    """Add up partial sums into the gradients of the modulation, of the bias and of the weight."""
     sums, batch, blocks, width = partials.shape
-    parts = dpacked.shape[1] // width
-    bias_programs = 0 if dbias is None else triton.cdiv(width, _FOLD["BLOCK_C"])
+    parts, vectors = dpacked.shape[1] // width, sum(vector is not None for vector in (dbias, dweight))
+    each = triton.cdiv(width, _FOLD["BLOCK_C"])
     run(
-        adaln_fold_kernel, (bias_programs + batch * parts * triton.cdiv(width, _FOLD["BLOCK_D"]),),
-        dpacked, dbias, partials, *_contiguous(later), batch, blocks, part, bias_programs,
-        D=width, SUMS=sums - (dbias is not None), PARTS=parts, **_FOLD,
+        adaln_fold_kernel, (vectors * each + batch * parts * triton.cdiv(width, _FOLD["BLOCK_D"]),),
+        dpacked, dbias, dweight, partials, *_contiguous(later), batch, blocks, part, each,
+        D=width, SUMS=sums - vectors, PARTS=parts, **_FOLD,
     )  # fmt: skip

@@ -284,7 +284,8 @@ def _norm(
     maxima, mean, rstd, *rest = outputs
     h = None if branch is None else rest.pop(0)
     target = _target(rest, form, maxima, unit, x)
-    launches.norm_forward(target, h, mean, rstd, x, branch, bias, packed, 0, eps, _forward_plan(x, branch, form))
+    plan = _forward_plan(x, branch, form)
+    launches.norm_forward(target, h, mean, rstd, x, branch, bias, None, packed, 0, eps, plan)
     return outputs
 
 
@@ -308,7 +309,9 @@ def _gated_norm_backward(
     maxima, dpacked, dbias, dx, *written = outputs
     target = _target(written, form, maxima, unit, x)
     plan = backward_plan(x, True, True, True, turned=Form(*form).columns)
-    launches.norm_backward(target, dx, dpacked, dbias, later, dy, dh, x, branch, bias, packed, 0, mean, rstd, plan)
+    launches.norm_backward(
+        target, dx, dpacked, dbias, None, later, dy, dh, x, branch, bias, None, packed, 0, mean, rstd, plan
+    )
     return outputs
 
 
