@@ -17,6 +17,7 @@ Limits: fp32, bf16 and fp16.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -157,6 +158,29 @@ def differentiate(kernel: Any, dy: Tensor, u: Tensor, columns: int) -> tuple[Ten
     )  # fmt: skip
     fold(sums, dbias)
     return du, dbias
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, u: Tensor, bias: Tensor | None, function: Callable[[Tensor], Tensor], backward: Callable[..., Any]
+    ) -> Tensor:
+        ctx.save_for_backward(u)
+        ctx.summed, ctx.differentiate = bias is not None, backward
+        return function(u)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        du, dbias = ctx.differentiate(*upstream, *ctx.saved_tensors)
+        return du, dbias if ctx.summed else None, None, None
+
+
+def summed(
+    u: Tensor, bias: Tensor | None, function: Callable[[Tensor], Tensor], backward: Callable[..., Any]
+) -> Tensor:
+    """``function(u)``, whose gradients of ``u`` and of ``bias`` are ``backward(dy, u)``, as by ``differentiate``."""
+    out: Tensor = _Summed.apply(u, bias, function, backward)  # type: ignore[no-untyped-call]
+    return out
 
 
 def fold(sums: Tensor, dbias: Tensor) -> None:

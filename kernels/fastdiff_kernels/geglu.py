@@ -20,14 +20,13 @@ Limits: fp32, bf16 and fp16.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdiff_kernels.bias_gradient import differentiate, gradients, validate, with_gradient
+from fastdiff_kernels.bias_gradient import differentiate, gradients, summed, validate, with_gradient
 from fastdiff_kernels.dispatch import choose, plain
+from fastdiff_kernels.glu import glu_backward
 from fastdiff_kernels.launch import constant, jit, tl
 from fastdiff_kernels.names import Backend
 
@@ -62,33 +61,18 @@ def _normal(g):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _gelu(g):  # type: ignore[no-untyped-def]
+    """P of GELU and its derivative, see ``glu.py``."""
+    share, density = _normal(g)
+    return share, share + g * density
+
+
+@jit
 def geglu_backward_kernel(  # type: ignore[no-untyped-def]
     du_ptr, sums_ptr, dy_ptr, u_ptr, total, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Gradients of both halves of u for ``rows`` rows of a block of columns of y, and their sums."""
-    start = tl.program_id(0).to(tl.int64) * rows
-    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    stop = tl.minimum(start + rows, total)
-    value_sums = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    gate_sums = value_sums
-    for first in range(start, stop, BLOCK_R):
-        row = first + tl.arange(0, BLOCK_R)
-        inside = (row < stop)[:, None] & (column < columns)[None, :]
-        at = row[:, None] * columns + column[None, :]
-        value_at = row[:, None] * (2 * columns) + column[None, :]
-        up = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        value = tl.load(u_ptr + value_at, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.load(u_ptr + columns + value_at, mask=inside, other=0.0).to(tl.float32)
-        share, density = _normal(gate)
-        value_gradient = up * gate * share
-        gate_gradient = up * value * (share + gate * density)
-        tl.store(du_ptr + value_at, value_gradient.to(du_ptr.dtype.element_ty), mask=inside)
-        tl.store(du_ptr + columns + value_at, gate_gradient.to(du_ptr.dtype.element_ty), mask=inside)
-        value_sums += value_gradient
-        gate_sums += gate_gradient
-    out_ptr = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * columns) + column
-    tl.store(out_ptr, tl.sum(value_sums, axis=0), mask=column < columns)
-    tl.store(out_ptr + columns, tl.sum(gate_sums, axis=0), mask=column < columns)
+    """See ``glu_backward``."""
+    glu_backward(du_ptr, sums_ptr, dy_ptr, u_ptr, total, rows, columns, _gelu, False, BLOCK_R, BLOCK_C)
 
 
 @torch.library.custom_op("fastdiff::geglu_backward", mutates_args=())
@@ -98,19 +82,6 @@ def _geglu_backward(dy: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _geglu_backward.register_fake(gradients)
-
-
-class _Geglu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, u: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(u)
-        ctx.summed = bias is not None
-        return geglu_reference(u)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None]:
-        du, dbias = _geglu_backward(*upstream, *ctx.saved_tensors)
-        return du, dbias if ctx.summed else None
 
 
 def geglu(u: Tensor, bias: Tensor | None = None, *, backend: Backend | None = None) -> Tensor:
@@ -132,5 +103,9 @@ def geglu(u: Tensor, bias: Tensor | None = None, *, backend: Backend | None = No
     if u.shape[-1] % 2:
         raise ValueError(f"u has shape {tuple(u.shape)}, expected an even last axis: values, then gates")
     validate(chosen == "triton", u, bias, u.shape[-1])
-    out: Tensor = _Geglu.apply(u, bias) if chosen == "triton" else plain(geglu_reference, chosen)(u, bias)  # type: ignore[no-untyped-call]
+    out: Tensor = (
+        summed(u, bias, geglu_reference, _geglu_backward)
+        if chosen == "triton"
+        else plain(geglu_reference, chosen)(u, bias)
+    )
     return out

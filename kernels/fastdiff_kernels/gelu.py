@@ -18,13 +18,11 @@ Limits: fp32, bf16 and fp16.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdiff_kernels.bias_gradient import differentiate, gradients, store_sums, validate, with_gradient
+from fastdiff_kernels.bias_gradient import differentiate, gradients, store_sums, summed, validate, with_gradient
 from fastdiff_kernels.dispatch import choose, plain
 from fastdiff_kernels.launch import constant, jit, tl
 from fastdiff_kernels.names import Backend
@@ -102,19 +100,6 @@ def _forward(u: Tensor) -> Tensor:
     return (wide * torch.sigmoid(wide * (_SCALE + wide * wide * (_SCALE * _CUBIC)))).to(u.dtype)
 
 
-class _Gelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, u: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(u)
-        ctx.summed = bias is not None
-        return _forward(u)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None]:
-        du, dbias = _gelu_backward(*upstream, *ctx.saved_tensors)
-        return du, dbias if ctx.summed else None
-
-
 def gelu(u: Tensor, bias: Tensor | None = None, *, backend: Backend | None = None) -> Tensor:
     """The tanh form of GELU of ``u``; the gradient of ``u`` is also that of ``bias``, summed over rows.
 
@@ -132,5 +117,7 @@ def gelu(u: Tensor, bias: Tensor | None = None, *, backend: Backend | None = Non
     """
     chosen = choose("adaln", u, backend)
     validate(chosen == "triton", u, bias, u.shape[-1])
-    out: Tensor = _Gelu.apply(u, bias) if chosen == "triton" else plain(gelu_reference, chosen)(u, bias)  # type: ignore[no-untyped-call]
+    out: Tensor = (
+        summed(u, bias, _forward, _gelu_backward) if chosen == "triton" else plain(gelu_reference, chosen)(u, bias)
+    )
     return out
