@@ -31,6 +31,8 @@ BLOCK_COLUMNS = 256
 """Columns that one program of ``plan`` works through."""
 _BLOCK_ROWS = 8
 _PROGRAMS_PER_PROCESSOR = 8
+LEAST_ROWS = 64
+"""Least rows of a program of ``plan`` that writes partial sums."""
 
 
 def unpacked_reference(u: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -119,12 +121,16 @@ def _block_rows(u: Tensor) -> int:
 
 
 def plan(
-    like: Tensor, total: int, columns: int, *, block: int = BLOCK_COLUMNS, parts: int = 1, multiple: int = 1
-) -> tuple[int, tuple[int, int]]:
-    """Rows per program, a ``multiple``, and the grid of programs over rows and blocks of columns of each part."""
+    like: Tensor, total: int, columns: int, *, block: int = BLOCK_COLUMNS, parts: int = 1, multiple: int = 1,
+    least: int = LEAST_ROWS, programs: int = _PROGRAMS_PER_PROCESSOR,
+) -> tuple[int, tuple[int, int]]:  # fmt: skip
+    """Rows per program, a ``multiple``, and the grid of programs over rows and blocks of columns of each part.
+
+    They are the ``least`` or more, or all, so that partial sums are few; ``programs`` are those of a processor.
+    """
     blocks = triton.cdiv(columns, block)
-    programs = max(processors(like) * _PROGRAMS_PER_PROCESSOR // max(parts * blocks, 1), 1)
-    rows = triton.cdiv(max(triton.cdiv(total, programs), min(total, 64), 1), multiple) * multiple
+    along = max(processors(like) * programs // max(parts * blocks, 1), 1)
+    rows = triton.cdiv(max(triton.cdiv(total, along), min(total, least), 1), multiple) * multiple
     return rows, (triton.cdiv(total, rows), blocks)
 
 

@@ -25,6 +25,8 @@ try:
 except ImportError:
     triton = tl = None
 
+REGISTERS = 2**16
+"""Registers of a processor, sm_80 to sm_100."""
 INTERPRETED: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 """Whether Triton's kernels run in its interpreter, on a CPU. Fixed when a kernel is defined."""
 
@@ -115,6 +117,14 @@ def recording(capability: int | None = None, processors: int | None = None) -> I
 def runs_on(tensor: Tensor) -> bool:
     """Whether a Triton kernel can work on ``tensor``: on CUDA, in the interpreter, or while recording."""
     return triton is not None and (tensor.is_cuda or INTERPRETED or _recorded is not None)
+
+
+def registers(programs: int, warps: int) -> int:
+    """Most registers of a thread with which a processor holds so many programs at once; they are given out by eights.
+
+    For the option ``maxnreg``, from sm_80 to sm_100.
+    """
+    return min(REGISTERS // (32 * warps * programs) // 8 * 8, 255)
 
 
 def processors(tensor: Tensor) -> int:

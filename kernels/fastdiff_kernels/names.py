@@ -11,9 +11,9 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 OPS = ("philox", "noising", "loss", "group_norm", "adaln", "dropout", "adamw", "adamw8bit")
 """Every op with a Triton kernel and a choice of its own; attention chooses among the kernels of libraries and one."""
 
-KERNELS = (*OPS, "bias_gradient", "gelu", "geglu", "fp8", "short_attention")
-"""Every file or folder with Triton kernels; ``bias_gradient``, ``gelu`` and ``fp8`` run where ``adaln`` does, ``geglu``
-where ``group_norm`` does, the last is a backend of attention.
+KERNELS = (*OPS, "bias_gradient", "gelu", "geglu", "swiglu", "rotary", "fp8", "short_attention")
+"""Every file or folder with Triton kernels; ``bias_gradient``, ``gelu``, ``swiglu``, ``rotary`` and ``fp8`` run where
+``adaln`` does, ``geglu`` where ``group_norm`` does, the last is a backend of attention.
 """
 
 AttentionBackend = Literal["auto", "sdpa", "cudnn", "flash", "xformers", "short", "reference"]

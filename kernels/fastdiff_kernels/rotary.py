@@ -39,15 +39,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdiff_kernels.bias_gradient import fold, plan, strided, validate, with_gradient
+from fastdiff_kernels.bias_gradient import LEAST_ROWS, fold, plan, strided, validate, with_gradient
 from fastdiff_kernels.dispatch import choose, plain
-from fastdiff_kernels.launch import jit, run, tl, triton
+from fastdiff_kernels.launch import jit, registers, run, tl, triton
 from fastdiff_kernels.names import Backend
 
 MAX_HEAD = 512
 """Most channels of a head that a program holds."""
-_TILE = 2048
-"""Numbers of the larger piece of a tile, 16 for each of 128 threads: so a tail of 8 is at least a pair for each."""
+_TILE, _WARPS = 1024, 2
+"""Numbers of the larger piece of a tile, and warps of a program: 16 for each thread, a tail of 8 then a pair."""
+_FORWARD, _BACKWARD, _BACKWARD_TAIL = 16, 8, 6
+"""Programs that a processor holds at once, by the registers that their kernels want."""
 
 
 class Rotary(NamedTuple):
@@ -286,12 +288,24 @@ def _after(pointer, count: tl.constexpr):  # type: ignore[no-untyped-def]
         return None
 
 
-def _tiles(heads: int, width: int) -> dict[str, int]:
-    """Pieces of a head of ``width`` channels, rows of a tile, and neighbouring heads among them; no head is masked."""
+def _plan(like: Tensor, sizes: torch.Size, passes: int) -> tuple[int, tuple[int, ...], dict[str, int]]:
+    """Tokens of a program, the grid, and constants and options; ``sizes`` of ``[B, T, H, d]``.
+
+    A tile has neighbouring heads, as many as leave none masked. A backward pass has three ``passes``: parts.
+    """
+    batch, length, heads, width = sizes
     head = 1 << (width.bit_length() - 1)
     tail = 0 if head == width else max(int(triton.next_power_of_2(width - head)), 2)
-    rows = max(_TILE // head, 1)
-    return {"HEAD": head, "TAIL": tail, "BLOCK_R": rows, "BLOCK_H": min(heads & -heads, rows), "num_warps": 4}
+    tile_rows = max(_TILE // head, 1)
+    tile_heads = min(heads & -heads, tile_rows)
+    constants = {"H": heads, "D": width, "HEAD": head, "TAIL": tail, "BLOCK_R": tile_rows, "BLOCK_H": tile_heads}
+    tokens = tile_rows // tile_heads
+    programs = _FORWARD if passes == 1 else _BACKWARD_TAIL if tail else _BACKWARD
+    rows, grid = plan(
+        like, batch * length, heads * width, block=tile_heads * width, parts=passes, multiple=tokens,
+        least=tokens if passes == 1 else LEAST_ROWS, programs=programs,
+    )  # fmt: skip
+    return rows, (*grid, passes), constants | {"num_warps": _WARPS, "maxnreg": registers(programs, _WARPS)}
 
 
 def _optional(*tensors: Tensor | None) -> list[Any]:
@@ -306,12 +320,10 @@ def _rotary_triton(
     """Queries and keys, and values if there are three ``parts``: ``[B, T, parts, H, d]``."""
     out: Tensor = _empty(u, cos, sin, q_weight, k_weight, eps, parts)
     batch, length, _, heads, width = u.shape
-    tiles = _tiles(heads, width)
-    multiple = tiles["BLOCK_R"] // tiles["BLOCK_H"]
-    rows, grid = plan(u, batch * length, heads * width, block=tiles["BLOCK_H"] * width, multiple=multiple)
+    rows, grid, constants = _plan(u, torch.Size((batch, length, heads, width)), 1)
     run(
         rotary_fwd_kernel, grid, out, *_optional(u, cos, sin, q_weight, k_weight), batch * length, rows, length, eps,
-        H=heads, D=width, PARTS=parts, **tiles,
+        PARTS=parts, **constants,
     )  # fmt: skip
     return out
 
@@ -337,15 +349,13 @@ def _rotary_backward_triton(
     outputs: list[Tensor] = _empty_gradients(dq, dk, dv, u, cos, sin, q_weight, k_weight, eps)
     du, dbias, *dweights = outputs
     batch, heads, length, width = dq.shape
-    total, tiles = batch * length, _tiles(heads, width)
-    multiple = tiles["BLOCK_R"] // tiles["BLOCK_H"]
-    rows, grid = plan(dq, total, heads * width, block=tiles["BLOCK_H"] * width, parts=3, multiple=multiple)
+    rows, grid, constants = _plan(dq, torch.Size((batch, length, heads, width)), 3)
     sums = dq.new_empty((grid[0], 3 * heads * width), dtype=torch.float32)
     weight_sums = None if q_weight is None else dq.new_empty((grid[0] * grid[1], 2 * width), dtype=torch.float32)
     parts, strides = strided(dq, dk, dv)
     run(
-        rotary_bwd_kernel, (*grid, 3), du, sums, weight_sums, *parts, *_optional(u, cos, sin, q_weight, k_weight),
-        total, rows, length, *(part.stride(0) for part in parts), eps, H=heads, D=width, **strides, **tiles,
+        rotary_bwd_kernel, grid, du, sums, weight_sums, *parts, *_optional(u, cos, sin, q_weight, k_weight),
+        batch * length, rows, length, *(part.stride(0) for part in parts), eps, **strides, **constants,
     )  # fmt: skip
     fold(sums, dbias)
     if weight_sums is not None:

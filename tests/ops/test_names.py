@@ -39,7 +39,7 @@ def test_kernels_carry_the_name_of_their_op_and_no_other() -> None:
     assert len(kernels) == len(set(kernels))
     starts = (
         "philox", "corrupt", "weighted_mse", "group_norm", "adaln", "dropout", "adamw", "adamw8bit", "bias_gradient",
-        "gelu", "geglu", "fp8", "short_attention",
+        "gelu", "geglu", "swiglu", "rotary", "fp8", "short_attention",
     )  # fmt: skip
     assert {start for name in kernels for start in starts if name.lstrip("_").startswith(start)} == set(starts)
     assert all(name.lstrip("_").startswith(starts) for name in kernels)

@@ -11,7 +11,7 @@ from fastdiff_kernels import names
 
 KERNELS = names.KERNELS
 """Files with Triton kernels."""
-OPS = (*names.OPS, "bias_gradient", "gelu", "geglu", "fp8", "attention", "weight_gradient")
+OPS = (*names.OPS, "bias_gradient", "gelu", "geglu", "swiglu", "rotary", "fp8", "attention", "weight_gradient")
 """Ops with implementations to compare; those of ``attention`` include the kernels of ``short_attention``, and those of
 ``weight_gradient`` are products of torch.
 """

@@ -13,12 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fastdiff_kernels.launch import processors, triton
+from fastdiff_kernels.launch import REGISTERS, processors, registers, triton
 
 MAX_WIDTH = 4096
 """Most channels of a row that a program holds."""
-_REGISTERS = 2**16
-"""Registers of a processor, sm_80 to sm_100."""
 _WARPS = 64
 """Most warps on a processor."""
 _LEAST_ROWS = 16
@@ -61,7 +59,7 @@ def gate_plan(x: Tensor, turned: bool = False) -> Plan:
     """
     batch, length, width = _sizes(x)
     rows, columns, warps, programs = _GATE[turned]
-    constants = {"BLOCK_R": rows, "BLOCK_C": columns, "num_warps": warps, "maxnreg": _limit(programs, warps)}
+    constants = {"BLOCK_R": rows, "BLOCK_C": columns, "num_warps": warps, "maxnreg": registers(programs, warps)}
     samples, slots = batch * triton.cdiv(width, columns), processors(x) * programs
     shares = _shares(samples, length, slots, rows, rows if turned else 1)
     return Plan(*shares, {"D": width} | constants)
@@ -79,7 +77,7 @@ def _row_plan(x: Tensor, vectors: int, gated: bool, turned: bool, *, base: int, 
     constants = {"D": width, "BLOCK_HEAD": head, "BLOCK_TAIL": tail, "LANES": lanes, "GATED": gated} | _TURN
     # The rows that follow are on their way to shared memory; in fp32 one, since they take twice the space.
     stages = {"STAGES": 3 if x.element_size() == 2 else 2}
-    return Plan(rows, blocks, constants | stages | {"num_warps": warps, "maxnreg": _limit(programs, warps)})
+    return Plan(rows, blocks, constants | stages | {"num_warps": warps, "maxnreg": registers(programs, warps)})
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:
@@ -88,14 +86,9 @@ def _sizes(x: Tensor) -> tuple[int, int, int]:
     return batch, length, width
 
 
-def _programs(registers: int, warps: int) -> int:
+def _programs(used: int, warps: int) -> int:
     """Programs that a processor holds at a time, of ``warps`` warps with so many registers per thread."""
-    return max(min(_REGISTERS // (32 * warps * registers), _WARPS // warps, 32), 1)
-
-
-def _limit(programs: int, warps: int) -> int:
-    """Most registers of a thread with which so many programs fit; they are given out by eights."""
-    return min(_REGISTERS // (32 * warps * programs) // 8 * 8, 255)
+    return max(min(REGISTERS // (32 * warps * used), _WARPS // warps, 32), 1)
 
 
 @cache
