@@ -19,7 +19,8 @@
 # peer        peer-dit peer-plain                    what step needs; PIL
 #             peer-diffusers                         also diffusers transformers accelerate
 # op          op-adaln op-attention op-fp8 op-gelu   other libraries: bitsandbytes liger_kernel
-#             op-geglu op-group_norm op-adamw8bit
+#             op-geglu op-swiglu op-rotary
+#             op-group_norm op-adamw8bit
 #             op-adamw op-weight_gradient
 #             op-bias_gradient op-loss op-noising
 #             op-dropout op-philox
@@ -118,6 +119,8 @@ each_part() {
     bench op-fp8 90 "" op fp8 --case 'XL.*bfloat16'
     bench op-gelu 30 "" op gelu --case 'XL bfloat16'
     bench op-geglu 30 "" op geglu --case '(4096|1024)x.*bfloat16'
+    bench op-swiglu 30 "" op swiglu --case 'XL bfloat16'
+    bench op-rotary 60 "" op rotary --case 'XL.*bfloat16'
     bench op-group_norm 90 "" op group_norm --case '(320x64x64|1280x16x16)-nhwc(-shift)? bfloat16'
     bench op-adamw8bit 40 "" op adamw8bit --case 'fp32-copy-ema'
     bench op-adamw 40 "" op adamw --case 'copy-ema'

@@ -31,8 +31,8 @@ SHAPES = {
 }
 
 
-def residual_reference(x, shift, scale):
-    return x, adaln.modulated_norm_reference(x, shift, scale)
+def residual_reference(x, **given):
+    return x, adaln.modulated_norm_reference(x, **given)
 
 
 FORMS = {
@@ -43,20 +43,35 @@ FORMS = {
     "gate": (gated_residual, adaln.gated_residual_reference, 1),
     "biased gate": (gated_residual, adaln.gated_residual_reference, 1),
 }
+FORMS |= {f"rms {form}": FORMS[form] for form in ("modulated", "residual", "biased")}
+FORMS |= {"rms gated, no weight": FORMS["gated"]}
 """Op, reference, and parts of the modulation that it takes; biased: with the bias of the layer before."""
-SUMS = {"dpacked", "dbias"}
+SUMS = {"dpacked", "dbias", "dweight"}
 FIRST, PARTS = 1, 6
 """First part of the modulation that the op takes, and parts in all."""
 forms = pytest.mark.parametrize("form", FORMS)
 norms = pytest.mark.parametrize("form", [form for form in FORMS if "gate" not in form.split()])
 
 
+def plainly(form):
+    """The form of layer norm."""
+    return form.removeprefix("rms ").removesuffix(", no weight")
+
+
+def norm_of(form):
+    return {"norm": "rms"} if form.startswith("rms") else {}
+
+
 def has_branch(form):
-    return form not in ("modulated", "residual")
+    return plainly(form) not in ("modulated", "residual")
 
 
 def is_pair(form):
-    return form in ("residual", "gated", "biased")
+    return plainly(form) in ("residual", "gated", "biased")
+
+
+def has_weight(form):
+    return form.startswith("rms") and not form.endswith("no weight")
 
 
 def normal(shape, device, dtype=torch.float32, seed=0):
@@ -70,8 +85,10 @@ def arguments(form, shape, device, dtype=torch.float32):
     inputs = {"x": normal(shape, device, dtype, 2), "packed": normal((batch, PARTS * width), device, dtype, 1)}
     if has_branch(form):
         inputs["branch"] = normal(shape, device, dtype, 3)
-    if form.startswith("biased"):
+    if plainly(form).startswith("biased"):
         inputs["bias"] = normal((width,), device, dtype, 5)
+    if has_weight(form):
+        inputs["weight"] = 1 + normal((width,), device, dtype, 4) / 2
     return {name: tensor.requires_grad_() for name, tensor in inputs.items()}
 
 
@@ -88,7 +105,7 @@ def modulation_from(packed):
 
 def by_backend(form, backend):
     def op(packed, **inputs):
-        return FORMS[form][0](modulation=modulation_from(packed), **inputs, backend=backend)
+        return FORMS[form][0](modulation=modulation_from(packed), **inputs, **norm_of(form), backend=backend)
 
     return op
 
@@ -104,7 +121,7 @@ def by_reference(form):
         _, reference, parts = FORMS[form]
         names = ("gate", "shift", "scale") if parts != 2 else ("shift", "scale")
         chunks = packed.chunk(PARTS, dim=1)[FIRST : FIRST + parts]
-        return reference(**inputs, **dict(zip(names, chunks, strict=False)))
+        return reference(**inputs, **dict(zip(names, chunks, strict=False)), **norm_of(form))
 
     return op
 
@@ -125,13 +142,13 @@ def test_as_accurate_as_eager(name, form, dtype, device):
     shape = SHAPES[name]
     inputs, seeds = arguments(form, shape, device, dtype), upstream(form, shape, device)
     if name == "one-channel":  # the error of a single sum or product is chance, so they are exact
-        for factor in inputs.keys() & {"packed", "branch"}:
+        for factor in inputs.keys() & {"packed", "branch", "weight"}:
             inputs[factor] = (inputs[factor].detach() * 4).round().requires_grad_()
         seeds = [(seed * 4).round() for seed in seeds]
     assert_accurate(form, inputs, seeds)
 
 
-@norms
+@pytest.mark.parametrize("form", ["modulated", "residual", "gated", "biased"])
 def test_a_mean_far_from_zero_costs_no_accuracy(form, device):
     inputs = arguments(form, (1, 3, 160), device)
     inputs["x"] = (inputs["x"].detach() + 100).requires_grad_()
@@ -170,8 +187,10 @@ def test_a_token_that_is_not_finite_spoils_itself_and_the_sums_of_its_sample(for
     results = evaluate(by_triton(form), inputs, upstream(form, shape, device))
     y = results["out1" if is_pair(form) else "out0"]
     *_, dshift, dscale = results["dpacked"].chunk(PARTS, dim=1)[FIRST : FIRST + FORMS[form][2]]
-    assert y[0, 3].isnan().all()
-    assert dscale[0].isnan().all()
+    channels = 1 if norm_of(form) else slice(None)  # a mean would spread it
+    assert y[0, 3, channels].isnan().all()
+    assert dscale[0, channels].isnan().all()
+    assert results["dx"][0, 3].isnan().all()
     assert dshift.isfinite().all()
     for gradient in (results["dx"], dscale):
         assert gradient[1].isfinite().all()
@@ -232,7 +251,7 @@ def compiled(form, graphs):
 
 
 @pytest.mark.parametrize(
-    ("form", "dtype"), by_day(zip(FORMS, [*DTYPES, *DTYPES], strict=True), *product(FORMS, DTYPES))
+    ("form", "dtype"), by_day(zip(FORMS, [*DTYPES, *DTYPES, *DTYPES, DTYPES[0]], strict=True), *product(FORMS, DTYPES))
 )
 def test_compiled_it_is_the_kernels(form, dtype, device):
     shape, graphs = (2, 5, 40), []
@@ -250,14 +269,16 @@ def test_compiled_it_is_the_kernels(form, dtype, device):
 @forms
 def test_the_ops_pass_opcheck(form, device):
     given = {name: tensor.detach() for name, tensor in arguments(form, (2, 3, 24), device, torch.bfloat16).items()}
-    x, packed, branch, bias = given["x"], given["packed"], given.get("branch"), given.get("bias")
+    x, packed, branch, bias, weight = (given.get(name) for name in ("x", "packed", "branch", "bias", "weight"))
     if "gate" in form.split():
         torch.library.opcheck(adaln._gate_backward_triton, (packed, x, branch, bias, packed, FIRST))
         return
-    torch.library.opcheck(adaln._adaln_triton, (x, branch, bias, packed, FIRST, 1e-6))
-    _, mean, rstd, *_ = adaln._adaln_triton(x, branch, bias, packed, FIRST, 1e-6)
+    arrays, rms = (x, branch, bias, weight, packed), bool(norm_of(form))
+    torch.library.opcheck(adaln._adaln_triton, (*arrays, FIRST, rms, 1e-6))
+    _, rstd, *others = adaln._adaln_triton(*arrays, FIRST, rms, 1e-6)
     later, dh = (packed, x) if is_pair(form) else (None, None)
-    torch.library.opcheck(adaln._adaln_backward_triton, (later, x, dh, x, branch, bias, packed, FIRST, mean, rstd))
+    mean = None if rms else others[0]
+    torch.library.opcheck(adaln._adaln_backward_triton, (later, x, dh, *arrays, FIRST, mean, rstd))
 
 
 def test_a_second_derivative_is_refused(device):
@@ -305,6 +326,10 @@ BYTES = {
     "biased": ((8, 8), (12, 38)),
     "gate": ((0, 0), (6, 10)),
     "biased gate": ((0, 0), (6, 20)),
+    "rms modulated": ((4, 6), (6, 32)),
+    "rms residual": ((4, 6), (8, 32)),
+    "rms biased": ((8, 10), (12, 52)),
+    "rms gated, no weight": ((8, 6), (12, 28)),
 }
 """Per element, and per element and token of a program: the table of the module's docstring."""
 
@@ -321,22 +346,22 @@ def test_bytes_per_element_are_those_of_the_documentation(form):
     outputs = list(outputs) if is_pair(form) else [outputs]
     with counting() as backward:
         torch.autograd.grad(outputs, list(inputs.values()), [torch.ones_like(output) for output in outputs])
-    elements, biased, gate = batch * length * width, form.startswith("biased"), "gate" in form.split()
+    elements, biased, gate = batch * length * width, plainly(form).startswith("biased"), "gate" in form.split()
     x = torch.empty(shape, dtype=torch.bfloat16)
     grids = (
         plan.forward_plan(x, parts == 3, biased),
         plan.gate_plan(x) if gate else plan.backward_plan(x, is_pair(form), parts == 3, biased),
     )
-    statistics = 0 if gate else 8 * batch * length
+    statistics = 0 if gate else (4 if norm_of(form) else 8) * batch * length
     # The gradient of the whole modulation is written, and that by the later ops read.
-    rest = 2 * batch * width * (PARTS * (2 if is_pair(form) else 1) + biased)
+    rest = 2 * batch * width * (PARTS * (2 if is_pair(form) else 1) + biased + has_weight(form))
     for traffic, one, (per_element, per_row), more in zip(
         (forward, backward), grids, BYTES[form], (0, rest), strict=True
     ):
         assert traffic.bytes == elements * per_element + elements // one.rows * per_row + statistics + more
 
 
-ALL_DOUBLE = dict.fromkeys(("x", "branch", "bias", "packed"), torch.float64)
+ALL_DOUBLE = dict.fromkeys(("x", "branch", "bias", "weight", "packed"), torch.float64)
 BAD = {
     "two-dimensions": ({"x": (6, 8)}, {}, r"x has shape \(6, 8\), expected \[B, T, D\]"),
     "no-channel": ({"x": (2, 3, 0)}, {}, r"x has shape \(2, 3, 0\), expected \[B, T, D\] with D > 0"),
@@ -346,6 +371,7 @@ BAD = {
     "parts": ({"packed": (2, 8)}, {}, r"modulation has 0 of 1 parts left, expected [123]"),
     "branch": ({"branch": (2, 8)}, {}, r"branch has shape \(2, 8\), expected \(2, 3, 8\)"),
     "bias": ({"bias": (2, 8)}, {}, r"bias has shape \(2, 8\), expected \(8,\)"),
+    "weight": ({"weight": (7,)}, {}, r"weight has shape \(7,\), expected \(8,\)"),
     "double": ({}, ALL_DOUBLE, "x is torch.float64, expected float32, bfloat16 or float16; use backend 'reference'"),
     "mixed": (
         {}, {"packed": torch.bfloat16}, r"modulation is torch.bfloat16 .*, torch.float32 .*use modulation.to\(x\)",
@@ -355,13 +381,35 @@ BAD = {
 
 @pytest.mark.parametrize(("shapes", "dtypes", "message"), BAD.values(), ids=BAD)
 def test_refusals_say_what_was_given(shapes, dtypes, message, device):
-    sizes = {"x": (2, 3, 8), "branch": (2, 3, 8), "bias": (8,), "packed": (2, 48)}
+    sizes = {"x": (2, 3, 8), "branch": (2, 3, 8), "bias": (8,), "weight": (8,), "packed": (2, 48)}
     given = {n: torch.zeros(size, device=device, dtype=dtypes.get(n)) for n, size in (sizes | shapes).items()}
     for form in FORMS:
         names = arguments(form, (1, 1, 1), device).keys()
         if shapes.keys() <= names:
             with pytest.raises(ValueError, match=message):
                 by_triton(form)(**{name: given[name] for name in names})
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_layer_norm_has_no_weight_and_another_norm_is_refused(backend, device):
+    x, packed, weight = (torch.zeros(shape, device=device) for shape in ((2, 3, 8), (2, 48), (8,)))
+    with pytest.raises(
+        ValueError, match="a weight is given with norm 'layer', which has none here; expected norm 'rms'"
+    ):
+        residual_modulated_norm(x, Modulation(packed), weight=weight, backend=backend)
+    with pytest.raises(ValueError, match="norm 'batch': expected 'layer' or 'rms'"):
+        residual_modulated_norm(x, Modulation(packed), norm="batch", backend=backend)
+
+
+def test_rms_norm_is_its_formula_rounded_once(device):
+    """In 16 bits the weight multiplies before anything is rounded."""
+    inputs = arguments("rms modulated", (2, 5, 24), device, torch.bfloat16)
+    wide = {name: tensor.detach().double() for name, tensor in inputs.items()}
+    shift, scale = wide["packed"].chunk(PARTS, dim=1)[FIRST : FIRST + 2]
+    normed = wide["x"] / (wide["x"].square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    expected = normed * wide["weight"] * (1 + scale[:, None]) + shift[:, None]
+    y = by_triton("rms modulated")(**inputs)
+    torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])

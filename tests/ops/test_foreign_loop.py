@@ -46,7 +46,8 @@ def test_every_op_is_shown() -> None:
     }
     attention = {"packed_attention"}  # chooses short_attention where it is fastest, and calls bias_gradient's join
     others = {"short_attention", "bias_gradient", "geglu", "fp8"}  # GEGLU is of UNets, FP8 of whole blocks
-    assert imported == ({*KERNELS} - others) | attention
+    options = {"swiglu", "rotary"}  # in place of GELU, and an argument of attention
+    assert imported == ({*KERNELS} - others - options) | attention
 
 
 def test_the_loop_trains() -> None:

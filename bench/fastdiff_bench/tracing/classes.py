@@ -15,7 +15,8 @@ Class: TypeAlias = Literal[
     "communication",
     "optimizer",
 ]
-"""Group norms are those of UNets, with the SiLU behind them; norms are all others; activations are GELU and GEGLU."""
+"""Group norms are those of UNets, with the SiLU behind them; norms are all others, with the rotation behind those of queries
+and keys; activations are GELU, GEGLU and SwiGLU."""
 CLASSES: tuple[Class, ...] = get_args(Class)
 IDLE = "idle"
 """Time without any operation: on a CPU that of Python, on a GPU that in which no kernel runs."""
@@ -27,8 +28,8 @@ _OPERATORS: tuple[tuple[str, Class], ...] = (
     (r"nccl:|gloo:|c10d::", "communication"),
     (r"conv(olution|\d|_)", "convolutions"),
     (r"group_?norm", "group norms"),
-    (r"adaln|(layer|batch)_?norm", "norms"),
-    (r"::_?(gelu|geglu)", "activations"),
+    (r"adaln|rotary|(layer|batch|rms)_?norm", "norms"),
+    (r"::_?(gelu|geglu|swiglu)", "activations"),
     (r"::(mm|bmm|addmm|addbmm|baddbmm|addmv|mv|dot|linear|matmul|_linear_\w+)$", "matrix products"),
     (r"::(copy_?|clone|contiguous|_?to(_copy)?|_reshape_copy|cat|stack|_foreach_copy_?|pin_memory)$", "copies"),
 )
@@ -44,12 +45,12 @@ _KERNELS: tuple[tuple[str, Class], ...] = (
     # Inductor names a kernel by the operators it fuses, also if it has only their cast or bias.
     (r"group_?norm", "group norms"),
     (r"triton_(poi|red|per)_.*norm", "norms"),
-    (r"gelu|geglu|triton_(poi|red|per)_.*(erf|sigmoid|tanh)", "activations"),
+    (r"gelu|geglu|swiglu|triton_(poi|red|per)_.*(erf|sigmoid|tanh)", "activations"),
     (r"triton_(poi|red|per)_", "elementwise"),
     (r"nccl", "communication"),
     (r"flash|fmha|attention|sdpa", "attention"),
     (r"conv|[fdw]grad|fprop|winograd|implicit_gemm", "convolutions"),
-    (r"layer_?norm|adaln|batch_norm", "norms"),
+    (r"layer_?norm|adaln|rotary|batch_norm|rms_?norm", "norms"),
     (r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma", "matrix products"),
     (r"adam|lerp", "optimizer"),
     (r"memcpy|copy|catarray|transpose|nchwtonhwc|nhwctonchw", "copies"),

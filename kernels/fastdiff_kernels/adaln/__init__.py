@@ -1,9 +1,12 @@
 """adaLN: layer norm with shift and scale from a condition, alone or fused with the residual stream, and the gate.
 
 With one shift, scale and gate per sample and channel (Peebles & Xie 2023, "Scalable Diffusion Models with
-Transformers", section 3.2; layer norm: Ba et al. 2016, without affine parameters)::
+Transformers", section 3.2; layer norm: Ba et al. 2016, without affine parameters; RMSNorm: Zhang & Sennrich 2019,
+arXiv:1910.07467, with a weight or without)::
 
-    y = normed(h) * (1 + scale) + shift,   normed(h) = (h - mean) * rstd,   rstd = 1 / sqrt(var + eps)
+    y = normed(h) * (1 + scale) + shift
+    layer norm:  normed(h) = (h - mean) * rstd,    rstd = 1 / sqrt(var + eps)
+    RMSNorm:     normed(h) = h * rstd * weight,    rstd = 1 / sqrt(mean(h^2) + eps)
 
     modulated_norm            h = x                        returns y
     residual_modulated_norm   h = x                        returns h, y
@@ -15,8 +18,16 @@ Gradient, with g = dy * (1 + scale), means over the channels of a token and sums
     dx = dh + rstd * (g - mean(g) - normed * mean(g * normed)),   dbranch = gate * dx
     dshift = sum(dy),   dscale = sum(dy * normed),   dgate = sum(branch * dx),   dbias = sum(gate * dx) over all samples
 
-Bytes moved per element of ``x`` in 16 bits, and 8 / D each way for the statistics, beside the least possible and
-the bytes of Inductor's kernels (residual: with the addition of dh fused)::
+For RMSNorm, with n = h * rstd and g = dy * (1 + scale) * weight::
+
+    dx = dh + rstd * (g - n * mean(g * n)),   dscale = weight * sum(dy * n)
+    dweight = sum((1 + scale) * dy * n) over all samples
+
+All of it is fp32 in 16 bits, too, rounded once at the end. Published code rounds earlier, LightningDiT before the
+weight and RiT behind it, 0.3 % apart.
+
+Bytes moved per element of ``x`` in 16 bits, and 8 / D each way for the statistics (RMSNorm: 4 / D), beside the least
+possible and the bytes of Inductor's kernels (residual: with the addition of dh fused)::
 
                 forward      backward       least      Inductor
     modulated   4 + 4 / R    6 + 18 / R     4 / 6      4.02 / 10.04
@@ -25,6 +36,7 @@ the bytes of Inductor's kernels (residual: with the addition of dh fused)::
     with bias   8 + 8 / R    12 + 38 / R    8 / 12     8.03 / 20.08
     gate        plain torch  6 + 10 / R     6 / 6      6.03 / 6.03
     with bias   plain torch  6 + 20 / R     6 / 6      6.03 / 6.05
+    a weight adds    2 / R        14 / R
 
 R is the number of tokens that one program handles: 43 to 86 for 64 or 256 samples of 256 x 1152 on an H200, never below
 9 unless a sample is shorter. The terms divided by R, modulations and the partial sums of their gradients (fp32), fit in

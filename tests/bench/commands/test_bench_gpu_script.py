@@ -25,9 +25,9 @@ from tests.support.waiting import wait_until
 PARTS = [
     "step-dit", "step-dit-zero1", "step-dit-short", "step-dit-graph", "step-dit-fp8", "step-dit-fp8-wgrad",
     "step-sd2", "peer-dit", "peer-plain", "peer-diffusers", "op-adaln", "op-attention", "op-fp8", "op-gelu",
-    "op-geglu", "op-group_norm", "op-adamw8bit", "op-adamw", "op-weight_gradient", "op-bias_gradient",
-    "op-loss", "op-noising", "op-dropout", "op-philox", "step-dit-32", "step-dit-deterministic", "start-cold",
-    "start-warm", "checkpoint", "doctor", "ops", "gpu", "runs", "memcheck", "report",
+    "op-geglu", "op-swiglu", "op-rotary", "op-group_norm", "op-adamw8bit", "op-adamw", "op-weight_gradient",
+    "op-bias_gradient", "op-loss", "op-noising", "op-dropout", "op-philox", "step-dit-32", "step-dit-deterministic",
+    "start-cold", "start-warm", "checkpoint", "doctor", "ops", "gpu", "runs", "memcheck", "report",
 ]  # fmt: skip
 NEEDS_A_GPU = {"step-dit-graph"}
 WITHOUT_BENCH = {"doctor", "ops", "gpu", "runs", "memcheck"}

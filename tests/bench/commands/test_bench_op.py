@@ -165,7 +165,7 @@ def test_sums_are_compared_in_rms_alone(sums: tuple[str, ...]) -> None:
 
 
 def test_sums_are_gradients_of_their_cases() -> None:
-    for case in cases(("adaln", "bias_gradient", "geglu", "gelu", "group_norm")):
+    for case in cases(("adaln", "bias_gradient", "geglu", "gelu", "group_norm", "rotary", "swiglu")):
         assert case.sums
         assert set(case.sums) <= {f"d{name}" for name in differentiable(case.build("meta"))}
 

@@ -104,6 +104,8 @@ def microseconds(seconds: dict[str, float]) -> dict[str, float]:
         ("_adaln_fwd_kernel", "norms"),
         ("group_norm_bwd_apply_kernel", "group norms"),
         ("geglu_backward_kernel", "activations"),
+        ("swiglu_backward_kernel", "activations"),
+        ("rotary_bwd_kernel", "norms"),
         ("triton_poi_fused__to_copy_add_mul_sigmoid_view_3", "activations"),
         ("triton_poi_fused_gelu_mul_split_2", "activations"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
