@@ -73,7 +73,7 @@ def _turned(x: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tensor | 
         x = F.rms_norm(x, x.shape[-1:], weight, eps)
     if cos is None or sin is None:
         return x
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    first, second = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
     cos, sin = cos[:, None], sin[:, None]  # [T, 1, d / 2]
     return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2).to(x.dtype)
 

@@ -15,8 +15,8 @@ Class: TypeAlias = Literal[
     "communication",
     "optimizer",
 ]
-"""Group norms are those of UNets, with the SiLU behind them; norms are all others, with the rotation behind those of queries
-and keys; activations are GELU, GEGLU and SwiGLU."""
+"""Group norms are those of UNets, with the SiLU behind them; norms are all others, with the rotation behind those of
+queries and keys; activations are GELU, GEGLU and SwiGLU."""
 CLASSES: tuple[Class, ...] = get_args(Class)
 IDLE = "idle"
 """Time without any operation: on a CPU that of Python, on a GPU that in which no kernel runs."""

@@ -83,7 +83,7 @@ def modulate(tokens: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 def modulated_norm_reference(
-    x: Tensor, shift: Tensor, scale: Tensor, weight: Tensor | None = None, norm: Norm = "layer", eps: float = 1e-6
+    x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, weight: Tensor | None = None, norm: Norm = "layer"
 ) -> Tensor:
     """``modulated_norm`` in plain torch, differentiable, in any floating dtype."""
     if norm == "rms":
@@ -93,11 +93,11 @@ def modulated_norm_reference(
 
 def gated_modulated_norm_reference(
     x: Tensor, branch: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, bias: Tensor | None = None,
-    weight: Tensor | None = None, norm: Norm = "layer", eps: float = 1e-6,
+    eps: float = 1e-6, weight: Tensor | None = None, norm: Norm = "layer",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``gated_modulated_norm`` in plain torch, differentiable, in any floating dtype."""
     h = x + gate.unsqueeze(1) * (branch if bias is None else branch + bias)
-    return h, modulated_norm_reference(h, shift, scale, weight, norm, eps)
+    return h, modulated_norm_reference(h, shift, scale, eps, weight, norm)
 
 
 def gated_residual_reference(x: Tensor, branch: Tensor, gate: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -161,11 +161,14 @@ def _empty_gradients(
     return [packed.new_empty(packed.shape), x.new_empty(x.shape), *_empty_branch(x, branch, bias), *weights]
 
 
-def _by_name(gradients: list[Tensor], *optional: Tensor | None) -> tuple[Tensor, Tensor, *tuple[Tensor | None, ...]]:
-    """``dpacked`` and ``dx``, then the gradients of the ``optional`` arguments, None for one that is not there."""
+def _by_name(
+    gradients: list[Tensor], branch: Tensor | None, bias: Tensor | None, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """``dpacked`` and ``dx``, then the gradients of the other arguments, None for one that is not there."""
     dpacked, dx, *others = gradients
     left = iter(others)
-    return dpacked, dx, *(None if argument is None else next(left) for argument in optional)
+    dbranch, dbias, dweight = (None if argument is None else next(left) for argument in (branch, bias, weight))
+    return dpacked, dx, dbranch, dbias, dweight
 
 
 def norm_gradients(
@@ -295,7 +298,7 @@ def _plain_norm(
     x: Tensor, modulation: Modulation, weight: Tensor | None, norm: Norm, eps: float, backend: Backend
 ) -> Tensor:
     parts = modulation.take(2, x.shape[2])
-    y: Tensor = plain(modulated_norm_reference, backend)(x, *parts, weight, norm, eps)
+    y: Tensor = plain(modulated_norm_reference, backend)(x, *parts, eps, weight, norm)
     return y
 
 
@@ -331,7 +334,7 @@ def gated_modulated_norm(
         return _pair(x, branch, bias, weight, modulation, 3, norm, eps)
     gate, shift, scale = modulation.take(3, x.shape[2])
     pair: tuple[Tensor, Tensor] = plain(gated_modulated_norm_reference, chosen)(
-        x, branch, gate, shift, scale, bias, weight, norm, eps
+        x, branch, gate, shift, scale, bias, eps, weight, norm
     )
     return pair
 

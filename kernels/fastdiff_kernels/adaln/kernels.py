@@ -90,6 +90,40 @@ def _factor(scale_ptr, weight_ptr, head, tail, D: tl.constexpr):  # type: ignore
 
 
 @jit
+def _store_factors(  # type: ignore[no-untyped-def]
+    dscale_ptr, dweight_ptr, scale_ptr, weight_ptr, a, b, head, tail, D: tl.constexpr
+):
+    """Sums for scale and weight: each has those of dy * normed, times the other factor."""
+    if weight_ptr is not None:
+        weight_a, weight_b = _load(weight_ptr, head, tail, D)
+        scale_a, scale_b = _load(scale_ptr, head, tail, D)
+        _store(dscale_ptr, head, tail, a * weight_a, b * weight_b, D)
+        _store(dweight_ptr, head, tail, a * (1 + scale_a), b * (1 + scale_b), D)
+    else:
+        _store(dscale_ptr, head, tail, a, b, D)
+
+
+@jit
+def _normed(a, b, mean_ptr, row, rstd):  # type: ignore[no-untyped-def]
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + row)
+        return (a - mean) * rstd, (b - mean) * rstd
+    else:
+        return a * rstd, b * rstd
+
+
+@jit
+def _before_norm(up_a, up_b, a, b, rstd, CENTRED: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Gradient of a row by that of its norm, ``up``; ``a, b`` is the normed row."""
+    if CENTRED:
+        offset, slope = _row_means(up_a, up_b, up_a * a, up_b * b, D, LANES)
+        return rstd * (up_a - offset - a * slope), rstd * (up_b - offset - b * slope)
+    else:
+        slope = _row_mean(up_a * a, up_b * b, D, LANES)
+        return rstd * (up_a - a * slope), rstd * (up_b - b * slope)
+
+
+@jit
 def _inverse_if(unit_ptr):  # type: ignore[no-untyped-def]
     """``inverse``; 1 without a scale."""
     if unit_ptr is not None:
@@ -174,10 +208,7 @@ def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr, BLOCK_HEAD: tl.constexpr, BLOCK_TAIL: tl.constexpr, LANES: tl.constexpr, GATED: tl.constexpr,
     STAGES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One program does ``rows`` tokens of one sample, and a row of partial sums for each modulation, bias and weight.
-
-    No mean: RMSNorm.
-    """
+    """One program does ``rows`` tokens of one sample, and one row of each partial sum. No mean: RMSNorm."""
     program = tl.program_id(0).to(tl.int64)
     sample, start = program // blocks, program % blocks * rows
     stop = tl.minimum(start + rows, length)
@@ -196,19 +227,11 @@ def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
         a, b, branch_a, branch_b = _stream(x_ptr, branch_ptr, at, gate_a, gate_b, bias_a, bias_b, head, tail, D, GATED)
         up_a, up_b = _load(dy_ptr + at, head, tail, D)
         rstd = tl.load(rstd_ptr + row)
-        if mean_ptr is not None:
-            mean = tl.load(mean_ptr + row)
-            a, b = a - mean, b - mean
-        a, b = a * rstd, b * rstd
+        a, b = _normed(a, b, mean_ptr, row, rstd)
         dshift_a, dshift_b = dshift_a + up_a, dshift_b + up_b
         dscale_a, dscale_b = dscale_a + up_a * a, dscale_b + up_b * b
         up_a, up_b = up_a * factor_a, up_b * factor_b
-        if mean_ptr is not None:
-            offset, slope = _row_means(up_a, up_b, up_a * a, up_b * b, D, LANES)
-            up_a, up_b = up_a - offset, up_b - offset
-        else:
-            slope = _row_mean(up_a * a, up_b * b, D, LANES)
-        a, b = rstd * (up_a - a * slope), rstd * (up_b - b * slope)
+        a, b = _before_norm(up_a, up_b, a, b, rstd, mean_ptr is not None, D, LANES)
         if dh_ptr is not None:
             dh_a, dh_b = _load(dh_ptr + at, head, tail, D)
             a, b = a + dh_a, b + dh_b
@@ -230,18 +253,10 @@ def adaln_bwd_kernel(  # type: ignore[no-untyped-def]
         _store(sums_ptr, head, tail, dgate_a, dgate_b, D)
         sums_ptr += step
     _store(sums_ptr, head, tail, dshift_a, dshift_b, D)
-    sums_ptr += step
-    if weight_ptr is not None:  # the sums of dy * normed are those of either gradient, but for the other factor
-        weight_a, weight_b = _load(weight_ptr, head, tail, D)
-        _store(sums_ptr, head, tail, dscale_a * weight_a, dscale_b * weight_b, D)
-    else:
-        _store(sums_ptr, head, tail, dscale_a, dscale_b, D)
     if bias_ptr is not None:
-        sums_ptr += step
-        _store(sums_ptr, head, tail, dbias_a * gate_a, dbias_b * gate_b, D)
-    if weight_ptr is not None:
-        scale_a, scale_b = _load(scale_ptr, head, tail, D)
-        _store(sums_ptr + step, head, tail, dscale_a * (1 + scale_a), dscale_b * (1 + scale_b), D)
+        _store(sums_ptr + 2 * step, head, tail, dbias_a * gate_a, dbias_b * gate_b, D)
+    dweight_ptr = sums_ptr + (3 * step if bias_ptr is not None else 2 * step)
+    _store_factors(sums_ptr + step, dweight_ptr, scale_ptr, weight_ptr, dscale_a, dscale_b, head, tail, D)
     if maxima_ptr is not None:
         tl.store(maxima_ptr + program, largest(most))
     if columns_ptr is not None:
