@@ -48,8 +48,8 @@ MAX_HEAD = 512
 """Most channels of a head that a program holds."""
 _TILE, _WARPS = 1024, 2
 """Numbers of the larger piece of a tile, and warps of a program: 16 for each thread, a tail of 8 then a pair."""
-_FORWARD, _BACKWARD, _BACKWARD_TAIL = 16, 8, 6
-"""Programs that a processor holds at once, by the registers that their kernels want."""
+_FORWARD, _BACKWARD = 12, 6
+"""Programs that a processor holds at once, by the registers that their kernels want; even, since each has two warps."""
 
 
 class Rotary(NamedTuple):
@@ -300,7 +300,7 @@ def _plan(like: Tensor, sizes: torch.Size, passes: int) -> tuple[int, tuple[int,
     tile_heads = min(heads & -heads, tile_rows)
     constants = {"H": heads, "D": width, "HEAD": head, "TAIL": tail, "BLOCK_R": tile_rows, "BLOCK_H": tile_heads}
     tokens = tile_rows // tile_heads
-    programs = _FORWARD if passes == 1 else _BACKWARD_TAIL if tail else _BACKWARD
+    programs = _FORWARD if passes == 1 else _BACKWARD
     rows, grid = plan(
         like, batch * length, heads * width, block=tile_heads * width, parts=passes, multiple=tokens,
         least=tokens if passes == 1 else LEAST_ROWS, programs=programs,

@@ -251,7 +251,7 @@ def test_a_pattern_chooses_cases(tmp_path: Path, capsys: pytest.CaptureFixture[s
     given = cases(("adaln",))
     assert {case.shape for case in op._named(given, "XL-gated.*(bfloat16|float32)")} == {"DiT-XL-gated-256x1152"}
     assert op._named(given, None) == given
-    for pattern, reason in (("XXL", "--case XXL: in no name of the 30 cases"), ("(", "--case (: missing )")):
+    for pattern, reason in (("XXL", "--case XXL: in no name of the 35 cases"), ("(", "--case (: missing )")):
         assert main(["op", "adaln", "--case", pattern, "--out", str(tmp_path)]) == 2
         assert reason in capsys.readouterr().err
 
