@@ -48,8 +48,10 @@ MAX_HEAD = 512
 """Most channels of a head that a program holds."""
 _TILE, _WARPS = 1024, 2
 """Numbers of the larger piece of a tile, and warps of a program: 16 for each thread, a tail of 8 then a pair."""
-_FORWARD, _BACKWARD = 12, 6
-"""Programs that a processor holds at once, by the registers that their kernels want; even, since each has two warps."""
+_FORWARD, _BACKWARD = 12, {2: 6, 4: 4}
+"""Programs that a processor holds at once, by the registers that their kernels want; even, since each has two warps. A
+backward pass in fp32, by bytes of a number, has fewer.
+"""
 
 
 class Rotary(NamedTuple):
@@ -296,11 +298,11 @@ def _plan(like: Tensor, sizes: torch.Size, passes: int) -> tuple[int, tuple[int,
     batch, length, heads, width = sizes
     head = 1 << (width.bit_length() - 1)
     tail = 0 if head == width else max(int(triton.next_power_of_2(width - head)), 2)
-    tile_rows = max(_TILE // head, 1)
+    tile_rows = max(_TILE // head // (2 if tail >= 16 else 1), 1)  # as few as leave each thread a pair of the tail
     tile_heads = min(heads & -heads, tile_rows)
     constants = {"H": heads, "D": width, "HEAD": head, "TAIL": tail, "BLOCK_R": tile_rows, "BLOCK_H": tile_heads}
     tokens = tile_rows // tile_heads
-    programs = _FORWARD if passes == 1 else _BACKWARD
+    programs = _FORWARD if passes == 1 else _BACKWARD[like.element_size()]
     rows, grid = plan(
         like, batch * length, heads * width, block=tile_heads * width, parts=passes, multiple=tokens,
         least=tokens if passes == 1 else LEAST_ROWS, programs=programs,
