@@ -101,6 +101,8 @@ OF_IMAGE = of_source("image")
 """Conditions that follow from the size of an image and its crop."""
 MASK_OF = {kind.mask_of: name for name, kind in CONDITIONS.items() if kind.mask_of}
 """Mask of each condition that has one: a row that it excludes is zeros, in shards and in batches."""
+MASKS = frozenset(MASK_OF.values())
+"""The masks. Each marks a token or more: attention to none has no value."""
 
 
 def image_conditions(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastdiff.conditions import BITS, CAPTIONED, stored_dtypes
+from fastdiff.conditions import BITS, CAPTIONED, MASKS, stored_dtypes
 from fastdiff.data.shards.format import Column, DatasetInfo, NullInfo, null_path
 from fastdiff.data.shards.integrity import unreadable
 from fastdiff.errors import DataError
@@ -23,7 +23,7 @@ def write_null(folder: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str
         arrays: Embeddings and masks by column, with the column's dtype and shape.
 
     Raises:
-        DataError: An array does not belong to a captioned column, or is not finite.
+        DataError: An array does not belong to a captioned column, or is not finite, or is a mask of nothing.
         OSError: A file cannot be written.
     """
     written = {}
@@ -35,6 +35,8 @@ def write_null(folder: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str
                 f"the empty prompt's {name} is {array.dtype} {array.shape}; expected finite values of "
                 f"{' or '.join(dtypes) or ', '.join(CAPTIONED)}"
             )
+        if name in MASKS and not array.any():
+            raise DataError(f"the empty prompt's {name} marks no token, expected one or more")
         column = Column(dtype=dtype, shape=array.shape)
         content = column.header + array.tobytes()
         publish(null_path(folder, name), content)

@@ -16,6 +16,7 @@ from typing import Any
 
 from isal.isal_zlib import crc32
 
+from fastdiff.conditions import MASKS
 from fastdiff.data.shards.format import Column, DatasetInfo, ShardInfo
 from fastdiff.data.shards.index import Component, ShardIndex
 from fastdiff.data.shards.integrity import Problem, check_size, load_index, unreadable
@@ -37,6 +38,8 @@ class Stored:
     """Component names, one per variant."""
     masked: bool
     """Whether rows at the end may be missing, which are zeros."""
+    is_mask: bool
+    """Whether one value or more is not zero."""
 
     @classmethod
     def all_of(cls, info: DatasetInfo, bucket: int) -> list[Stored]:
@@ -49,6 +52,7 @@ class Stored:
                 column.nbytes,
                 tuple(f"{v}.npy" for v in info.variants(name)),
                 info.is_masked(name),
+                name in MASKS,
             )
             for name, column in info.columns_of(bucket).items()
         ]
@@ -103,6 +107,8 @@ class OpenShard:
         self._check_crc(component, sample, place, crc32(values, crc32(header)))
         if header != expected:
             raise self._damage(component, sample, f"the npy header {bytes(header)!r} does not match {stored.column}")
+        if stored.is_mask and not any(values):
+            raise self._damage(component, sample, "it marks no token of the caption, expected one or more")
 
     def read_number(self, component: str, sample: int, least: int, largest: int) -> int:
         """Read a component that holds a decimal number."""

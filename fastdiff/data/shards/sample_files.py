@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastdiff.conditions import CAPTIONED, MASK_OF
+from fastdiff.conditions import CAPTIONED, MASK_OF, MASKS
 from fastdiff.data.shards.format import Column, DatasetInfo, canonical_json
 from fastdiff.errors import DataError
 
@@ -48,6 +48,8 @@ def components(
         raise DataError(f"key {key}: columns {sorted(arrays)}, expected {sorted(expected)}")
     columns = info.columns_of(bucket)
     checked = {v: _checked(key, v, arrays[v], column) for name, column in columns.items() for v in own[name]}
+    if empty := [v for name in MASKS & columns.keys() for v in own[name] if not checked[v].any()]:
+        raise DataError(f"key {key}: {empty[0]} marks no token of the caption, expected one or more")
     content: dict[str, bytes] = {}
     for name, column in columns.items():
         masks = [checked[v] for v in own[MASK_OF[name]]] if info.is_masked(name) else [None] * len(own[name])

@@ -204,3 +204,29 @@ def test_a_caption_of_impossible_length_is_damage(folder: Path, tmp_path: Path) 
     ):
         reader.read([0])
     assert "context.npy" in str(verify(tmp_path / "data"))
+
+
+def test_a_mask_of_nothing_is_neither_written_nor_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention to no token has no value, and diffusers' networks take such a mask for none."""
+    nothing = np.zeros(TOKENS, np.uint8)
+    with (
+        pytest.raises(DataError, match="key 0: context_mask1 marks no token of the caption, expected one or more"),
+        ShardWriter(tmp_path / "out", template(), samples_per_shard=1, null=NULL) as writer,
+    ):
+        writer.add("0", sample(0) | {"context_mask1": nothing}, captions=2)
+    with (
+        pytest.raises(DataError, match="the empty prompt's context_mask marks no token"),
+        ShardWriter(
+            tmp_path / "null", template(), samples_per_shard=1, null=NULL | {"context_mask": nothing}
+        ) as writer,
+    ):
+        writer.add("0", sample(0), captions=2)
+    with monkeypatch.context() as patched:
+        patched.setattr("fastdiff.data.shards.sample_files.MASKS", frozenset())
+        with ShardWriter(tmp_path / "other", template(), samples_per_shard=1, null=NULL) as writer:
+            writer.add("0", sample(0) | {"context_mask": nothing}, captions=2)
+    with (
+        LatentReader(tmp_path / "other") as reader,
+        pytest.raises(DataError, match=r"key 0 \(context_mask.npy\).*it marks no token of the caption"),
+    ):
+        reader.read([0])
