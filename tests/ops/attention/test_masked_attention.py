@@ -56,13 +56,13 @@ def test_masked_keys_count_for_nothing() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     (query, key, value), mask = given(torch.float32)
-    views = [part.view(*part.shape[:2], _HEADS, _WIDTH).transpose(1, 2) for part in (query, key, value)]
+    q, k, v = (part.view(*part.shape[:2], _HEADS, _WIDTH).transpose(1, 2) for part in (query, key, value))
     with pytest.raises(ValueError, match=r"mask is \(3, 9\) of torch.int64, expected \(3, 9\) of torch.bool"):
-        masked_attention(*views, mask.long())
+        masked_attention(q, k, v, mask.long())
     with pytest.raises(ValueError, match=r"mask is \(3, 8\) of torch.bool, expected \(3, 9\)"):
-        masked_attention(*views, mask[:, :8])
+        masked_attention(q, k, v, mask[:, :8])
     with pytest.raises(ValueError, match="attention backend 'slow': expected one of auto"):
-        masked_attention(*views, mask, backend="slow")  # type: ignore[arg-type]
+        masked_attention(q, k, v, mask, backend="slow")  # type: ignore[arg-type]
 
 
 def test_it_says_what_it_uses() -> None:
