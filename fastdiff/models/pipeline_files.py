@@ -113,6 +113,14 @@ class PipelineFiles:
         for path in self.weight_files(part):
             yield from tensors_of(path, on_meta=on_meta)
 
+    def tensors_named(self, part: str, names: Sequence[str]) -> dict[str, Tensor]:
+        """Read some tensors of a part, fp32 on the CPU, without the others; those that it lacks are absent."""
+        found = {}
+        for path in self.weight_files(part):
+            with readable(path), safe_open(path, framework="pt") as file:
+                found |= {name: file.get_tensor(name).float() for name in {*names}.intersection(file.keys())}
+        return found
+
     def digest(self, part: str) -> str:
         """Return the sha256 of weights and architecture of ``vae``, ``unet`` or ``text_encoder`` (all of them).
 

@@ -1,12 +1,14 @@
 """The autoencoder of a pipeline, loaded: images to latents and back, whatever its class."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, require
 from fastdiff.models.encoders.family import AutoencoderFamily, LatentSpace
 from fastdiff.models.encoders.registry import faults_in
 
@@ -29,6 +31,11 @@ class Autoencoder:
         self.module.to(device)
         return self
 
+    def with_statistics(self, shift: Sequence[float], scale: Sequence[float]) -> Self:
+        """Let ``decode`` undo ``(z - shift) * scale`` of other statistics than its own; ConfigError: a wrong number."""
+        self.space = replace(self.space, shift=tuple(shift), scale=tuple(scale))
+        return self
+
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
         """Encode ``[B, 3, H, W]`` fp32 in [-1, 1]; H and W are multiples of the factor.
@@ -41,6 +48,9 @@ class Autoencoder:
             ConfigError: the latents have another shape than its record says, or its code raises an exception.
         """
         space, (rows, _, height, width) = self.space, images.shape
+        black, white = self._family.pixel_range
+        if (black, white) != (-1.0, 1.0):
+            images = black + (images + 1) * ((white - black) / 2)  # in fp32: half precision would round once more
         with faults_in(self._family, f"{self._what}: encode"):
             latents = self._family.encode(self.module, images.to(self._of_weights.dtype)).float()
         channels = space.channels * (2 if space.posterior else 1)
@@ -58,14 +68,23 @@ class Autoencoder:
             ``[N, 3, h, w]`` fp32 in [-1, 1] on the CPU.
 
         Raises:
-            ConfigError: as ``encode``.
+            ConfigError: as ``encode``, or nothing says how its latents were normalised.
         """
+        require(
+            self.space.has_statistics,
+            f"{self._what} has no statistics of its latents, and none were measured with `fastdiff encode`; use the "
+            "one that encoded the data of this run",
+        )
         weights, images = self._of_weights, []
-        shift, scale = self._per_channel(self.space.shift), self._per_channel(self.space.scale)
+        shift, scale = self._of_latents(self.space.shift), self._of_latents(self.space.scale)
+        black, white = self._family.pixel_range
         for latent in latents:
             stored = latent[None].to(device=weights.device, dtype=weights.dtype) / scale + shift
             with faults_in(self._family, f"{self._what}: decode"):
-                pixels = self._family.decode(self.module, stored).float().clamp(-1, 1).cpu()
+                pixels = self._family.decode(self.module, stored).float()
+            if (black, white) != (-1.0, 1.0):
+                pixels = (pixels - black) * (2 / (white - black)) - 1
+            pixels = pixels.clamp(-1, 1).cpu()
             sides = [side * self.space.factor for side in latent.shape[1:]]
             self._require("images", pixels, stored, (1, self.space.pixel_channels, *sides))
             images.append(pixels)
@@ -86,9 +105,10 @@ class Autoencoder:
         """A tensor with the device and the dtype of its weights."""
         return next(chain(self.module.parameters(), self.module.buffers()))
 
-    def _per_channel(self, values: tuple[float, ...]) -> Tensor | float:
-        """Return ``[C, 1, 1]``, or the number where all channels have the same, as diffusers computes with it."""
+    def _of_latents(self, values: tuple[float, ...]) -> Tensor | float:
+        """Return ``[C, 1, 1]`` or ``[C, h, w]``, or the number where all are the same, as in diffusers."""
         if len(set(values)) == 1:
             return values[0]
+        side = self.space.side if len(values) > self.space.channels else 1
         weights = self._of_weights
-        return torch.tensor(values, dtype=weights.dtype, device=weights.device)[:, None, None]
+        return torch.tensor(values, dtype=weights.dtype, device=weights.device).view(self.space.channels, side, side)

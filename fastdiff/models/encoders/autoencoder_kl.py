@@ -16,13 +16,15 @@ def _space(pipeline: PipelineFiles) -> LatentSpace:
     """Return the space of its posteriors.
 
     x0 is ``(mean - shift_factor) * scaling_factor``. If there are ``latents_mean`` and ``latents_std`` per channel, x0
-    is ``(mean - latents_mean) * scaling_factor / latents_std``.
+    is ``(mean - latents_mean) * scaling_factor / latents_std``. With neither of them and a ``scaling_factor`` of null
+    it has no statistics, as in a conversion whose recipe measures them.
     """
     config = pipeline.json("vae/config.json")
     channels, widths = int(config.get("latent_channels", 4)), config.get("block_out_channels", (64,))
-    scaling = float(config.get("scaling_factor", _SCALING_FACTOR))
-    shift, scale = [float(config.get("shift_factor") or 0.0)] * channels, [scaling] * channels
-    means, deviations = config.get("latents_mean"), config.get("latents_std")
+    factor, means, deviations = (config.get(name) for name in ("scaling_factor", "latents_mean", "latents_std"))
+    scaling = float(factor or (1.0 if "scaling_factor" in config else _SCALING_FACTOR))
+    known = channels if factor is not None or "scaling_factor" not in config else 0
+    shift, scale = [float(config.get("shift_factor") or 0.0)] * known, [scaling] * known
     if means is not None and deviations is not None:
         shift, scale = [float(mean) for mean in means], [scaling / float(std) for std in deviations]
     return LatentSpace(

@@ -6,7 +6,7 @@ encoder can come from another package.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,18 @@ class LatentSpace:
     factor: int
     """Pixels per latent position, in height and in width."""
     shift: tuple[float, ...]
-    """One value per channel."""
+    """One value per channel, or per element of ``[C, side, side]``, the last dimension first. Empty: the autoencoder
+    has no statistics of its own, and its latents are measured while they are encoded."""
     scale: tuple[float, ...]
-    """One value per channel."""
+    """As many values as ``shift``."""
     posterior: bool = False
     """Whether the encoder returns mean and standard deviation, of which training draws samples, instead of a latent."""
+    side: int | None = None
+    """Height and width of a latent, if the autoencoder takes images of one size; None: any multiple of ``factor``."""
+    measured_per: Literal["channel", "element"] = "channel"
+    """What has a mean and a variance of its own in its recipe, where these are measured."""
+    variance_eps: float = 0.0
+    """Added to a measured variance before its root, as in its recipe."""
     pixel_channels: int = 3
     """Channels of a decoded image."""
     values_per_pixel: int
@@ -36,11 +43,22 @@ class LatentSpace:
 
     def __post_init__(self) -> None:
         sizes = len(self.shift), len(self.scale)
+        allowed = {self.channels, self.channels * (self.side or 1) ** 2, 0}
         require(
-            sizes == (self.channels, self.channels),
+            sizes[0] == sizes[1] and sizes[0] in allowed,
             f"the LatentSpace of an autoencoder has {self.channels} channels, {sizes[0]} values of shift and "
-            f"{sizes[1]} of scale, expected one per channel",
+            f"{sizes[1]} of scale, expected one per channel"
+            + (f" or one per element, {max(allowed)}" if self.side else ""),
         )
+        require(
+            self.measured_per == "channel" or self.side is not None,
+            "the LatentSpace of an autoencoder is measured per element, but its latents have no fixed side",
+        )
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether the autoencoder says itself how its latents become x0."""
+        return bool(self.shift)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,11 +74,13 @@ class AutoencoderFamily:
     """Describes its latents, by its ``config.json`` or by statistics among its weights."""
     load: Callable[[PipelineFiles, torch.device | str, torch.dtype], nn.Module]
     """Loads it frozen, with weights and activations of this dtype."""
+    pixel_range: tuple[float, float] = (-1.0, 1.0)
+    """Black and white in the images that ``encode`` takes and ``decode`` returns. Callers have [-1, 1] always."""
     encode: Callable[[Any, Tensor], Tensor]
-    """Maps the module and images ``[B, 3, H, W]`` in [-1, 1], in its dtype, to latents ``[B, C, h, w]`` float32, not
-    normalised; for a posterior to ``[B, 2C, h, w]``, the mean and then the standard deviation."""
+    """Maps the module and images ``[B, 3, H, W]`` in ``pixel_range``, in its dtype, to latents ``[B, C, h, w]``
+    float32, not normalised; for a posterior to ``[B, 2C, h, w]``, the mean and then the standard deviation."""
     decode: Callable[[Any, Tensor], Tensor]
-    """Maps the module and latents ``[B, C, h, w]``, not normalised, in its dtype, to images in about [-1, 1]."""
+    """Maps the module and latents ``[B, C, h, w]``, not normalised, in its dtype, to images in ``pixel_range``."""
 
 
 class TextEncoder(Protocol):

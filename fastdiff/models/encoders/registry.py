@@ -19,6 +19,9 @@ from fastdiff.plugins.user_code import Group, Installed, faults_of, load_install
 
 _BUILT_IN = (
     "fastdiff.models.encoders.autoencoder_kl:AUTOENCODER_KL",
+    "fastdiff.models.encoders.autoencoder_dc:AUTOENCODER_DC",
+    "fastdiff.models.encoders.autoencoder_kl_flux2:AUTOENCODER_KL_FLUX2",
+    "fastdiff.models.encoders.autoencoder_rae:AUTOENCODER_RAE",
     "fastdiff.models.encoders.clip:ONE_CLIP",
     "fastdiff.models.encoders.clip:TWO_CLIPS",
     "fastdiff.models.encoders.gemma:SANA",

@@ -182,12 +182,12 @@ def test_without_its_package_the_classes_of_a_pipeline_are_named(pipeline: Path,
     images, out = captioned(tmp_path / "images", ["a cat"]), tmp_path / "out"
     refused = run_script(COMMAND, "encode", images, out, "--pretrained", pipeline, "--resolution", "8")
     assert refused.code == 2
-    assert "has an autoencoder of class ToyAutoencoder; expected AutoencoderKL, or install" in refused.output
+    assert "has an autoencoder of class ToyAutoencoder; expected AutoencoderKL or AutoencoderDC or " in refused.output
 
 
 def test_nobody_names_the_class_of_an_encoder() -> None:
     """But its own file, what builds a pipeline, and formats of others that have no other one."""
-    named = re.compile(r"Autoencoder(KL|DC)|CLIPTextModel")
+    named = re.compile(r"Autoencoder(KL|DC|RAE)|CLIPTextModel")
     files = {str(path.relative_to(ROOT / "fastdiff")) for path in SOURCES if named.search(path.read_text())}
     assert {file for file in files if not file.startswith("models/encoders/")} == {
         "models/pipeline_files.py",  # old pipelines name no class
