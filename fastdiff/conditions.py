@@ -11,10 +11,10 @@ from typing import Literal
 
 from fastdiff.errors import ConfigError, require
 
-StoredDtype = Literal["float16", "float32", "uint8", "bfloat16", "float8_e4m3fn"]
+StoredDtype = Literal["float16", "float32", "uint8", "bfloat16", "float8_e4m3fn", "int8"]
 BITS: Mapping[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 """Dtypes of embeddings that numpy lacks: shards and numpy hold their bits as integers of this dtype."""
-Source = Literal["caption", "class", "image", "step"]
+Source = Literal["caption", "class", "image", "encoder", "step"]
 Shape = tuple[int, ...]
 Size = tuple[int, int]
 
@@ -44,7 +44,8 @@ class ConditionKind:
     dtype: Literal["floating", "float32", "int64", "bool"]
     """Dtype in a batch; ``floating``: float16, bfloat16 or float32, as encoded. Shards store bool as uint8."""
     source: Source
-    """What gives it: each caption of a sample, by the text encoder; its class; its image; the training step."""
+    """What gives it: each caption of a sample, by the text encoder; its class; its image; the autoencoder, in the pass
+    that gives the latents; the training step."""
     null: Literal["caption", "class"] | None = None
     """What replaces a dropped one: the text encoder's null (zeros, or the empty caption), the number of classes; None:
     it is never dropped."""
@@ -64,6 +65,8 @@ CONDITIONS: Mapping[str, ConditionKind] = {
     "pooled": ConditionKind(shape=("pooled_width",), dtype="floating", source="caption", null="caption"),
     # Size and crop of the image.
     "time_ids": ConditionKind(shape=(6,), dtype="float32", source="image", of_image=time_ids),
+    # Class token of the teacher whose features are the latents; of the mirrored image where the latents are mirrored.
+    "teacher_token": ConditionKind(shape=("teacher_width",), dtype="floating", source="encoder"),
     # Small image to enlarge.
     "low_res": ConditionKind(shape=("channels", "low_res_size", "low_res_size"), dtype="float32", source="step"),
     # Position of the sample in the run, the key of a dropout.
@@ -99,6 +102,8 @@ CAPTIONED = of_source("caption")
 """Conditions with one array per caption."""
 OF_IMAGE = of_source("image")
 """Conditions that follow from the size of an image and its crop."""
+OF_ENCODER = of_source("encoder")
+"""Conditions that the autoencoder gives beside the latents."""
 MASK_OF = {kind.mask_of: name for name, kind in CONDITIONS.items() if kind.mask_of}
 """Mask of each condition that has one: a row that it excludes is zeros, in shards and in batches."""
 MASKS = frozenset(MASK_OF.values())

@@ -78,6 +78,8 @@ class Manifest(TypedDict):
     """Absolute path of the pretrained pipeline or file; None: of the hub, or none."""
     autoencoder: NotRequired[str | None]
     """Digest of the autoencoder that encoded the data; None: pixels, or unknown."""
+    latent_statistics: NotRequired[dict[Literal["shift", "scale"], str]]
+    """Shift and scale of the latents of the data, float32 in base64; absent: those of the autoencoder."""
     versions: NotRequired[dict[str, str]]
     world_size: NotRequired[Annotated[int, Field(ge=1)]]
     zero_stage: NotRequired[Annotated[int, Field(ge=0, le=3)]]

@@ -62,7 +62,24 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         choices=("fp32", "bf16", "fp16"),
         help="dtype of the autoencoder and the text encoders; fp32 is exact, bf16 several times faster on a GPU",
     )
-    group.add_argument("--dtype", choices=("float16", "float32"), help="dtype of the stored latents")
+    group.add_argument(
+        "--dtype",
+        choices=("float16", "float32", "int8"),
+        help="dtype of the stored latents; int8: 256 "
+        "levels between the limits of each channel of each picture, half of the bytes of float16",
+    )
+    group.add_argument(
+        "--statistics",
+        metavar="own|measured|PATH",
+        help="how latents become x0: by the shift and scale of the autoencoder (own); by mean and deviation of the "
+        "encoded images, per channel or per element as in its recipe (measured); or by those of a data set or a file "
+        "(.pt, .safetensors or .npz with mean and std or var). Default: own, or measured if it has none",
+    )
+    group.add_argument(
+        "--posterior",
+        choices=("each-step", "once", "mean"),
+        help="each-step: store mean and deviation, of which every step draws a sample; once: store one sample; mean",
+    )
     group.add_argument("--batch", type=count, help="images per pass through the autoencoder")
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from fastdiff.batch import Batch
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.objective import DdpmConfig
-from fastdiff.data.loading.batches import per_channel
+from fastdiff.data.loading.batches import Normaliser
 from fastdiff.data.loading.training_set import check_provenance, open_data, open_held_out
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
@@ -236,9 +236,9 @@ def read_clean(
     Yields:
         Batches with x0 in fp32 as latents; a posterior gives one sample, keyed by the position.
     """
-    scales = per_channel(reader.info.normalisation, device)
+    normalise = Normaliser(reader.info, device)
     for rows in batches_of(reader.info, index):
-        batch = read_batch(reader, index, rows, scales)
+        batch = read_batch(reader, index, rows, normalise)
         clean = dequantised(batch.latents, torch.float32)
         if reader.info.kind == "posterior":
             mean, deviation = clean.chunk(2, dim=1)  # [B, 2C, H, W] -> 2 x [B, C, H, W]

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastdiff.batch import Batch
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.sections.data import DataConfig
-from fastdiff.data.loading.batches import normalised
+from fastdiff.data.loading.batches import Normaliser
 from fastdiff.data.loading.training_set import open_held_out
 from fastdiff.data.shards.format import LATENT, DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
@@ -46,7 +46,7 @@ def open_validation(network: ModelConfig, path: str, cache: str, training: Datas
     for name, found, expected in (
         ("autoencoder", here.provenance.autoencoder_digest, there.provenance.autoencoder_digest),
         ("text encoder", here.provenance.text_encoder_digest, there.provenance.text_encoder_digest),
-        ("scale of the latents", _of_mean(here), _of_mean(there)),
+        ("scale of the latents", here.x0_normalisation, there.x0_normalisation),
     ):
         require(
             found is None or expected is None or found == expected,
@@ -95,21 +95,15 @@ def _batch_size(info: DatasetInfo, bucket: int) -> int:
     return max(1, min(_BATCH, _BATCH * _AREA // (height * width)))
 
 
-def read_batch(reader: LatentReader, index: Int64, rows: Int64, scales: tuple[Tensor, Tensor]) -> Batch:
+def read_batch(reader: LatentReader, index: Int64, rows: Int64, normalise: Normaliser) -> Batch:
     """Read samples, with their places in ``index`` as their positions.
 
     Args:
         reader: of the data.
         index: ``[N]`` numbers of the samples in the data.
         rows: ``[B]`` places in ``index``, of samples of one size.
-        scales: of the latents (``data.loading.batches.per_channel``), on the device of the batch.
+        normalise: of the data, on the device of the batch.
     """
-    device = scales[0].device
+    device = normalise.device
     tensors = {name: torch.from_numpy(value).to(device) for name, value in reader.read(index[rows]).items()}
-    return normalised(tensors | {"position": torch.from_numpy(rows).to(device)}, *scales)
-
-
-def _of_mean(info: DatasetInfo) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return shift and scale of latents, or of the means of posteriors."""
-    channels = info.latent.shape[0] // (2 if info.kind == "posterior" else 1)
-    return info.normalisation.shift[:channels], info.normalisation.scale[:channels]
+    return normalise(tensors | {"position": torch.from_numpy(rows).to(device)})

@@ -16,6 +16,7 @@ from fastdiff.export.formats import Exported, format_of
 from fastdiff.files import read_bounded
 from fastdiff.models.family import family_of
 from fastdiff.run_files import names_inside, read_inside
+from fastdiff.sampling.latent_statistics import STATISTICS, statistics_in
 
 _CARD, _SAMPLES = "README.md", "samples.png"
 _LISTED = re.compile(r"^<!-- fastdiff export\n(.*?)\n-->$", re.MULTILINE | re.DOTALL)
@@ -32,6 +33,7 @@ _PLUGINS = {
     "plugin.text_encoder": "Text encoder of a package",
 }
 """Code of users by its name among the versions (``run_record.plugins``)."""
+_LATENTS = f"(z - shift) * scale of the autoencoder's z, both in `{STATISTICS}`; undo it before decoding"
 _NORMAL = {"logit_normal": (0.0, 1.0), "log_normal": (-1.2, 1.2)}
 """Default mean and standard deviation."""
 
@@ -131,6 +133,7 @@ def _metadata(exported: Exported, dtype: str) -> dict[str, object]:
         "Optimizer": f"{optim.name}, {_options(optim)}, clipped at {optim.clip:g}",
         "Learning rate": f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of warm-up",
         **objective_facts(config.objective, config.timesteps),
+        **({"Latents": _LATENTS} if statistics_in(manifest) is not None else {}),
         "Precision": config.performance.precision,
         "Weights": weights,
         "Software": ", ".join(

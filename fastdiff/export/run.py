@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 from fastdiff.checkpoint.power_function import constant_name, in_words
+from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.checkpoint.weights import AS_TRAINED
 from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
+from fastdiff.console import log
 from fastdiff.errors import ConfigError, StorageError, remedy, require
 from fastdiff.export.card_text import Place
 from fastdiff.export.formats import Exported, ExportFormat, format_of, formats_of
@@ -23,6 +25,7 @@ from fastdiff.export.weights import exported_weights, published_weights
 from fastdiff.files import is_free, unfinished_folder
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.models.load import resolve
+from fastdiff.sampling.latent_statistics import STATISTICS, statistics_in, write_statistics
 from fastdiff.sampling.run import config_of, open_checkpoint, refuse_selection
 from fastdiff.sanitize import escape
 
@@ -77,6 +80,8 @@ def export(
     form, exported = _of_run(run, choice) if published is None else _of_file(run, resolve(published), choice)
     with _new_folder(out, replace=overwrite) as folder:
         form.write(folder, exported)
+        if exported.saved is not None and (found := statistics_in(exported.saved.manifest)) is not None:
+            write_statistics(folder, found)
         if form.training:
             exported = replace(exported, weights=replace(exported.weights, description=_all_of(form, exported)))
         write_card(folder, run, exported, choice.format, choice.dtype, Place(out, repo_id))
@@ -108,7 +113,24 @@ def _of_run(run: Path, choice: Choice) -> tuple[ExportFormat, Exported]:
     weights = exported_weights(
         saved, config, ema=choice.ema, raw=choice.raw, merge=not form.adapter, ema_std=choice.ema_std
     )
+    if statistics_in(saved.manifest) is not None:
+        config = _without_autoencoder(config, form, saved)
     return form, Exported(saved, config, weights, DTYPES[choice.dtype])
+
+
+def _without_autoencoder(config: RunConfig, form: ExportFormat, saved: Checkpoint) -> RunConfig:
+    """Return the run as one of unknown autoencoder: no pipeline of diffusers undoes statistics of the training data."""
+    by_pipeline = bool(config.pretrained.path) and not config.pretrained.is_file
+    require(
+        not by_pipeline or not (form.adapter or form.library),
+        f"{saved.folder} was trained on latents with statistics of their own, which the pipeline "
+        f"{config.pretrained.path} does not undo; export the network alone with --format safetensors",
+    )
+    log.warning(
+        f"the latents have statistics of their own, which no pipeline of diffusers undoes: the export has {STATISTICS} "
+        "and no autoencoder"
+    )
+    return replace(config, data=replace(config.data, path="", autoencoder=None))
 
 
 def _of_file(path: Path, config: RunConfig, choice: Choice) -> tuple[ExportFormat, Exported]:

@@ -115,7 +115,7 @@ class PipelineFiles:
 
     def tensors_named(self, part: str, names: Sequence[str]) -> dict[str, Tensor]:
         """Read some tensors of a part, fp32 on the CPU, without the others; those that it lacks are absent."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for path in self.weight_files(part):
             with readable(path), safe_open(path, framework="pt") as file:
                 found |= {name: file.get_tensor(name).float() for name in {*names}.intersection(file.keys())}

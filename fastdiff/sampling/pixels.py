@@ -11,11 +11,12 @@ from torch import Tensor
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log
-from fastdiff.data.shards.format import DatasetInfo
+from fastdiff.data.shards.format import DatasetInfo, Normalisation
 from fastdiff.errors import ConfigError, DataError, StorageError
 from fastdiff.models.encoders.autoencoder import Autoencoder
 from fastdiff.models.load import pretrained
 from fastdiff.models.pretrained.pipeline import Pretrained
+from fastdiff.sampling.latent_statistics import open_autoencoder
 from fastdiff.sampling.text import as_bytes
 
 IDENTITY = "identity"
@@ -33,13 +34,19 @@ class PixelDecoder:
             autoencoder of the training data.
         device: of the autoencoder.
         encoded_by: digest of the autoencoder that encoded the training data; None: unknown.
+        statistics: of the training latents; None: the autoencoder's own.
 
     Raises:
         ConfigError: the run was trained on latents, and their autoencoder is unknown or cannot be read.
     """
 
     def __init__(
-        self, config: RunConfig, autoencoder: str | None, device: torch.device, encoded_by: str | None = None
+        self,
+        config: RunConfig,
+        autoencoder: str | None,
+        device: torch.device,
+        encoded_by: str | None = None,
+        statistics: Normalisation | None = None,
     ) -> None:
         name = autoencoder or autoencoder_of(config)
         model = config.model
@@ -63,13 +70,13 @@ class PixelDecoder:
             self.digest = pipeline.digest("vae")
             warn_of_another(name, self.digest, encoded_by)
             space = pipeline.latent_space
-            self._autoencoder = pipeline.autoencoder(device)
             channels, factor = space.pixel_channels, space.factor
             if space.channels != model.channels:
                 raise ConfigError(
                     f"--autoencoder {name} decodes {space.channels} channels, the model draws {model.channels}; name "
                     "the one that it was trained on"
                 )
+            self._autoencoder = open_autoencoder(pipeline, device, statistics)
         self.shape = model.size * factor, model.size * factor, channels
         """``(H, W, C)`` of an image."""
 
@@ -97,7 +104,13 @@ def warn_of_another(name: str, digest: str, encoded_by: str | None) -> None:
         )
 
 
-def shown(config: RunConfig, latents: Tensor, device: torch.device, encoded_by: str | None) -> Tensor:
+def shown(
+    config: RunConfig,
+    latents: Tensor,
+    device: torch.device,
+    encoded_by: str | None,
+    statistics: Normalisation | None = None,
+) -> Tensor:
     """Return the images ``[N, C, H, W]`` of latents for a picture, in [-1, 1] on the CPU.
 
     Latents stay as they are if their autoencoder is unknown or cannot be read, which is said.
@@ -105,7 +118,7 @@ def shown(config: RunConfig, latents: Tensor, device: torch.device, encoded_by: 
     if autoencoder_of(config) in (None, IDENTITY):
         return latents
     try:
-        return PixelDecoder(config, None, device, encoded_by).decoded(latents)
+        return PixelDecoder(config, None, device, encoded_by, statistics).decoded(latents)
     except ConfigError as error:
         log.warning(f"the picture shows the latents themselves, because their autoencoder is not here: {error}")
         return latents

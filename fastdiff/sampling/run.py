@@ -22,7 +22,7 @@ from fastdiff.config.run_record import as_json, require_run
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.console import log
-from fastdiff.data.shards.format import DatasetInfo
+from fastdiff.data.shards.format import DatasetInfo, Normalisation
 from fastdiff.errors import ConfigError, DataError, StorageError, require
 from fastdiff.files import file_digest
 from fastdiff.models.family import ModelFamily, family_of
@@ -32,6 +32,7 @@ from fastdiff.models.toolchain import require_compilers
 from fastdiff.parallel.devices import select_device
 from fastdiff.sampling.class_names import ClassChoice, ClassNames
 from fastdiff.sampling.image_grid import image_grid, save_picture
+from fastdiff.sampling.latent_statistics import open_autoencoder, statistics_in
 from fastdiff.sampling.pixels import IDENTITY, autoencoder_of, shown
 from fastdiff.sampling.solvers import grid_classes, sample
 from fastdiff.sanitize import escape
@@ -48,6 +49,7 @@ class _Source:
     classes: int | None
     class_names: Sequence[str]
     encoded_by: str | None
+    statistics: Normalisation | None
     description: str
     weights: Mapping[str, Tensor] | None
     """Trained parameters; None: those of ``config.pretrained``."""
@@ -99,6 +101,8 @@ class Run:
         """The classes that the model can draw."""
         self.encoded_by = found.encoded_by
         """Digest of the autoencoder that encoded the data; None: pixels, or unknown."""
+        self.statistics = found.statistics
+        """Statistics of the training latents; None: those of their autoencoder."""
         self.description = found.description
         """Step and weights in words, for messages."""
         # An attention backend forced for the training may be unavailable on this machine.
@@ -145,7 +149,7 @@ class Run:
         condition = {"label": columns.repeat(per_class)}
         latents = self.sample(condition, {"label": null_label(self.config.model)}, sampler)
         titles = self.class_names.titles(columns.tolist())
-        pixels = shown(self.config, latents, self.device, self.encoded_by)
+        pixels = shown(self.config, latents, self.device, self.encoded_by, self.statistics)
         save_picture(path, image_grid(pixels, rows=per_class, titles=titles))
         return titles
 
@@ -158,7 +162,8 @@ class Run:
         _require_picture(per_prompt * len(prompts), "--per-prompt")
         condition, null = self.embedded(prompts, negative=negative)
         latents = self.sample(repeated(condition, per_prompt), null, sampler)
-        pixels = pretrained(self.config.pretrained).autoencoder(self.device).decode(latents)
+        pipeline = pretrained(self.config.pretrained)
+        pixels = open_autoencoder(pipeline, self.device, self.statistics).decode(latents)
         save_picture(path, image_grid(pixels, rows=per_prompt))
 
     def embedded(self, prompts: Sequence[str], *, negative: str | None) -> tuple[Condition, Condition]:
@@ -265,6 +270,7 @@ def _of_checkpoint(folder: Path, ema: float | None, ema_std: float | None, step:
         classes=saved.manifest["classes"],
         class_names=_class_names(saved, config.data),
         encoded_by=saved.manifest.get("autoencoder"),
+        statistics=statistics_in(saved.manifest),
         description=f"step {steps}, {chosen.description}",
         weights={name: chosen.read(name) for name in saved.manifest["parameters"]},
     )
@@ -292,6 +298,7 @@ def _of_file(path: Path, config: RunConfig) -> _Source:
         classes=config.model.classes or None,
         class_names=(),
         encoded_by=None,
+        statistics=None,
         description=f"weights of {path.name}",
         weights=None,
     )

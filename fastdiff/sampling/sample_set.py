@@ -139,7 +139,7 @@ def _prepared(
     """Return the conditions of the images, the resolved options of the sampler, and the decoder."""
     require_precision(precision, run.device, "--precision")
     asked, sampler = sampler.clip, run.decided(sampler)
-    decoder = PixelDecoder(run.config, autoencoder, run.device, run.encoded_by)
+    decoder = PixelDecoder(run.config, autoencoder, run.device, run.encoded_by, run.statistics)
     if asked is None:  # the decoder in use decides, not the one of the training data
         sampler = replace(sampler, clip=decoder.name == IDENTITY)
     with reproducible():  # for the embeddings of prompts

@@ -48,6 +48,7 @@ from fastdiff.parallel.heartbeat import Heartbeat
 from fastdiff.parallel.preemption import StopRequest
 from fastdiff.parallel.world import World
 from fastdiff.progress import Progress
+from fastdiff.sampling.latent_statistics import manifest_of
 from fastdiff.starting import starting
 from fastdiff.training import resume
 from fastdiff.training.callbacks.base import Callback, Callbacks
@@ -325,6 +326,7 @@ def _metadata(config: RunConfig, reader: Data, world: World) -> dict[str, Any]:
         "base": world.on_rank0(lambda: load.base_digest(config.pretrained, config.lora)),
         "pretrained": load.absolute_path(config.pretrained),
         "autoencoder": reader.info.provenance.autoencoder_digest,
+        **manifest_of(reader.info),
         "versions": versions() | world.on_rank0(lambda: plugins(config)) | reader.info.provenance.packages,
     }
 

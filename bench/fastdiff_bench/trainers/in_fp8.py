@@ -30,7 +30,7 @@ from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.console import log, quieten
-from fastdiff.data.loading.batches import per_channel
+from fastdiff.data.loading.batches import Normaliser
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.diffusion.objective import Objective
 from fastdiff.evaluation import validation_files
@@ -257,7 +257,7 @@ def _pass(trial: Trial, model: Model, data: Path) -> Tensor:
     )
     with LatentReader(data) as reader:
         chosen = spread(len(reader), _MEASURED)
-        batch = read_batch(reader, chosen, np.arange(len(chosen)), per_channel(reader.info.normalisation, _CPU))
+        batch = read_batch(reader, chosen, np.arange(len(chosen)), Normaliser(reader.info, _CPU))
     corruption = objective.add_noise(batch)
     prediction = model(corruption.noisy, corruption.time, **corruption.condition)
     objective.loss(prediction, batch, corruption).mean().backward()  # type: ignore[no-untyped-call]

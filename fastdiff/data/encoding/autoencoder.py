@@ -3,12 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fastdiff.data.encoding.posterior import Posterior, stored
+from fastdiff.data.encoding.statistics import OWN, Statistics, choose
 from fastdiff.data.shards.format import Normalisation
+from fastdiff.errors import require
 from fastdiff.models.encoders.autoencoder import Autoencoder
 from fastdiff.models.encoders.text_encoders import TextEncoders
 from fastdiff.models.pretrained.pipeline import Pretrained
@@ -25,30 +29,54 @@ class LatentEncoder:
         pretrained: The pipeline.
         device: Device of the models.
         dtype: Dtype of weights and activations. Latents are always float32.
+        statistics: Of the latents; None: the autoencoder's own.
+        posterior: What is stored of a posterior.
 
     Raises:
         ConfigError: From every member: a part of the pipeline is missing, or of a class without a record.
     """
 
-    def __init__(self, pretrained: Pretrained, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        pretrained: Pretrained,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        statistics: Statistics | None = None,
+        posterior: Posterior = "each-step",
+    ) -> None:
         self.device = device
         self._pretrained, self._dtype = pretrained, dtype
         self._space = pretrained.latent_space
-        self.channels = self._space.channels
+        self.statistics = statistics or choose(OWN, self._space)
+        self._posterior = posterior
+        require(
+            posterior == "each-step" or self._space.posterior,
+            f"--posterior {posterior}: the autoencoder of {pretrained.path} has no posterior; leave it out",
+        )
         self.factor = self._space.factor
 
     @property
     def kind(self) -> Literal["mean", "posterior"]:
         """What ``encode`` returns, see ``DatasetInfo.kind``."""
-        return "posterior" if self._space.posterior else "mean"
+        return "posterior" if self._space.posterior and self._posterior == "each-step" else "mean"
+
+    @property
+    def channels(self) -> int:
+        """Channels of what ``encode`` returns."""
+        return self._space.channels * (2 if self.kind == "posterior" else 1)
+
+    @property
+    def side(self) -> int | None:
+        """Height and width of a latent, if the autoencoder takes images of one size."""
+        return self._space.side
 
     @property
     def normalisation(self) -> Normalisation:
-        """The normalisation of what ``encode`` returns to x0; a posterior has 2C shifts and scales."""
-        shift, scale = self._space.shift, self._space.scale
-        if self._space.posterior:
-            shift, scale = (*shift, *[0.0] * self.channels), (*scale, *scale)
-        return Normalisation(shift=shift, scale=scale)
+        """The normalisation of what ``encode`` returns to x0, without effect until its statistics are measured."""
+        count = self._space.channels
+        found = self.statistics.known or Normalisation(shift=(0.0,) * count, scale=(1.0,) * count)
+        return found.of_posterior if self.kind == "posterior" else found
 
     def load(self, *, text: bool) -> None:
         """Load the autoencoder and, with ``text``, the text encoders now."""
@@ -68,12 +96,29 @@ class LatentEncoder:
         numbers = images * self._space.values_per_pixel * side**2
         return int(weights) + _TENSORS * numbers * self._dtype.itemsize
 
+    def stored(self, latents: Tensor, keys: Sequence[str], *, mirrored: bool) -> Tensor:
+        """Return what a data set keeps of latents that ``encode`` returned; see ``posterior.stored``."""
+        if not self._space.posterior:
+            return latents
+        return stored(latents, self._posterior, keys, mirrored=mirrored)
+
+    @property
+    def columns(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of what ``encode_columns`` gives beside the latents, by name."""
+        return self._space.columns
+
     def encode(self, pixels: Tensor) -> Tensor:
         """Return the latents of ``pixels / 127.5 - 1``, ``[B, H, W, 3]`` uint8; see ``Autoencoder.encode``."""
+        return self._autoencoder.encode(self._images(pixels))
+
+    def encode_columns(self, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the latents as ``encode``, and the further columns of the same pass."""
+        return self._autoencoder.encode_columns(self._images(pixels))
+
+    def _images(self, pixels: Tensor) -> Tensor:
         # [B, H, W, 3] -> [B, 3, H, W] as a view in channels_last, the memory format of the autoencoder's weights.
         # In fp32, because in half precision both the division and the subtraction would round.
-        images = pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2).float() / 127.5 - 1
-        return self._autoencoder.encode(images)
+        return pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2).float() / 127.5 - 1
 
     def embed(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Return the conditions of N captions, ``[N, ...]`` each, in ``dtype``."""
@@ -104,6 +149,15 @@ class LatentEncoder:
         return self._pretrained.text(self.device, self._dtype)
 
 
+def require_side(encoder: "LatentEncoder | PixelEncoder", resolution: int, flag: str) -> None:
+    """Raise ConfigError unless the autoencoder takes images of this resolution, if it takes only one."""
+    pixels = (encoder.side or 0) * encoder.factor
+    require(
+        not pixels or resolution == pixels,
+        f"{flag} {resolution}: the autoencoder takes images of {pixels} pixels alone; use {flag} {pixels}",
+    )
+
+
 @contextmanager
 def reproducible() -> Iterator[None]:
     """Use deterministic convolutions without benchmarking, and no TensorFloat32.
@@ -130,11 +184,17 @@ class PixelEncoder:
         device: The CPU, as nothing is computed.
         factor: Pixels per latent position: 1.
         kind: Of the levels: they are no posterior.
+        channels: Of an image.
+        side: None: images may have any size.
+        columns: None beside the pixels.
         normalisation: Normalisation of the levels to x0, applied by ``fastdiff_kernels.noising.dequantised``.
     """
 
     device = torch.device("cpu")
     factor = 1
+    channels = 3
+    side: int | None = None
+    columns: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     kind: Literal["mean", "posterior"] = "mean"
     normalisation = Normalisation.of_pixels(3)
 
@@ -144,6 +204,14 @@ class PixelEncoder:
     def encode(self, pixels: Tensor) -> Tensor:
         """Return pixels ``[B, H, W, 3]`` uint8 as ``[B, 3, H, W]`` uint8."""
         return pixels.permute(0, 3, 1, 2).contiguous()
+
+    def encode_columns(self, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return ``encode``, and nothing beside it."""
+        return self.encode(pixels), {}
+
+    def stored(self, latents: Tensor, keys: Sequence[str], *, mirrored: bool) -> Tensor:
+        """Return the pixels as they are."""
+        return latents
 
     def embed(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Return no embeddings."""

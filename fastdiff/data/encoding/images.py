@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 from typing import Any, Literal
@@ -22,12 +23,13 @@ import torch
 from fastdiff.batch import to_stored, without_padding
 from fastdiff.conditions import OF_IMAGE, StoredDtype, of_source, stored_dtype
 from fastdiff.console import log, show
-from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, reproducible
+from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, reproducible, require_side
 from fastdiff.data.encoding.builtin import versions
 from fastdiff.data.encoding.options import EncodeOptions, cores_of, device_of
 from fastdiff.data.encoding.partition import PartitionEncoder
 from fastdiff.data.encoding.plan import BAD_IMAGES, LISTING_OPTIONS, BadRecord, EncodeFolder, PartitionRecord
 from fastdiff.data.encoding.source_metadata import WatchedSource, compare
+from fastdiff.data.encoding.statistics import PartitionSums, Statistics, choose, merged, sums_path
 from fastdiff.data.encoding.uncaptioned import lacks_captions, require_captions, told
 from fastdiff.data.images.decode import BadImage, Decoded, Decoder, ImageTransform, open_decoder
 from fastdiff.data.images.geometry import Size, aspect_buckets
@@ -36,7 +38,7 @@ from fastdiff.data.images.sources import open_source
 from fastdiff.data.images.stream import Chunk, Stopwatch, decoded_images
 from fastdiff.data.images.webdataset_tars import WebDatasetSource
 from fastdiff.data.selection import Selection, Tally
-from fastdiff.data.shards.format import LATENT, Column, DatasetInfo, Provenance, condition_columns
+from fastdiff.data.shards.format import LATENT, LATENT_LIMITS, Column, DatasetInfo, Provenance, condition_columns
 from fastdiff.data.shards.sample_files import sample_bytes
 from fastdiff.errors import ConfigError, DataError, Preempted, require
 from fastdiff.models.pretrained.pipeline import Pretrained
@@ -98,14 +100,8 @@ class _ImageEncode:
                 given is None or self._embeds_captions,
                 f"{flag} {given}: {self._source.name} have no captions; leave it out",
             )
-        if not self._in_pixels and not place.rank:
-            log.info(f"loading the autoencoder of {options.pretrained}")
-        self._encoder: LatentEncoder | PixelEncoder = (
-            PixelEncoder()
-            if self._in_pixels
-            else LatentEncoder(pretrained, self._device, _PRECISIONS[options.precision])
-        )
-        self._transform = _transform(options, self._encoder.factor)
+        self._encoder, self._statistics = self._opened_encoder(pretrained)
+        self._transform = _transform(options, self._encoder)
         self._decoder: Decoder = open_decoder(options.decode, self._transform, options.workers, self._device)
         self._of_image = _taken_of_image(pretrained) if self._embeds_captions else ()
         self._autoencoder_digest = None if self._in_pixels else pretrained.digest("vae")
@@ -127,6 +123,19 @@ class _ImageEncode:
         self._encoded: set[int] = set()
         self._took_over = False
         self._bad: list[BadRecord] = []  # of this rank, earlier attempts included
+
+    def _opened_encoder(self, pretrained: Pretrained) -> tuple[LatentEncoder | PixelEncoder, Statistics | None]:
+        """Return the encoder and, of an autoencoder, the statistics of its latents, which it says once."""
+        if self._in_pixels:
+            return PixelEncoder(), None
+        options = self._options
+        statistics = choose(options.statistics, pretrained.latent_space)
+        encoder = LatentEncoder(
+            pretrained, self._device, _PRECISIONS[options.precision], statistics=statistics, posterior=options.posterior
+        )
+        if not self._place.rank:
+            log.info(f"loading the autoencoder of {options.pretrained}; statistics of its latents: {statistics.shown}")
+        return encoder, statistics
 
     def run(self) -> None:
         """Encode all missing partitions, publish and report."""
@@ -162,7 +171,7 @@ class _ImageEncode:
                     self._encode(itertools.chain([first], partitions))
             finally:
                 self._folder.release_all()
-            missing = self._folder.publish(self._info, lambda: self._null)
+            missing = self._folder.publish(self._finished_info, lambda: self._null)
             if not missing:
                 return
             others = self._folder.unfinished()
@@ -261,6 +270,9 @@ class _ImageEncode:
         def leave_out(name: str, reason: str) -> None:
             self._refuse(BadRecord(name, reason), bad)
 
+        sums = None
+        if self._measured and self._statistics:
+            sums = PartitionSums(self._statistics.unit, posterior=info.kind == "posterior")
         shards = PartitionEncoder(
             self._options.out,
             info,
@@ -270,6 +282,7 @@ class _ImageEncode:
             batch=self._options.batch,
             stopwatch=self._stopwatch,
             bad=leave_out,
+            sums=sums,
         )
         try:
             for chunk in chunks:
@@ -285,6 +298,8 @@ class _ImageEncode:
                     bar.update()
             with self._folder.storage():
                 published = shards.finish()
+                if sums and published:
+                    sums.write(sums_path(self._options.out, partition))
         finally:
             shards.abandon()
         self._bad += bad
@@ -332,15 +347,22 @@ class _ImageEncode:
             **{name: getattr(self._options, name) for name in _OF_BYTES},
             **({"image_conditions": OF_IMAGE} if self._of_image is None else {}),
             **{name: given for name in _OF_TEXT if (given := getattr(self._options, name)) is not None},
+            **(self._statistics.plan if self._statistics else {}),
+            **({"posterior": self._options.posterior} if self._options.posterior != "each-step" else {}),
         } | self._listing_options()
 
     @property
-    def _dtype(self) -> Literal["float16", "float32", "uint8"]:
+    def _dtype(self) -> Literal["float16", "float32", "uint8", "int8"]:
         return "uint8" if self._in_pixels else self._options.dtype
 
     @property
     def _text_dtype(self) -> StoredDtype:
-        return self._options.text_dtype or self._options.dtype
+        return self._options.text_dtype or self._floating
+
+    @property
+    def _floating(self) -> Literal["float16", "float32"]:
+        """Dtype of what is stored beside the latents."""
+        return "float32" if self._options.dtype == "float32" else "float16"
 
     @property
     def _null(self) -> dict[str, npt.NDArray[Any]]:
@@ -352,20 +374,51 @@ class _ImageEncode:
             for name, value in without_padding(self._encoder.null()).items()
         }
 
+    @property
+    def _measured(self) -> tuple[str, ...]:
+        """The columns that are normalised by statistics of this data set."""
+        found = self._statistics
+        if found is None:
+            return ()
+        others = tuple(name for name in self._encoder.columns if name not in found.columns)
+        return (LATENT, *others) if found.known is None else others
+
+    def _finished_info(self) -> DatasetInfo:
+        """Return the content of dataset.json without the shards, after all partitions."""
+        info, statistics = self._info(), self._statistics
+        if statistics is None or not self._measured:
+            return info
+        every = ((partition, self._folder.record(partition)) for partition in range(self._source.partitions))
+        paths = (sums_path(self._options.out, partition) for partition, record in every if record and record.shards)
+        found = merged(paths, self._measured, statistics.variance_eps)
+        # Without any shard the publication fails with a message of its own.
+        latent = found.pop(LATENT, info.x0_normalisation)
+        return replace(
+            info,
+            normalisation=latent.of_posterior if info.kind == "posterior" else latent,
+            normalisations=info.normalisations | found,
+        )
+
     def _info(self) -> DatasetInfo:
         """Return the content of dataset.json without the shards."""
         options, encoder = self._options, self._encoder
         pixels = self._transform.buckets or ((options.resolution, options.resolution),)
         sizes = tuple((height // encoder.factor, width // encoder.factor) for height, width in pixels)
-        columns = {LATENT: Column(dtype=self._dtype, shape=(len(encoder.normalisation.shift), *sizes[0]))}
+        columns = {LATENT: Column(dtype=self._dtype, shape=(encoder.channels, *sizes[0]))}
         captioned = {name: value.shape for name, value in self._null.items()}
+        if self._dtype == "int8":
+            columns[LATENT_LIMITS] = Column(dtype="float32", shape=(2, encoder.channels))
         columns |= condition_columns(
             captioned, self._text_dtype, OF_IMAGE if self._of_image is None else self._of_image
         )
+        columns |= condition_columns(encoder.columns, self._floating)
         packages = ("pillow",) if self._in_pixels else ("torch", "diffusers", "transformers", "pillow")
         return DatasetInfo(
             columns=columns,
             normalisation=encoder.normalisation,
+            normalisations={n: self._statistics.columns[n] for n in encoder.columns if n in self._statistics.columns}
+            if self._statistics
+            else {},
             provenance=Provenance(
                 source=self._source.name,
                 transform=self._described_transform(),
@@ -373,6 +426,7 @@ class _ImageEncode:
                 autoencoder_digest=self._autoencoder_digest,
                 text_encoder=options.pretrained if self._embeds_captions else None,
                 text_encoder_digest=self._text_digest,
+                statistics=self._statistics.described if self._statistics else "",
                 versions=versions(*packages) | self._packages,
             ),
             classes=self._source.classes,
@@ -391,12 +445,17 @@ class _ImageEncode:
         filters = "box and bicubic" if options.crop == "adm" else options.interpolation
         latents = "pixels in uint8, x0 = pixel / 127.5 - 1"
         if not self._in_pixels:
-            found = "latents" if self._encoder.kind == "mean" else "posterior's mean and standard deviation"
+            found = self._described_latents()
             latents = f"pixel / 127.5 - 1; {found} in {options.precision}, batches of {options.batch}"
         return (
             f"resize to {buckets}{options.resolution} pixels ({filters}), {options.crop} crop, decoded by "
             f"{self._decoder.name}; {latents}; plan {self._folder.plan_digest}"
         )
+
+    def _described_latents(self) -> str:
+        if self._options.posterior != "each-step":
+            return "posterior's mean" if self._options.posterior == "mean" else "one sample of the posterior"
+        return "latents" if self._encoder.kind == "mean" else "posterior's mean and standard deviation"
 
     def _report(self, kept: int) -> None:
         seconds = dict(self._stopwatch.seconds)
@@ -470,8 +529,11 @@ def _taken_of_image(pretrained: Pretrained) -> tuple[str, ...] | None:
     return None
 
 
-def _transform(options: EncodeOptions, factor: int) -> ImageTransform:
-    """Return the resize and crop to sizes divisible by the autoencoder's factor."""
+def _transform(options: EncodeOptions, encoder: LatentEncoder | PixelEncoder) -> ImageTransform:
+    """Return the resize and crop to sizes that the autoencoder takes."""
+    factor = encoder.factor
+    require_side(encoder, options.resolution, "--resolution")
+    require(encoder.side is None or not options.buckets, "--buckets: the autoencoder takes one size; leave it out")
     if not options.buckets:
         if wrong := options.resolution % factor:
             near = max(options.resolution - wrong, factor)

@@ -10,6 +10,7 @@ import torch
 
 from fastdiff.config.local_paths import require_local
 from fastdiff.config.networks.pretrained import HUB_ID
+from fastdiff.data.encoding.posterior import Posterior
 from fastdiff.data.images.options import SourceOptions
 from fastdiff.errors import require
 from fastdiff.parallel.devices import select_device, usable_gpus
@@ -21,6 +22,8 @@ _OF_PIPELINE = (
     "variant",
     "precision",
     "dtype",
+    "statistics",
+    "posterior",
     "batch",
     "flip",
     "captions",
@@ -64,10 +67,15 @@ class EncodeOptions(SourceOptions):
     """Images or captions per pass through the models."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the autoencoder and the text encoders."""
-    dtype: Literal["float16", "float32"] = "float16"
-    """Dtype of stored latents and embeddings."""
+    dtype: Literal["float16", "float32", "int8"] = "float16"
+    """Dtype of stored latents and embeddings; float16 for these beside latents in int8."""
     text_dtype: Literal["float16", "float32", "bfloat16", "float8_e4m3fn"] | None = None
     """Dtype of stored embeddings; None: ``dtype``."""
+    statistics: str | None = None
+    """How latents become x0: ``own``: by the shift and scale of the autoencoder; ``measured``: by those of the encoded
+    images; or a path, of a data set or of a file of statistics. None: own if the autoencoder has any, else measured."""
+    posterior: Posterior = "each-step"
+    """What is stored of a posterior, see ``data.encoding.posterior``."""
     workers: int = 4
     """Decoding threads per rank."""
 

@@ -16,10 +16,12 @@ from torch import Tensor
 from fastdiff.batch import from_stored, to_stored
 from fastdiff.conditions import CAPTIONED, image_conditions, of_source
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder
+from fastdiff.data.encoding.statistics import PartitionSums
 from fastdiff.data.images.decode import Decoded
 from fastdiff.data.images.items import ImageItem
 from fastdiff.data.images.stream import Stopwatch
-from fastdiff.data.shards.format import FLIPPED, LATENT, DatasetInfo, ShardInfo
+from fastdiff.data.shards.format import LATENT, LATENT_LIMITS, DatasetInfo, ShardInfo
+from fastdiff.data.shards.int8_latents import dequantised, quantised
 from fastdiff.data.shards.sample_files import components
 from fastdiff.data.shards.tar_writer import ShardTar
 from fastdiff.errors import DataError
@@ -32,6 +34,7 @@ _KEPT_EMBEDDINGS, _KEPT_BYTES = 1024, 2**30
 
 Images = Sequence[tuple[ImageItem, Decoded]]
 Arrays = dict[str, npt.NDArray[Any]]
+Columns = tuple[Tensor, dict[str, Tensor]]
 
 
 @dataclass
@@ -81,7 +84,9 @@ class PartitionEncoder:
         batch: int,
         stopwatch: Stopwatch,
         bad: Callable[[str, str], None],
+        sums: PartitionSums | None,
     ) -> None:
+        self._sums = sums
         self._out, self._info, self._partition = out, info, partition
         self._encoder, self._threads, self._batch = encoder, threads, batch
         self._stopwatch, self._bad = stopwatch, bad
@@ -136,9 +141,9 @@ class PartitionEncoder:
             pixels = torch.from_numpy(np.stack([decoded.pixels for _, decoded in images]))  # [B, H, W, 3]
             if self._on_cuda:
                 pixels = pixels.pin_memory().to(self._encoder.device, non_blocking=True)
-            batch.latents[LATENT] = self._to_host(self._encode(pixels), LATENT)
+            self._add_latents(batch, pixels, mirrored=False)
             if self._info.flipped:
-                batch.latents[FLIPPED] = self._to_host(self._encode(pixels.flip(2)), LATENT)  # mirrored along W
+                self._add_latents(batch, pixels.flip(2), mirrored=True)  # along W
         if len(group.batches) == self._together:
             self._embed()
 
@@ -156,11 +161,24 @@ class PartitionEncoder:
             self._embeddings.popitem(last=False)
         self._computing = group
 
-    def _encode(self, pixels: Tensor) -> Tensor:
+    def _add_latents(self, batch: _Batch, pixels: Tensor, *, mirrored: bool) -> None:
+        keys = [item.key for item, _ in batch.images]
+        latents, columns = self._encode(pixels)
+        latents = self._encoder.stored(latents, keys, mirrored=mirrored)
+        if LATENT_LIMITS in self._info.columns:
+            columns[LATENT], columns[LATENT_LIMITS] = quantised(latents)
+        else:
+            columns[LATENT] = latents
+        for name, values in columns.items():
+            batch.latents[self._info.variants(name)[mirrored]] = self._to_host(values, name)
+
+    def _encode(self, pixels: Tensor) -> Columns:
         """Encode pixels ``[B, H, W, 3]``; on a CPU in parts whose size does not depend on the number of threads."""
         if self._on_cuda:
-            return self._encoder.encode(pixels)
-        return torch.cat(list(self._threads.map(self._encoder.encode, torch.split(pixels, _CPU_IMAGES))))
+            return self._encoder.encode_columns(pixels)
+        parts = list(self._threads.map(self._encoder.encode_columns, torch.split(pixels, _CPU_IMAGES)))
+        columns = {name: torch.cat([part[name] for _, part in parts]) for name in parts[0][1]}
+        return torch.cat([latents for latents, _ in parts]), columns
 
     def _to_host(self, values: Tensor, column: str) -> Tensor:
         """Start the copy of a result to the host, in the dtype of its column."""
@@ -199,8 +217,22 @@ class PartitionEncoder:
             latents = {name: values[number].numpy() for name, values in batch.latents.items()}
             if all(np.isfinite(latent).all() for latent in latents.values()):
                 self._append(batch.bucket, item, decoded, latents)
+                self._sum(batch.bucket, latents)
             else:
                 self._bad(item.name, "its latent is not finite; if the autoencoder overflows, use --precision fp32")
+
+    def _sum(self, bucket: int, arrays: Arrays) -> None:
+        """Add the values of an image, as they will be read, to the sums."""
+        if self._sums is None:
+            return
+        for name in (LATENT, *self._encoder.columns):
+            variants = zip(self._info.variants(name), self._info.variants(LATENT_LIMITS), strict=True)
+            for variant, limits in variants:
+                values = arrays[variant]
+                if name == LATENT and limits in arrays:
+                    both = (torch.from_numpy(values), torch.from_numpy(arrays[limits]))
+                    values = dequantised(*(each[None] for each in both))[0].numpy()
+                self._sums.add(name, bucket, values)
 
     def _keep_embeddings(self, captions: Sequence[str], embeddings: Mapping[str, Tensor]) -> None:
         for number, caption in enumerate(captions):

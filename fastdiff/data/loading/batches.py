@@ -1,7 +1,6 @@
 """Prefetching of micro-batches in a thread: the base of all loaders, and the plain loader of shards."""
 
 import contextlib
-import dataclasses
 import itertools
 import queue
 import threading
@@ -20,7 +19,8 @@ from fastdiff.batch import Batch, from_stored
 from fastdiff.conditions import MASK_OF
 from fastdiff.console import log
 from fastdiff.data.loading.order import Int64, RankPositions, SampleOrder
-from fastdiff.data.shards.format import LATENT, DatasetInfo, Normalisation
+from fastdiff.data.shards.format import LATENT, LATENT_LIMITS, DatasetInfo, Normalisation
+from fastdiff.data.shards.int8_latents import dequantised
 from fastdiff.data.shards.reader import Arrays, LatentReader
 from fastdiff.rng import Stream
 from fastdiff_kernels import philox
@@ -144,12 +144,12 @@ class Batches(ABC):
     def _run(self) -> None:
         try:
             with _single_threaded(), self._side_stream() as stream:
-                shift, scale = per_channel(self.source.info.normalisation, self.device)
+                normalise = Normaliser(self.source.info, self.device)
                 for index in itertools.count():
                     self._slots.acquire()
                     if self._stop.is_set():
                         break
-                    batch = normalised(self.load(index), shift, scale)
+                    batch = normalise(self.load(index))
                     if stream is not None:
                         # Only this thread waits, ahead of the consumer, who gets a complete batch.
                         stream.synchronize()
@@ -198,20 +198,38 @@ def _single_threaded() -> threadpool_limits:
     return threadpool_limits(1, user_api="openmp")
 
 
-def per_channel(normalisation: Normalisation, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return shift and scale of the latents, fp32 ``[C, 1, 1]`` each."""
-    values = torch.tensor(dataclasses.astuple(normalisation), dtype=torch.float32, device=device)
-    shift, scale = values.view(2, -1, 1, 1)  # [2, C] -> 2 x [C, 1, 1]
+class Normaliser:
+    """Turns the stored arrays of a data set into batches.
+
+    Args:
+        info: The data set.
+        device: Of the arrays.
+    """
+
+    def __init__(self, info: DatasetInfo, device: torch.device) -> None:
+        self.device = device
+        self._of_latents = _scales(info.normalisation, info.statistics_shape, device)
+        self._of_others = {
+            name: _scales(found, info.columns[name].shape, device) for name, found in info.normalisations.items()
+        }
+
+    def __call__(self, stored: Tensors) -> Batch:
+        """Return ``position`` and the stored arrays, consumed, as a batch; all are normalised except pixels."""
+        latents, limits = stored.pop(LATENT), stored.pop(LATENT_LIMITS, None)
+        if latents.dtype != torch.uint8:
+            latents = latents.float() if limits is None else dequantised(latents, limits)
+            shift, scale = self._of_latents
+            latents.sub_(shift).mul_(scale)  # in place: allocating results would take longer than computing them
+        for name, (shift, scale) in self._of_others.items():
+            stored[name] = (stored[name].float() - shift) * scale
+        return Batch(latents=latents, position=stored.pop("position"), condition=from_stored(stored))
+
+
+def _scales(found: Normalisation, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return shift and scale, fp32; of latents ``[C, 1, 1]`` or, per element, ``[C, H, W]`` each."""
+    both = torch.tensor((found.shift, found.scale), dtype=torch.float32, device=device)
+    shift, scale = both.view(2, *shape)
     return shift, scale
-
-
-def normalised(stored: Tensors, shift: Tensor, scale: Tensor) -> Batch:
-    """Turn ``position`` and the stored arrays into a ``Batch``, consuming them; normalise latents except pixels."""
-    latents = stored.pop(LATENT)
-    if latents.dtype != torch.uint8:
-        latents = latents.float()
-        latents.sub_(shift).mul_(scale)  # in place: allocating results would take longer than computing them
-    return Batch(latents=latents, position=stored.pop("position"), condition=from_stored(stored))
 
 
 def empty_batch(info: DatasetInfo, bucket: int, count: int, device: torch.device) -> Batch:
@@ -224,7 +242,7 @@ def empty_batch(info: DatasetInfo, bucket: int, count: int, device: torch.device
         stored["label"] = torch.zeros(count, dtype=torch.int64)
     stored["position"] = torch.arange(count)
     here = {name: value.to(device) for name, value in stored.items()}
-    return normalised(here, *per_channel(info.normalisation, device))
+    return Normaliser(info, device)(here)
 
 
 class PrefetchBatches(ShardBatches):

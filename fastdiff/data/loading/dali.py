@@ -21,6 +21,7 @@ _TYPES = {
     "float32": types.FLOAT,
     "uint8": types.UINT8,
     "uint16": types.UINT16,
+    "int8": types.INT8,
     "int64": types.INT64,
 }
 

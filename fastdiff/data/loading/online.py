@@ -18,7 +18,7 @@ from torch import Tensor
 from fastdiff.batch import without_padding
 from fastdiff.conditions import image_conditions, of_source, stored_dtype
 from fastdiff.config.sections.data import DataConfig
-from fastdiff.data.encoding.autoencoder import LatentEncoder
+from fastdiff.data.encoding.autoencoder import LatentEncoder, require_side
 from fastdiff.data.images.decode import BadImage, Crop, Decoded, ImageTransform, open_decoder
 from fastdiff.data.images.items import BadItem, ImageItem
 from fastdiff.data.images.options import SourceOptions
@@ -36,7 +36,7 @@ from fastdiff.data.shards.format import (
     condition_columns,
 )
 from fastdiff.data.shards.remote import is_remote, shown
-from fastdiff.errors import ConfigError, DataError
+from fastdiff.errors import ConfigError, DataError, require
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.rng import Stream
 from fastdiff_kernels import philox
@@ -68,7 +68,14 @@ class OnlineImages:
         seed: int = 0, takes: Collection[str],
     ) -> None:  # fmt: skip
         self.folder = shown(config.path) if is_remote(config.path) else config.path
+        space = pretrained.latent_space
+        require(
+            space.has_statistics,
+            f"--data.online: the autoencoder of {pretrained.path} has no statistics of its latents, which `fastdiff "
+            "encode` measures; encode the images, and train on the shards",
+        )
         self.encoder = LatentEncoder(pretrained, device, dtype)
+        require_side(self.encoder, config.resolution, "--data.resolution")
         if config.resolution % self.encoder.factor:
             raise ConfigError(
                 f"--data.resolution {config.resolution}: expected a multiple of {self.encoder.factor}, the pixels per "
@@ -160,7 +167,7 @@ class OnlineImages:
         ]  # fmt: skip
         facts += [] if self._chosen is None else [self._chosen.tolist()]
         digest = hashlib.sha256(canonical_json(facts)).hexdigest()
-        columns = {LATENT: Column(dtype=_STORED, shape=(len(self.encoder.normalisation.shift), side, side))}
+        columns = {LATENT: Column(dtype=_STORED, shape=(self.encoder.channels, side, side))}
         columns |= condition_columns({name: value.shape for name, value in self._null.items()}, _STORED, of_image)
         count = len(self)
         runs = [min(_SHUFFLED_TOGETHER, count - start) for start in range(0, count, _SHUFFLED_TOGETHER)]

@@ -32,6 +32,7 @@ from fastdiff.conditions import (
     BITS,
     CAPTIONED,
     MASK_OF,
+    OF_ENCODER,
     OF_IMAGE,
     Shape,
     StoredDtype,
@@ -49,8 +50,12 @@ INFO_FILE = "dataset.json"
 ENCODE_PLAN = "encode.json"
 """Beside it, if it was encoded from images: the options of the encode, by which the same command finds edits."""
 LATENT, FLIPPED = "latent", "latent_flipped"
-COLUMNS = (LATENT, *CAPTIONED, *OF_IMAGE)
+LATENT_LIMITS = "latent_limits"
+"""Of latents in int8, see ``int8_latents.py``."""
+COLUMNS = (LATENT, LATENT_LIMITS, *CAPTIONED, *OF_IMAGE, *OF_ENCODER)
 """All columns, in the order of the tar."""
+ENCODED = (LATENT, LATENT_LIMITS, *OF_ENCODER)
+"""Columns that the autoencoder gives; each has a variant for the mirrored image, if there is one of the latent."""
 
 # Limits of the memory that an untrusted dataset.json can make a reader allocate; far above useful values.
 MAX_INFO_BYTES = 2**27
@@ -64,7 +69,7 @@ class Column:
     """An npy component that every sample has."""
 
     dtype: StoredDtype
-    """uint8: the latents of a data set in pixel space, and masks."""
+    """uint8: the latents of a data set in pixel space, and masks; int8: latents with ``latent_limits``."""
     shape: tuple[int, ...]
 
     @property
@@ -100,14 +105,26 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Normalisation:
-    """The normalisation of stored latents to x0: ``(stored - shift) * scale``, one value per channel.
+    """The normalisation of stored latents to x0: ``(stored - shift) * scale``.
 
-    A posterior has the channels of the mean first, then those of the standard deviation, whose shift is 0. Pixels have
-    a shift of 127.5 and a scale of 1 / 127.5.
+    There is one value per channel, or one per element of ``[C, H, W]``, the last dimension first. A posterior has the
+    values of the mean first, then those of the standard deviation, whose shift is 0. Pixels have a shift of 127.5 and a
+    scale of 1 / 127.5.
     """
 
     shift: tuple[float, ...]
     scale: tuple[float, ...]
+
+    @property
+    def of_mean(self) -> Normalisation:
+        """The normalisation of the mean alone, of that of a posterior."""
+        half = len(self.shift) // 2
+        return Normalisation(shift=self.shift[:half], scale=self.scale[:half])
+
+    @property
+    def of_posterior(self) -> Normalisation:
+        """The normalisation of a posterior, of that of its mean."""
+        return Normalisation(shift=(*self.shift, *[0.0] * len(self.shift)), scale=(*self.scale, *self.scale))
 
     @classmethod
     def of_pixels(cls, channels: int) -> Normalisation:
@@ -125,6 +142,8 @@ class Provenance:
     autoencoder_digest: str | None = None
     text_encoder: str | None = None
     text_encoder_digest: str | None = None
+    statistics: str = ""
+    """What shift and scale of the latents are, in words; empty: those of the autoencoder."""
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -173,6 +192,8 @@ class DatasetInfo:
     """Whether every sample has a second latent, encoded from the mirrored image."""
     captions: int = 1
     """Embeddings per sample and column. A sample with fewer captions repeats them in turn and records their number."""
+    normalisations: dict[str, Normalisation] = field(default_factory=dict)
+    """Of further columns of the autoencoder, one value per element each."""
     null: dict[str, NullInfo] = field(default_factory=dict)
     """The embedding of the empty prompt, by column."""
     selection: Selection | None = None
@@ -186,6 +207,18 @@ class DatasetInfo:
     def latent(self) -> Column:
         """The latent column, of shape ``(C, H, W)`` or, for posteriors, ``(2C, H, W)``."""
         return self.columns[LATENT]
+
+    @property
+    def x0_normalisation(self) -> Normalisation:
+        """The normalisation to x0 of a latent, or of the mean of a posterior: what decoding undoes."""
+        return self.normalisation.of_mean if self.kind == "posterior" else self.normalisation
+
+    @property
+    def statistics_shape(self) -> tuple[int, int, int]:
+        """Shape of shift and scale beside a latent: ``(C, 1, 1)``, or ``(C, H, W)``."""
+        channels = self.latent.shape[0]
+        _, height, width = self.latent.shape
+        return (channels, 1, 1) if len(self.normalisation.shift) == channels else (channels, height, width)
 
     @property
     def in_pixels(self) -> bool:
@@ -202,8 +235,8 @@ class DatasetInfo:
 
     def variants(self, column: str) -> tuple[str, ...]:
         """Return the names of a column's arrays in every sample: ``context``, ``context1``, ``context2``, ..."""
-        if column == LATENT:
-            return (LATENT, FLIPPED) if self.flipped else (LATENT,)
+        if column in ENCODED:
+            return (column, f"{column}_flipped") if self.flipped else (column,)
         count = self.captions if column in CAPTIONED else 1
         return (column, *(f"{column}{number}" for number in range(1, count)))
 
@@ -251,6 +284,8 @@ class DatasetInfo:
                 del shard["bucket"]
         if self.provenance.text_encoder_digest is None:
             del fields["provenance"]["text_encoder_digest"]
+        if not self.provenance.statistics:
+            del fields["provenance"]["statistics"]
         return fields
 
     @classmethod
@@ -301,12 +336,15 @@ class DatasetInfo:
         sizes = [size for column in self.columns.values() for size in column.shape]
         if any(min(column.shape, default=0) < 1 for column in self.columns.values()):
             return "a column has no dimensions, or a dimension below 1"
-        conditions = {name: column for name, column in self.columns.items() if name != LATENT}
+        conditions = {name: column for name, column in self.columns.items() if name not in (LATENT, LATENT_LIMITS)}
         if problem := problem_of_shapes({name: column.shape for name, column in conditions.items()}):
             return problem
         for name, column in conditions.items():
             if column.dtype not in (dtypes := stored_dtypes(name)):
                 return f"{name} is {column.dtype}, expected {' or '.join(dtypes)}"
+        limits = {LATENT_LIMITS: Column(dtype="float32", shape=(2, self.latent.shape[0]))}
+        if {n: self.columns[n] for n in limits if n in self.columns} != (limits if self.latent.dtype == "int8" else {}):
+            return f"latents in int8, and these alone, need {LATENT_LIMITS} of float32 [2, {self.latent.shape[0]}]"
         if self.classes is not None and self.classes < 1:
             return f"classes is {self.classes}, expected at least 1"
         if self.class_names and len(self.class_names) != self.classes:
@@ -334,15 +372,23 @@ class DatasetInfo:
 
     def _problem_of_scales(self) -> str | None:
         channels, shift, scale = self.latent.shape[0], self.normalisation.shift, self.normalisation.scale
-        if (len(shift), len(scale)) != (channels, channels):
-            return f"normalisation needs {channels} shifts and {channels} scales, one per channel"
+        elements = channels if self.buckets else math.prod(self.latent.shape)
+        if len(shift) != len(scale) or len(shift) not in (channels, elements):
+            per_element = "" if elements == channels else f", or {elements} of each, one per element"
+            return f"normalisation needs {channels} shifts and {channels} scales, one per channel{per_element}"
         if not all(map(math.isfinite, (*shift, *scale))) or 0.0 in scale:
             return "normalisation holds a non-finite value or a scale of 0"
-        half = channels // 2
+        half = len(shift) // 2
         if self.kind == "posterior" and (channels % 2 or any(shift[half:]) or scale[:half] != scale[half:]):
             return "a posterior needs 2C channels: mean and deviation of equal scales, the deviation without shift"
         if self.in_pixels and (self.kind, self.normalisation) != ("mean", Normalisation.of_pixels(channels)):
             return "uint8 latents are pixels: kind must be mean, shift 127.5 and scale 1 / 127.5"
+        for name, found in self.normalisations.items():
+            count = math.prod(self.columns[name].shape) if name in self.columns and name in OF_ENCODER else 0
+            if (len(found.shift), len(found.scale)) != (count, count) or not count:
+                return f"normalisations has {name}, expected columns of the autoencoder with one value per element"
+            if not all(map(math.isfinite, (*found.shift, *found.scale))) or 0.0 in found.scale:
+                return f"the normalisation of {name} holds a non-finite value or a scale of 0"
         if self.in_pixels and self.flipped:
             return "flipped must be false for pixels, which are mirrored at reading"
         return None
@@ -400,6 +446,7 @@ _ADDED: dict[str, Any] = {
     "buckets": (),
     "flipped": False,
     "captions": 1,
+    "normalisations": {},
     "null": {},
     "class_names": (),
     "selection": None,

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdiff.conditions import CAPTIONED
-from fastdiff.data.shards.format import LATENT, DatasetInfo, ShardInfo
+from fastdiff.data.shards.format import ENCODED, DatasetInfo, ShardInfo
 from fastdiff.data.shards.null_embedding import read_null
 from fastdiff.data.shards.open_shard import OpenShard, Stored, require_size
 from fastdiff.errors import DataError
@@ -205,7 +205,7 @@ class LatentReader:
         if self.info.captions > 1:
             own = shard.read_number("captions", sample, 1, self.info.captions)
             caption = int(caption_share * own)  # fp64: < own for every share < 1
-        variant = {LATENT: flip, **dict.fromkeys(CAPTIONED, caption)}
+        variant = {**dict.fromkeys(ENCODED, flip), **dict.fromkeys(CAPTIONED, caption)}
         for stored, values in contents:
             own_row = values[row * stored.nbytes : (row + 1) * stored.nbytes]
             shard.read_array(stored.components[variant.get(stored.name, 0)], sample, stored, own_row)

@@ -27,7 +27,7 @@ from fastdiff.outputs import require_own_folder
 # Present during an encode, or after a killed one: all shards in the folder then belong to it and may be replaced.
 _MARKER = ".encoding"
 _OWN = re.compile(
-    r"(train-[0-9]{6,}((-[0-9]+x[0-9]+)?\.(tar|idx|index\.json)|\.source\.json)|null\.[a-z_]+\.npy|(dataset|encode)\.json)"
+    r"(train-[0-9]{6,}((-[0-9]+x[0-9]+)?\.(tar|idx|index\.json)|\.source\.json|\.sums\.safetensors)|null\.[a-z_]+\.npy|(dataset|encode)\.json)"
     r"(\.[0-9]+-[0-9a-f]{8}\.tmp)?"
 )
 

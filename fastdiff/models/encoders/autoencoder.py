@@ -1,6 +1,6 @@
 """The autoencoder of a pipeline, loaded: images to latents and back, whatever its class."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Self
@@ -47,12 +47,35 @@ class Autoencoder:
         Raises:
             ConfigError: the latents have another shape than its record says, or its code raises an exception.
         """
+        return self._latents_of(images, self._family.encode)
+
+    @torch.no_grad()
+    def encode_columns(self, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Encode as ``encode``, and return what its record has beside the latents, ``[B, ...]`` float32 by name."""
+        columns: dict[str, Tensor] = {}
+        if (encode := self._family.encode_columns) is None:
+            return self.encode(images), columns
+
+        def noting(module: nn.Module, given: Tensor) -> Tensor:
+            latents, found = encode(module, given)
+            columns.update(found)
+            return latents
+
+        latents = self._latents_of(images, noting)
+        shapes = {name: tuple(value.shape[1:]) for name, value in columns.items()}
+        require(
+            shapes == dict(self.space.columns),
+            f"{self._what} returns {shapes} beside its latents, expected {dict(self.space.columns)} by its LatentSpace",
+        )
+        return latents, columns
+
+    def _latents_of(self, images: Tensor, encode: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
         space, (rows, _, height, width) = self.space, images.shape
         black, white = self._family.pixel_range
         if (black, white) != (-1.0, 1.0):
             images = black + (images + 1) * ((white - black) / 2)  # in fp32: half precision would round once more
         with faults_in(self._family, f"{self._what}: encode"):
-            latents = self._family.encode(self.module, images.to(self._of_weights.dtype)).float()
+            latents = encode(self.module, images.to(self._of_weights.dtype)).float()
         channels = space.channels * (2 if space.posterior else 1)
         self._require("latents", latents, images, (rows, channels, height // space.factor, width // space.factor))
         return latents
@@ -109,6 +132,6 @@ class Autoencoder:
         """Return ``[C, 1, 1]`` or ``[C, h, w]``, or the number where all are the same, as in diffusers."""
         if len(set(values)) == 1:
             return values[0]
-        side = self.space.side if len(values) > self.space.channels else 1
+        side = (self.space.side or 1) if len(values) > self.space.channels else 1
         weights = self._of_weights
         return torch.tensor(values, dtype=weights.dtype, device=weights.device).view(self.space.channels, side, side)

@@ -20,6 +20,7 @@ from fastdiff.models.pipeline_files import PipelineFiles
 
 _BEFORE_PATCHES = 5
 """Tokens of DINOv2 before those of the patches: the class token and four registers."""
+_TOKEN = "teacher_token"
 _MEAN, _DEVIATION = "_latents_mean", "_latents_std"
 _DEVIATION_EPS = 1e-5
 """Added to the standard deviation by diffusers; the authors add as much to the variance."""
@@ -44,6 +45,7 @@ def _space(pipeline: PipelineFiles) -> LatentSpace:
         shift=shift,
         scale=scale,
         side=side,
+        columns={_TOKEN: (channels,)},
         measured_per="element",
         variance_eps=_VARIANCE_EPS,
         pixel_channels=int(config.get("num_channels", 3)),
@@ -81,21 +83,33 @@ def _load(pipeline: PipelineFiles, device: torch.device | str, dtype: torch.dtyp
 
 
 def _encode(rae: Any, images: Tensor) -> Tensor:
+    return _encode_columns(rae, images)[0]
+
+
+def _encode_columns(rae: Any, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     side = rae.encoder_input_size
     if images.shape[2:] != (side, side):
         images = F.interpolate(images, size=(side, side), mode="bicubic", align_corners=False, antialias=False)
     tokens: Tensor = rae.encoder((images - rae.encoder_mean) / rae.encoder_std).last_hidden_state  # [B, 5 + N, C]
-    patches = tokens[:, _BEFORE_PATCHES:].transpose(1, 2).float()
+    patches = tokens[:, _BEFORE_PATCHES:].transpose(1, 2).float()  # [B, C, N]
     rows = int(patches.shape[-1] ** 0.5)
-    return patches.unflatten(-1, (rows, rows)).contiguous()  # [B, C, N] -> [B, C, h, w]
+    latents = patches.reshape(*patches.shape[:2], rows, rows)
+    return latents, {_TOKEN: tokens[:, 0].float()}
 
 
 def _decode(rae: Any, latents: Tensor) -> Tensor:
     tokens = latents.flatten(2).transpose(1, 2)  # [B, C, h, w] -> [B, N, C]
-    images: Tensor = rae.decoder.unpatchify(rae.decoder(tokens).logits)
-    return images * rae.encoder_std + rae.encoder_mean
+    standard = rae.decoder.unpatchify(rae.decoder(tokens).logits)
+    images: Tensor = standard * rae.encoder_std + rae.encoder_mean
+    return images
 
 
 AUTOENCODER_RAE = AutoencoderFamily(
-    classes=("AutoencoderRAE",), space=_space, load=_load, pixel_range=(0.0, 1.0), encode=_encode, decode=_decode
+    classes=("AutoencoderRAE",),
+    space=_space,
+    load=_load,
+    pixel_range=(0.0, 1.0),
+    encode=_encode,
+    encode_columns=_encode_columns,
+    decode=_decode,
 )

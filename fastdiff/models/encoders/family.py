@@ -5,7 +5,7 @@ encoder can come from another package.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -36,6 +36,8 @@ class LatentSpace:
     """What has a mean and a variance of its own in its recipe, where these are measured."""
     variance_eps: float = 0.0
     """Added to a measured variance before its root, as in its recipe."""
+    columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of what the encoder gives beside a latent, by name (``fastdiff.conditions``)."""
     pixel_channels: int = 3
     """Channels of a decoded image."""
     values_per_pixel: int
@@ -79,6 +81,9 @@ class AutoencoderFamily:
     encode: Callable[[Any, Tensor], Tensor]
     """Maps the module and images ``[B, 3, H, W]`` in ``pixel_range``, in its dtype, to latents ``[B, C, h, w]``
     float32, not normalised; for a posterior to ``[B, 2C, h, w]``, the mean and then the standard deviation."""
+    encode_columns: Callable[[Any, Tensor], tuple[Tensor, dict[str, Tensor]]] | None = None
+    """Returns what ``encode`` does and, of the same pass, the ``columns`` of the space, ``[B, ...]`` float32; None: it
+    has none."""
     decode: Callable[[Any, Tensor], Tensor]
     """Maps the module and latents ``[B, C, h, w]``, not normalised, in its dtype, to images in ``pixel_range``."""
 

@@ -21,6 +21,7 @@ from fastdiff.parallel.fragments import Room, assemble
 from fastdiff.progress import Every
 from fastdiff.sampling.class_names import ClassNames
 from fastdiff.sampling.image_grid import encoded, image_grid
+from fastdiff.sampling.latent_statistics import open_autoencoder, statistics_in
 from fastdiff.sampling.pixels import may_be_pixels
 from fastdiff.sampling.solvers import grid_classes, sample
 from fastdiff.sampling.text import as_bytes, encode_prompts, repeated
@@ -59,7 +60,7 @@ class PromptImages(Callback):
         self._condition, self._null = state.world.on_rank0(
             lambda: encode_prompts(self._pipeline, state.config.validation.prompts, state.config.model)
         )
-        state.world.on_rank0(self._load_autoencoder)
+        state.world.on_rank0(lambda: self._load_autoencoder(state))
 
     def on_step(self, state: TrainState) -> None:
         """Draw when due."""
@@ -76,8 +77,8 @@ class PromptImages(Callback):
         if self._drawn != state.progress.steps:
             self._draw(state)
 
-    def _load_autoencoder(self) -> None:
-        self._autoencoder = self._pipeline.autoencoder()
+    def _load_autoencoder(self, state: TrainState) -> None:
+        self._autoencoder = open_autoencoder(self._pipeline, "cpu", statistics_in(state.metadata))
 
     def _draw(self, state: TrainState) -> None:
         self._drawn = state.progress.steps

@@ -14,7 +14,7 @@ from fastdiff.checkpoint.power_function import in_words
 from fastdiff.checkpoint.weights import AS_TRAINED
 from fastdiff.config.sections.objective import DdpmConfig, FlowConfig, ObjectiveConfig, in_full
 from fastdiff.console import log
-from fastdiff.data.loading.batches import per_channel
+from fastdiff.data.loading.batches import Normaliser
 from fastdiff.diffusion.levels import clean_per_error
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.snr_bins import Mean, by_log_snr
@@ -67,7 +67,7 @@ class ValidationLoss(Callback):
             lambda: open_validation(config.model, path, cache, state.reader.info)
         )
         self._data = reader.info.digest[:12]
-        self._scales = per_channel(reader.info.normalisation, world.device)
+        self._normalise = Normaliser(reader.info, world.device)
         self._config = validated(config.objective)
         self._objective = Objective(
             self._config,
@@ -140,7 +140,7 @@ class ValidationLoss(Callback):
         most = state.config.batch.per_rank(world.size)
         with memory_beside_training(state, halves=True):
             for rows in (whole[first : first + most] for whole in batches for first in range(0, len(whole), most)):
-                batch = read_batch(self._reader, self._index, rows, self._scales)
+                batch = read_batch(self._reader, self._index, rows, self._normalise)
                 corruption = self._objective.add_noise(batch, native=self._levels[batch.position])
                 prediction = model(corruption.noisy, corruption.time, **corruption.condition)
                 levels = corruption.levels

@@ -37,7 +37,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     (images / "017.png").write_bytes((images / "017.png").read_bytes()[:200])
     options = {
         "pretrained": folder / "pipeline", "resolution": 32, "bucket-step": 16, "samples-per-shard": PER_SHARD,
-        "batch": 2, "decode": "pillow", "workers": 1, "bad": "skip",
+        "batch": 2, "decode": "pillow", "workers": 1, "bad": "skip", "statistics": "measured",
     }  # fmt: skip
     flags = [f"--{name}={value}" for name, value in options.items()]
     return ["encode", str(images), "--buckets", "--flip", *flags]
@@ -88,7 +88,7 @@ def killed_main(argv: list[str], number: int, rank: int = 0, ranks: int = 1) -> 
 
 
 @pytest.mark.fault(9)
-@pytest.mark.parametrize("count", by_day([2], 1))
+@pytest.mark.parametrize("count", by_day([3], 2, 1))
 def test_killed_again_and_again_it_writes_the_same_bytes(
     tmp_path: Path, command: list[str], ranks: Any, undisturbed: dict[str, bytes], count: int, nightly: bool
 ) -> None:

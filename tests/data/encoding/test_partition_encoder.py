@@ -52,7 +52,7 @@ def encode(out: Path, encoder: LatentEncoder) -> tuple[list[int], PartitionEncod
     null = encoder.null()
     info = DatasetInfo(
         columns={
-            LATENT: Column(dtype="float32", shape=(2 * encoder.channels, 8, 8)),
+            LATENT: Column(dtype="float32", shape=(encoder.channels, 8, 8)),
             "context": Column(dtype="float32", shape=tuple(null["context"].shape)),
         },
         normalisation=encoder.normalisation,
@@ -63,7 +63,15 @@ def encode(out: Path, encoder: LatentEncoder) -> tuple[list[int], PartitionEncod
     kept = []
     with ThreadPoolExecutor(1) as threads:
         partition = PartitionEncoder(
-            out, info, 0, encoder=encoder, threads=threads, batch=BATCH, stopwatch=Stopwatch(), bad=pytest.fail
+            out,
+            info,
+            0,
+            encoder=encoder,
+            threads=threads,
+            batch=BATCH,
+            stopwatch=Stopwatch(),
+            bad=pytest.fail,
+            sums=None,
         )
         for number, caption in enumerate(CAPTIONS):
             pixels = natural(32, 32, seed=number)
