@@ -22,7 +22,8 @@ _RES_BLOCK = {
 _AUTOENCODER = (
     (r"\bdown_blocks\.", "down."), (r"\.resnets\.(?=\d+\.\w+\.)(?<!mid_block\.resnets\.)", ".block."),
     (r"\bmid_block\.resnets\.0\b", "mid.block_1"), (r"\bmid_block\.resnets\.1\b", "mid.block_2"),
-    (r"\bmid_block\.attentions\.0\.", "mid.attn_1."), (r"\bdownsamplers\.0\.", "downsample."),
+    (r"\bmid_block\.attentions\.0\.", "mid.attn_1."), (r"\.attentions\.(?=\d+\.)", ".attn."),
+    (r"\bdownsamplers\.0\.", "downsample."),
     (r"\bupsamplers\.0\.", "upsample."), (r"\bconv_norm_out\b", "norm_out"), (r"\bconv_shortcut\b", "nin_shortcut"),
     (r"\bgroup_norm\b", "norm"), (r"\b(to_q|query)\b", "q"), (r"\b(to_k|key)\b", "k"), (r"\b(to_v|value)\b", "v"),
     (r"\b(to_out\.0|proj_attn)\b", "proj_out"),

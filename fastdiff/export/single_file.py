@@ -101,7 +101,7 @@ def _autoencoder(pipeline: Pretrained) -> _Weights:
     found: _Weights = {}
     for name, weight in _saved(pipeline, "vae"):
         theirs = _AUTOENCODER + autoencoder_weight(name, levels)
-        matrix = ".attn_1." in theirs and len(weight.shape) == 2
+        matrix = ".attn" in theirs and len(weight.shape) == 2
         found[theirs] = _changed(weight, (*weight.shape, 1, 1), _as_convolution) if matrix else weight
     return found
 
