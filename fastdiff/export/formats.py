@@ -60,8 +60,10 @@ class ExportFormat:
 
 
 def formats_of(model: ModelConfig | type[ModelConfig]) -> dict[str, str]:
-    """Return the formats of a network as ``module:NAME`` by name, its own first."""
-    found = dict(family_of(model).formats)
+    """Return the formats of a network as ``module:NAME`` by name, its own first; of a type, those without options."""
+    family = family_of(model)
+    has_options = not isinstance(model, type) and bool(family.options(model))
+    found = {} if has_options else dict(family.formats)
     if model.lora_targets:
         found.setdefault("lora", "fastdiff.export.adapters:LORA")
     found.setdefault("safetensors", f"{__name__}:PLAIN")
@@ -76,6 +78,9 @@ def format_of(model: ModelConfig, name: str) -> ExportFormat:
         if not isinstance(form, ExportFormat):
             raise ConfigError(f"{found[name]} is a {type(form).__name__}, expected an ExportFormat")
         return form
+    if name in family_of(model).formats:
+        options = family_of(model).options(model)
+        raise ConfigError(f"--format {name}: its network lacks {options} of the run; use safetensors")
     owners = [network.title for network in networks().values() if name in formats_of(network)]
     *others, last = [known for known in found if not known.startswith("lora")]
     raise ConfigError(

@@ -23,12 +23,44 @@ class PatchEmbed(nn.Module):
         super().__init__()
         self.proj = PatchConv2d(config.channels, config.hidden, kernel_size=config.patch, stride=config.patch)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self.proj.weight.dtype
+
     def forward(self, latents: Tensor) -> Tensor:
         """``[B, C, H, W] -> [B, T, D]`` contiguous, both in the dtype of the weights."""
-        maps = cast(Tensor, self.proj(latents))
-        tokens = maps.flatten(2).transpose(1, 2)  # [B, D, H/p, W/p] -> [B, D, T] -> [B, T, D]
-        # With an adapter, sums may have other strides: every block would write and read transposed tokens.
-        return tokens.contiguous()
+        return _tokens(self.proj(latents))
+
+
+class BottleneckPatchEmbed(nn.Module):
+    """Patch embedding in two layers, the first narrow and without bias (Li & He 2025, arXiv:2511.13720, section 4)."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        narrow, patch = config.patch_bottleneck, config.patch
+        self.proj1 = PatchConv2d(config.channels, narrow, kernel_size=patch, stride=patch, bias=False)
+        self.proj2 = PatchConv2d(narrow, config.hidden, kernel_size=1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self.proj2.weight.dtype
+
+    def forward(self, latents: Tensor) -> Tensor:
+        """``[B, C, H, W] -> [B, T, D]`` contiguous, both in the dtype of the weights."""
+        return _tokens(self.proj2(self.proj1(latents)))
+
+
+def patch_embedder(config: DiTConfig) -> PatchEmbed | BottleneckPatchEmbed:
+    """Return the patch embedding of a network."""
+    return BottleneckPatchEmbed(config) if config.patch_bottleneck else PatchEmbed(config)
+
+
+def _tokens(maps: Tensor) -> Tensor:
+    """``[B, D, H/p, W/p] -> [B, T, D]`` contiguous."""
+    # With an adapter, sums may have other strides: every block would write and read transposed tokens.
+    return maps.flatten(2).transpose(1, 2).contiguous()
 
 
 class PatchConv2d(nn.Conv2d):

@@ -77,6 +77,8 @@ class ModelFamily(Generic[C]):
     """Library that has the network with the same weight names, as named on the Hugging Face hub; empty: none."""
     formats: Mapping[str, str] = field(default_factory=dict)
     """Additional export formats: ``module:NAME`` of each ``ExportFormat``, imported on export."""
+    options: Callable[[C], str] = lambda config: ""
+    """Flags of what the published network lacks; with any, it has the formats ``lora`` and ``safetensors`` alone."""
     script_format: str = "safetensors"
     """Format of the script that usually trains it elsewhere; ``fastdiff compat`` prints its export."""
     adapter_formats: tuple[str, ...] = ("lora",)
@@ -93,6 +95,9 @@ class ModelFamily(Generic[C]):
     """Default number of images per forward pass."""
     buffers: Callable[[C], dict[str, Tensor]] = lambda config: {}
     """Buffers that the configuration determines, on the CPU; published files list them first."""
+    tables: Callable[[C], frozenset[str]] = lambda config: frozenset()
+    """Names of further tensors of published files, which the network computes instead; ``check_published`` compares
+    them."""
     draws_on_meta: bool = False
     """Whether the constructor initialises by operations that also run on the device ``meta`` and never asks for a
     value (as ``trunc_normal_`` does): ZeRO-3 then draws the weights one by one, and no rank holds all of them."""

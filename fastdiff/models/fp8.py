@@ -25,6 +25,10 @@ class Fp8Block(Protocol):
     """Those of each group of ``layers``."""
 
     @staticmethod
+    def problem(config: Any) -> str | None:
+        """Return what the blocks of a network have that those in FP8 lack; None: nothing."""
+
+    @staticmethod
     def layers(block: Any) -> tuple[list[nn.Linear], ...]:
         """Return the layers that multiply in FP8, in groups; each group has one function, and one probe."""
 
@@ -39,6 +43,8 @@ def inner_blocks(model: BlockwiseModel, performance: PerformanceConfig) -> list[
     name, ends = type(model).__name__, performance.fp8_ends
     require(wanted is not None, f"--performance.fp8: {name} has no blocks in FP8, as a DiT has; leave the flag out")
     assert wanted is not None
+    problem = wanted.problem(model.config)
+    require(problem is None, f"--performance.fp8: {problem}; leave the flag out, or those")
     blocks = [module for module in model.modules() if isinstance(module, wanted.__base__)]
     inner = blocks[ends : len(blocks) - ends]
     require(

@@ -222,8 +222,14 @@ def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:
         family.check_published(path, found.keys(), found)
         if path.suffix == ".pt":
             check_transport(path, config.objective)
-    buffers = family.buffers(config.model)
-    return {name: value.float() for name, value in found.items() if name not in buffers}
+    fixed = _fixed(config.model)
+    return {name: value.float() for name, value in found.items() if name not in fixed}
+
+
+def _fixed(network: ModelConfig) -> frozenset[str]:
+    """Return the names of tensors of published files that the configuration determines."""
+    family = family_of(network)
+    return family.tables(network).union(family.buffers(network))
 
 
 def _parts_of_file(
@@ -231,13 +237,13 @@ def _parts_of_file(
 ) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]]]:
     """Return the parameters of a safetensors file on ``meta``, and themselves, read one after another."""
     path, family = _weight_file(pretrained), family_of(network)
-    buffers = family.buffers(network)
+    fixed = _fixed(network)
     with readable(path), safe_open(path, framework="pt") as file:
         names = set(file.keys())
-        tables = {name: file.get_tensor(name) for name in buffers.keys() & names}
+        tables = {name: file.get_tensor(name) for name in fixed & names}
     family.check_published(path, names, tables)
-    found = {name: value for name, value in tensors_of(path, on_meta=True) if name not in buffers}
-    return found, ((name, value) for name, value in tensors_of(path) if name not in buffers)
+    found = {name: value for name, value in tensors_of(path, on_meta=True) if name not in fixed}
+    return found, ((name, value) for name, value in tensors_of(path) if name not in fixed)
 
 
 def _weight_file(config: PretrainedConfig) -> Path:

@@ -18,8 +18,8 @@ from fastdiff.errors import ConfigError
 from fastdiff.models import delayed_scales, fp8
 from fastdiff.models.build import Model, build_model
 from fastdiff.models.delayed_scales import PLAIN, DelayedScales, forms
+from fastdiff.models.dit.block import DiTBlock
 from fastdiff.models.dit.fp8 import Fp8DiTBlock
-from fastdiff.models.dit.network import DiTBlock
 from fastdiff.models.kernel_choice import choices, in_words
 from fastdiff.parallel.world import World
 from fastdiff.training.loop import train

@@ -14,7 +14,11 @@ from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.performance import PerformanceConfig
-from fastdiff.models.dit.network import AdaLNModulation, Attention, DiT, FinalLayer, Mlp
+from fastdiff.models.dit.attention import Attention
+from fastdiff.models.dit.final_layer import FinalLayer
+from fastdiff.models.dit.mlp import Mlp
+from fastdiff.models.dit.modulation import AdaLNModulation
+from fastdiff.models.dit.network import DiT
 from fastdiff.models.kernel_choice import compiles
 from fastdiff.models.load import build_network
 from fastdiff_bench import BenchError
@@ -37,6 +41,8 @@ def network(config: RunConfig, device: torch.device, *, best: bool) -> Any:
 def _without_weights(config: RunConfig) -> Any:
     recompute = config.performance.recompute
     if isinstance(config.model, DiTConfig):
+        if config.model.options:
+            raise BenchError(f"the plain DiT lacks {config.model.options}; choose another preset, or no --peer")
         return PlainDiT(config.model, recompute=recompute)
     if isinstance(config.model, UNetConfig):
         from diffusers import UNet2DConditionModel
@@ -79,18 +85,18 @@ class PlainDiT(DiT):
 
     def __init__(self, config: DiTConfig, *, recompute: bool = False) -> None:
         super().__init__(config, recompute=recompute)
-        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(_Block(config, number) for number in range(config.depth))
         self.final_layer = _FinalLayer(config)
 
 
 class _Block(nn.Module):
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: DiTConfig, number: int) -> None:
         super().__init__()
-        self.attn = _Attention(config.hidden, config.heads, (config.size // config.patch) ** 2)
-        self.mlp = _Mlp(config.hidden, int(config.hidden * config.mlp_ratio))
+        self.attn = _Attention(config, number)
+        self.mlp = _Mlp(config.hidden, config.inner)
         self.adaLN_modulation = AdaLNModulation(config.hidden, 6)
 
-    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, condition: Tensor, *others: None) -> Tensor:
         """See ``DiTBlock``."""
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(condition).chunk(6, dim=1)
         tokens = tokens + gate_a.unsqueeze(1) * self.attn(_modulated(tokens, shift_a, scale_a))

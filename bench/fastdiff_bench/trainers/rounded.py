@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fastdiff.models.delayed_scales import MARGIN
+from fastdiff.models.dit.block import DiTBlock
 from fastdiff.models.dit.fp8 import Fp8DiTBlock
-from fastdiff.models.dit.network import DiTBlock
 from fastdiff_kernels.fp8.values import E4M3, LARGEST
 
 _LEAST = 2.0**-100

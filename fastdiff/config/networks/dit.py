@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.errors import ConfigError, require
@@ -32,6 +32,32 @@ class DiTConfig(ModelConfig):
     """Width of the MLP relative to the width of a token."""
     learn_sigma: bool = False
     """Double the output channels, as in the published checkpoints; the second half predicts the variance."""
+    head_dim: int = 0
+    """Channels of an attention head; 0: model.hidden / model.heads."""
+    norm: Literal["layer", "rms", "rms-weight"] = "layer"
+    """Norm of a token: layer norm, or RMSNorm (arXiv:1910.07467) without or with a learned weight per channel."""
+    norm_eps: float = 1e-6
+    """Number that the norm of a token adds to the variance or mean square."""
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    """MLP: two layers with GELU, or SwiGLU (arXiv:2002.05202) of two thirds of the width."""
+    positions: Literal["sincos", "none"] = "sincos"
+    """Fixed position embedding that is added to the patches once; none: only model.rotary tells them apart."""
+    rotary: bool = False
+    """Rotate queries and keys by the row and column of their patch (RoPE, arXiv:2104.09864, in two dimensions)."""
+    qk_norm: bool = False
+    """RMSNorm of each query and key per head, with a learned weight, before the rotation (arXiv:2010.04245)."""
+    qk_norm_eps: float = 1e-6
+    """Number that model.qk_norm adds to the mean square; 1.1920929e-7 is that of torch in fp32 if none is given."""
+    value_residual: bool = False
+    """Mix the values of block 0 into those of the later blocks, by a learned share per block (arXiv:2410.17897)."""
+    modulation: Literal["adaln", "adaln-single"] = "adaln"
+    """Shifts, scales and gates: a linear layer per block, or one for all and a table per block (arXiv:2310.00426)."""
+    in_context: int = 0
+    """Tokens of the class beside the patches, with learned positions (in-context tokens, arXiv:2511.13720)."""
+    in_context_from: int = 0
+    """First block that has the class tokens, counted from 0."""
+    patch_bottleneck: int = 0
+    """Width of a patch between the two layers of its embedding (arXiv:2511.13720); 0: one layer."""
 
     family: ClassVar[str] = "fastdiff.models.dit.family:DIT"
     title: ClassVar[str] = "a DiT"
@@ -40,25 +66,91 @@ class DiTConfig(ModelConfig):
     def __post_init__(self) -> None:
         for name in ("depth", "hidden", "heads", "patch", "channels", "size", "classes"):
             require(getattr(self, name) >= 1, f"--model.{name} {getattr(self, name)}: at least 1")
+        for name in ("head_dim", "in_context", "in_context_from", "patch_bottleneck"):
+            require(getattr(self, name) >= 0, f"--model.{name} {getattr(self, name)}: at least 0")
+        for name in ("norm_eps", "qk_norm_eps"):
+            given = getattr(self, name)
+            require(0 < given < 1, f"--model.{name} {given}: a number between 0 and 1; 1e-6 is usual")
         require(
-            1 <= self.hidden * self.mlp_ratio < math.inf,
+            1 <= self.hidden * self.mlp_ratio < math.inf and self.inner >= 1,
             f"--model.mlp_ratio {self.mlp_ratio}: a number above 0; 4 is usual",
         )
         require(
-            self.hidden % self.heads == 0,
+            bool(self.head_dim) or self.hidden % self.heads == 0,
             f"--model.hidden {self.hidden} is not divisible by --model.heads {self.heads}; "
             f"choose a multiple, for example {self.hidden // self.heads * self.heads or self.heads}",
-        )
-        require(
-            self.hidden % 4 == 0,
-            f"--model.hidden {self.hidden} must be divisible by 4 (the sin-cos position embedding)",
         )
         require(
             self.size % self.patch == 0,
             f"--model.size {self.size} is not divisible by --model.patch {self.patch}; choose a divisor of the size of "
             "the images as the patch, or encode with another --resolution",
         )
+        self._check_positions()
+        self._check_in_context()
 
+    def _check_positions(self) -> None:
+        require(
+            self.positions == "none" or self.hidden % 4 == 0,
+            f"--model.hidden {self.hidden} must be divisible by 4 (the sin-cos position embedding)",
+        )
+        require(
+            self.positions != "none" or self.rotary,
+            "--model.positions none without --model.rotary: nothing would tell the network where a patch lies",
+        )
+        require(
+            not self.rotary or self.head_width % 4 == 0,
+            f"--model.rotary rotates pairs of channels by rows and by columns: heads have {self.head_width} channels, "
+            "expected a multiple of 4; change --model.heads or --model.head_dim",
+        )
+
+    def _check_in_context(self) -> None:
+        first = self.in_context_from
+        require(
+            first == 0 or (self.in_context > 0 and first < self.depth),
+            f"--model.in_context_from {first}: there are "
+            + (f"{self.depth} blocks, expected less" if self.in_context else "no class tokens (--model.in_context)"),
+        )
+        require(
+            first == 0 or not self.value_residual,
+            f"--model.value_residual with --model.in_context_from {first}: block 0 has no values of the class "
+            "tokens; use --model.in_context_from 0, or leave one of them out",
+        )
+
+    @property
+    def head_width(self) -> int:
+        """Channels of an attention head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def inner(self) -> int:
+        """Width of the MLP between its layers, behind the gate of a SwiGLU."""
+        wide = int(self.hidden * self.mlp_ratio)
+        return int(2 / 3 * wide) if self.mlp == "swiglu" else wide
+
+    @property
+    def side(self) -> int:
+        """Patches per row and column."""
+        return self.size // self.patch
+
+    def tokens(self, block: int) -> int:
+        """Return the tokens per sample in a block, counted from 0."""
+        return self.side**2 + (self.in_context if block >= self.in_context_from else 0)
+
+    @property
+    def options(self) -> str:
+        """Flags of what the DiT of Peebles & Xie lacks; empty: it is that network."""
+        plain = _PLAIN | {"head_dim": self.head_dim and self.hidden / self.heads}
+        given = {name: getattr(self, name) for name in plain if getattr(self, name) != plain[name]}
+        return " ".join(
+            f"--model.{name}" if value is True else f"--model.{name} {value}" for name, value in given.items()
+        )
+
+
+_PLAIN: dict[str, Any] = {
+    "head_dim": 0, "norm": "layer", "norm_eps": 1e-6, "mlp": "gelu", "positions": "sincos", "rotary": False,
+    "qk_norm": False, "value_residual": False, "modulation": "adaln", "in_context": 0, "patch_bottleneck": 0,
+}  # fmt: skip
+"""Options that the published DiT lacks, as it is."""
 
 DIT_SIZES: dict[str, tuple[int, int, int]] = {
     "S": (12, 384, 6),

@@ -11,14 +11,16 @@ from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.dit.fp8 import Fp8DiTBlock
 from fastdiff.models.dit.network import DiT
+from fastdiff.models.dit.rotary import rotary_table
 from fastdiff.models.embeddings import position_table
 from fastdiff.models.family import ModelFamily, PublishedClass
 from fastdiff.models.pretrained.repa import refuse_repa
 from fastdiff_kernels.names import AttentionBackend
 
 _POSITIONS = "pos_embed"
+_ANGLES = {f"{owner}.freqs_{wave}" for owner in ("feat_rope", "feat_rope_incontext") for wave in ("cos", "sin")}
 _ROUNDED = 5e-3
-"""Tolerance for a position table: bf16 rounds it by 2e-3, and its moving average, which DiT's training keeps as for any
+"""Tolerance for a table: bf16 rounds it by 2e-3, and its moving average, which DiT's training keeps as for any
 weight, drifts by 2e-4."""
 
 
@@ -27,20 +29,33 @@ def _build(config: DiTConfig, /, *, recompute: bool, attention: AttentionBackend
 
 
 def _multiply_adds(config: DiTConfig) -> float:
-    tokens = (config.size // config.patch) ** 2
-    width, patch = config.hidden, config.channels * config.patch**2
-    out = patch * (2 if config.learn_sigma else 1)
-    per_token = 4 * width**2 + 2 * config.mlp_ratio * width**2 + 2 * tokens * width
-    per_sample = 6 * width**2  # adaLN of a block
-    embedders = tokens * width * (patch + out) + 256 * width + width**2 + 2 * width**2
-    return config.depth * (tokens * per_token + per_sample) + embedders
+    blocks = sum(_block_multiply_adds(config, config.tokens(number)) for number in range(config.depth))
+    modulations = {"adaln": 6 * config.depth + 2, "adaln-single": 6}[config.modulation]
+    out = config.patch**2 * config.channels * (2 if config.learn_sigma else 1)
+    patches = config.side**2 * (sum(_patch_multiply_adds(config)) + config.hidden * out)
+    time = 256 * config.hidden + config.hidden**2
+    return float(blocks + modulations * config.hidden**2 + patches + time)
+
+
+def _block_multiply_adds(config: DiTConfig, tokens: int) -> int:
+    attention = config.heads * config.head_width
+    layers = {"gelu": 2, "swiglu": 3}[config.mlp]
+    return tokens * (4 * config.hidden * attention + layers * config.hidden * config.inner + 2 * tokens * attention)
+
+
+def _patch_multiply_adds(config: DiTConfig) -> tuple[int, int]:
+    """Per patch: of the layer that takes the noisy latents, and of the one behind it."""
+    pixels, narrow = config.patch**2 * config.channels, config.patch_bottleneck
+    return (pixels * narrow, narrow * config.hidden) if narrow else (pixels * config.hidden, 0)
 
 
 def _input_multiply_adds(config: DiTConfig) -> float:
-    return float(config.hidden * (config.size**2 * config.channels + 256))
+    return float(config.side**2 * _patch_multiply_adds(config)[0] + 256 * config.hidden)
 
 
-def _published(config: DiTConfig) -> PublishedClass:
+def _published(config: DiTConfig) -> PublishedClass | None:
+    if config.options:
+        return None
     return PublishedClass(
         owner="the published DiT",
         call=f"DiT(input_size={config.size}, patch_size={config.patch}, in_channels={config.channels}, "
@@ -52,12 +67,17 @@ def _published(config: DiTConfig) -> PublishedClass:
 
 
 def _buffers(config: DiTConfig) -> dict[str, Tensor]:
-    return {_POSITIONS: position_table(config.hidden, config.size // config.patch)}
+    return {_POSITIONS: position_table(config.hidden, config.side)} if config.positions == "sincos" else {}
+
+
+def _tables(config: DiTConfig) -> frozenset[str]:
+    return frozenset(_ANGLES) if config.rotary else frozenset()
 
 
 def _check_published(path: Path, names: Collection[str], buffers: Mapping[str, Tensor]) -> None:
     refuse_repa(path, names)
     _check_positions(path, buffers)
+    _check_angles(path, buffers)
 
 
 def _check_positions(path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -77,6 +97,32 @@ def _check_positions(path: Path, weights: Mapping[str, Tensor]) -> None:
         )
 
 
+def _check_angles(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights that were trained with other angles of the rotation than those of ``rotary_table``."""
+    for name in sorted(_ANGLES & weights.keys()):
+        table, sine = weights[name].float(), name.endswith("sin")
+        ours = _angles_like(table, sine) if table.dim() == 2 and table.shape[1] % 4 == 0 else None
+        if ours is None or not torch.allclose(table, ours, rtol=0, atol=_ROUNDED):
+            raise ConfigError(
+                f"{path}: its {name}, of shape {tuple(table.shape)}, is not that of neighbouring channels that turn by "
+                "the row, then the column, with the base 10,000, as --model.rotary does; give weights that were "
+                "trained with it"
+            )
+
+
+def _angles_like(table: Tensor, sine: bool) -> Tensor | None:
+    """Return the cosines or sines of a grid of this size, ``[tokens, d]``, the channels of a pair alike; None: no grid.
+
+    It begins with the tokens that are not turned, as ``table`` does; the first patch is not turned, either.
+    """
+    still = (table - (0 if sine else 1)).abs().amax(1) < _ROUNDED
+    further = int(still.long().cumprod(0).sum()) - 1
+    side = math.isqrt(len(table) - further) if further >= 0 else 0
+    if side**2 + further != len(table):
+        return None
+    return rotary_table(side, table.shape[1], further)[int(sine)].repeat_interleave(2, dim=1)
+
+
 DIT = ModelFamily(
     config=DiTConfig,
     build=_build,
@@ -86,6 +132,7 @@ DIT = ModelFamily(
     fp8_block=Fp8DiTBlock,
     subject=lambda config: "A class-conditional diffusion transformer",
     published=_published,
+    options=lambda config: config.options,
     script_format="dit-training",
     formats={
         "diffusers": "fastdiff.export.diffusers_dit:DIFFUSERS",
@@ -93,5 +140,6 @@ DIT = ModelFamily(
         "dit-training": "fastdiff.export.original_checkpoint:DIT_TRAINING",
     },
     buffers=_buffers,
+    tables=_tables,
     check_published=_check_published,
 )

@@ -7,12 +7,15 @@ product writes it, in both passes (``fastdiff_kernels.fp8``). Without gradients 
 """
 
 from typing import Any
+from typing import cast as typed
 
 import torch
 from torch import Tensor, nn
 
+from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.models.delayed_scales import GRADIENT, INPUT, WEIGHT, Forms, LayerScales
-from fastdiff.models.dit.network import NORM_EPS, DiTBlock
+from fastdiff.models.dit.block import DiTBlock
+from fastdiff.models.dit.mlp import Mlp
 from fastdiff_kernels.fp8.adaln import gate_backward, gated_norm, gated_norm_backward, norm, norm_backward
 from fastdiff_kernels.fp8.cast import cast
 from fastdiff_kernels.fp8.gelu import gelu, gelu_backward
@@ -21,6 +24,8 @@ from fastdiff_kernels.fp8.products import input_gradient, output, weight_gradien
 from fastdiff_kernels.fp8.values import Kept, folded
 from fastdiff_kernels.names import AttentionBackend
 from fastdiff_kernels.packed_attention import attended, projected
+
+_NORM_EPS = 1e-6
 
 
 class Fp8DiTBlock(DiTBlock):
@@ -32,15 +37,29 @@ class Fp8DiTBlock(DiTBlock):
     @staticmethod
     def layers(block: DiTBlock) -> tuple[list[nn.Linear], list[nn.Linear]]:
         """Return the layers that multiply in FP8, before the attention and behind it."""
-        return [block.attn.qkv], [block.attn.proj, block.mlp.fc1, block.mlp.fc2]
+        mlp = typed(Mlp, block.mlp)
+        return [block.attn.qkv], [block.attn.proj, mlp.fc1, mlp.fc2]
 
     @staticmethod
     def rows(block: DiTBlock) -> int:
         """Return the tokens per sample."""
         return block.attn.length
 
-    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
-        """``tokens [B, T, D], condition [B, D] -> [B, T, D]``."""
+    @staticmethod
+    def problem(config: DiTConfig) -> str | None:
+        """Return what the blocks of a network have that those in FP8 lack; None: nothing."""
+        options = config.options
+        return f"blocks in FP8 are those of the published DiT, this network has {options}" if options else None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        condition: Tensor,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        first_value: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``tokens [B, T, D], condition [B, D] -> [B, T, D]``; ``problem`` excludes the other arguments."""
         if not torch.is_grad_enabled():
             return super().forward(tokens, condition)
         width, heads, backend = tokens.shape[2], self.attn.heads, self.attn.backend
@@ -64,7 +83,7 @@ class _NormAndProduct(torch.autograd.Function):
         ctx: Any, tokens: Tensor, modulations: Tensor, weight: Tensor, bias: Tensor, units: Tensor, probe: Tensor,
         forms: Forms, heads: int, backend: AttentionBackend,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        normed = norm(tokens, modulations, NORM_EPS, units[0, INPUT], forms.operand)
+        normed = norm(tokens, modulations, _NORM_EPS, units[0, INPUT], forms.operand)
         w = cast(weight, units[0, WEIGHT], forms.weight)
         qkv = output(normed.y, w, bias).view(*tokens.shape[:2], 3, heads, -1)
         maxima = folded([normed.y.maxima, w.maxima])
@@ -102,7 +121,7 @@ class _AfterAttention(torch.autograd.Function):
         ]
         x = cast(mixed.flatten(0, 1), proj[INPUT], forms.operand)
         branch = output(x, weights[0]).view_as(tokens)
-        normed = gated_norm(tokens, branch, b_proj, modulations, NORM_EPS, fc1[INPUT], forms.operand)
+        normed = gated_norm(tokens, branch, b_proj, modulations, _NORM_EPS, fc1[INPUT], forms.operand)
         u = output(normed.y, weights[1], b_in)  # [B * T, 4D]
         inner = gelu(u, fc2[INPUT], forms.operand)
         last = output(inner, weights[2]).view_as(tokens)

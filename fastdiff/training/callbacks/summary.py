@@ -88,7 +88,8 @@ def closing(state: TrainState, loss: float | None) -> str:
     if model.low_res_size:
         picture = ["--npz", f"{folder.name}.npz", "--low-res", "SMALL.npz"]
     family = family_of(model)
-    forms = family.adapter_formats if state.config.lora.rank else (family.script_format,)
+    whole = "safetensors" if family.options(model) else family.script_format
+    forms = family.adapter_formats if state.config.lora.rank else (whole,)
     own = file_of(model.kind)
     code = ["--plugin", own.text] if own is not None else []
     lines.append(f"  {shlex.join(['fastdiff', 'sample', str(folder), *code, *condition, *picture])}")

@@ -84,7 +84,7 @@ from fastdiff_bench.emission import fake_gpu
 fake_gpu.install(90)
 from fastdiff_bench.emission import network
 from fastdiff.config.networks.dit import DiTConfig
-from fastdiff.models.dit.network import PatchEmbed
+from fastdiff.models.embeddings import PatchEmbed
 straight = PatchEmbed.forward
 PatchEmbed.forward = lambda self, x: straight(self, x).transpose(1, 2).contiguous().transpose(1, 2)
 emission = network.emit(DiTConfig(depth=2, hidden=128, heads=2), 4, 90)
