@@ -30,11 +30,13 @@ class Reading:
     """Returns the text to read, by the tokenizer and the caption."""
     dropped: Callable[[Any], range] = _nothing
     """Returns the positions of tokens that are read but not returned, beyond ``tokens``."""
-    layer: int = -1
-    """Hidden state that is returned, counted from the last one; the last one is after the last norm."""
+    layers: tuple[int, ...] = (-1,)
+    """Hidden states that are returned, joined on channels: 0 is before the first layer, -1 after the last norm."""
+    attends_padding: bool = False
+    """Whether the model attends to padding as to tokens."""
     masked: bool = True
-    """Whether the model attends to the tokens of the caption alone, and a mask marks them; otherwise captions are
-    padded to the maximum, and padding is read and returned as tokens are."""
+    """Whether a mask marks the tokens of the caption; otherwise captions are padded to the maximum, and what the model
+    makes of padding is returned, too."""
 
 
 class LanguageModel:
@@ -113,8 +115,8 @@ class LanguageModel:
         for number, row in enumerate(rows):
             ids[number, : len(row)] = row
         mask = torch.arange(longest, device=self._device) < lengths[:, None]  # [N, longest]
-        attended = {"attention_mask": mask.long()} if reading.masked else {}
-        states = self._states(ids.to(self._device), reading.layer, attended)
+        attended = {} if reading.attends_padding else {"attention_mask": mask.long()}
+        states = self._states(ids.to(self._device), reading.layers, attended)
         if not reading.masked:
             return {"context": self._kept(states, reading)}
         return {
@@ -122,13 +124,13 @@ class LanguageModel:
             for name, values in (("context", states.masked_fill(~mask[..., None], 0)), ("context_mask", mask))
         }
 
-    def _states(self, ids: Tensor, layer: int, attended: dict[str, Tensor]) -> Tensor:
-        """Return the hidden states of a layer, ``[N, L, D]``."""
-        if layer == -1:
+    def _states(self, ids: Tensor, layers: tuple[int, ...], attended: dict[str, Tensor]) -> Tensor:
+        """Return the hidden states of layers, ``[N, L, D]``, joined on channels."""
+        if layers == (-1,):
             found: Tensor = self._encoder(input_ids=ids, **attended).last_hidden_state
-        else:
-            found = self._encoder(input_ids=ids, output_hidden_states=True, **attended).hidden_states[layer]
-        return found
+            return found
+        states = self._encoder(input_ids=ids, output_hidden_states=True, **attended).hidden_states
+        return torch.cat([states[layer] for layer in layers], dim=-1)
 
     def _kept(self, values: Tensor, reading: Reading) -> Tensor:
         """Return ``[N, L, ...]`` without the positions that the reading drops."""
@@ -156,6 +158,7 @@ def load(
     import transformers
 
     model = pipeline.load_part(getattr(transformers, pipeline.class_of(part)), part, device, dtype)
+    model.config.get_text_config().use_cache = False  # of keys and values, for tokens to come
     return LanguageModel(
         _tokenizer(pipeline, part.replace("text_encoder", "tokenizer")),
         model.base_model,

@@ -1,4 +1,4 @@
-"""Qwen in Z-Image and in Qwen-Image: captions as a user's turn in a chat."""
+"""Qwen in Z-Image, Flux.2 klein and Qwen-Image: captions as a user's turn in a chat."""
 
 from functools import cache, partial
 from typing import Any
@@ -8,11 +8,13 @@ from fastdiff.models.encoders.family import TextEncoderFamily
 from fastdiff.models.encoders.language_model import Reading, load
 
 
-def _as_turn(tokenizer: Any, caption: str) -> str:
-    """Return the caption in the chat template of the tokenizer, with thinking, up to the start of the answer."""
+def _as_turn(tokenizer: Any, caption: str, *, thinking: bool) -> str:
+    """Return the caption in the chat template of the tokenizer, up to the start of the answer."""
     require(bool(tokenizer.chat_template), "the tokenizer of the pipeline has no chat template; download it again")
     turns = [{"role": "user", "content": caption}]
-    text: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=True)
+    text: str = tokenizer.apply_chat_template(
+        turns, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+    )
     return text
 
 
@@ -33,7 +35,8 @@ def _of_template(tokenizer: Any) -> range:
     return range(_template()[1])
 
 
-_THINKING = Reading(tokens=512, text=_as_turn, layer=-2)
+_THINKING = Reading(tokens=512, text=partial(_as_turn, thinking=True), layers=(-2,))
+_PADDED = Reading(tokens=512, text=partial(_as_turn, thinking=False), layers=(9, 18, 27), masked=False)
 _DESCRIBED = Reading(tokens=1024, text=_described, dropped=_of_template)
 
 Z_IMAGE = TextEncoderFamily(
@@ -42,6 +45,13 @@ Z_IMAGE = TextEncoderFamily(
     tokens=_THINKING.tokens,
     conditions=("context", "context_mask"),
     load=partial(load, reading=_THINKING),
+)
+FLUX2_KLEIN = TextEncoderFamily(
+    classes=("Qwen3ForCausalLM",),
+    pipelines=("Flux2KleinPipeline",),
+    tokens=_PADDED.tokens,
+    conditions=("context",),
+    load=partial(load, reading=_PADDED),
 )
 QWEN_IMAGE = TextEncoderFamily(
     classes=("Qwen2_5_VLForConditionalGeneration",),

@@ -25,6 +25,7 @@ _BUILT_IN = (
     "fastdiff.models.encoders.clip:ONE_CLIP",
     "fastdiff.models.encoders.clip:TWO_CLIPS",
     "fastdiff.models.encoders.gemma:SANA",
+    "fastdiff.models.encoders.qwen:FLUX2_KLEIN",
     "fastdiff.models.encoders.qwen:QWEN_IMAGE",
     "fastdiff.models.encoders.qwen:Z_IMAGE",
     "fastdiff.models.encoders.stable_diffusion_3:THREE_ENCODERS",

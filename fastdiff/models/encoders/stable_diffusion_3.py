@@ -13,7 +13,7 @@ from fastdiff.models.encoders.language_model import LanguageModel, Reading, load
 from fastdiff.models.pipeline_files import PipelineFiles
 
 _CLIPS, _T5 = ("text_encoder", "text_encoder_2"), "text_encoder_3"
-_READING = Reading(tokens=256, masked=False)
+_READING = Reading(tokens=256, attends_padding=True, masked=False)
 _CLIP_TOKENS = 77
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3ForCausalLM, Qwen3Model
 
 from fastdiff.batch import from_stored, to_stored
 from fastdiff.config.networks.pretrained import PretrainedConfig
@@ -132,7 +133,7 @@ def test_the_three_encoders_of_stable_diffusion_3(write: Write, tmp_path: Path) 
 def test_qwen_of_z_image(write: Write) -> None:
     import diffusers
 
-    model, tokenizer = double(text_pipelines.qwen3())
+    model, tokenizer = double(text_pipelines.qwen3(Qwen3Model))
     text = text_of(write("ZImagePipeline", text_encoder=(model, tokenizer)))
     published = diffusers.ZImagePipeline(None, None, model, tokenizer, None)
     embeddings, negative = published.encode_prompt([*CAPTIONS], device="cpu")
@@ -141,6 +142,18 @@ def test_qwen_of_z_image(write: Write) -> None:
         assert found["context_mask"][number].tolist() == [True] * len(expected) + [False] * (512 - len(expected))
         torch.testing.assert_close(found["context"][number, : len(expected)], expected, **CLOSE)
     torch.testing.assert_close(null["context"][null["context_mask"]], negative[0], **CLOSE)
+
+
+def test_qwen_of_flux2_klein(write: Write) -> None:
+    import diffusers
+
+    model, tokenizer = double(text_pipelines.qwen3(Qwen3ForCausalLM, layers=28))
+    text = text_of(write("Flux2KleinPipeline", text_encoder=(model, tokenizer)), 200)
+    published = diffusers.Flux2KleinPipeline(None, None, model, tokenizer, None)
+    context, _ = published.encode_prompt([*CAPTIONS], device="cpu", max_sequence_length=200)
+    assert context.shape == (5, 200, 3 * text_pipelines.WIDTH)
+    torch.testing.assert_close(text(CAPTIONS)["context"], context, **CLOSE)
+    assert text.batches(CAPTIONS, 3) == [[0, 1, 2], [3, 4]], "what it makes of padding is returned"
 
 
 def test_qwen_of_qwen_image(write: Write) -> None:

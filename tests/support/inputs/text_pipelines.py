@@ -14,6 +14,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3Model,
     T5Config,
     T5EncoderModel,
@@ -75,13 +76,13 @@ _CHAT = (
 )
 
 
-def qwen3(width: int = WIDTH) -> Part:
-    """Qwen 3, of three layers."""
+def qwen3(kind: type[Qwen3Model | Qwen3ForCausalLM], width: int = WIDTH, layers: int = 3) -> Part:
+    """Qwen 3."""
     config = Qwen3Config(
-        vocab_size=128, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=128, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8,
     )  # fmt: skip
-    return seeded(lambda: Qwen3Model(config)), tokenizer(pad="<|endoftext|>", chat_template=_CHAT)
+    return seeded(lambda: kind(config)), tokenizer(pad="<|endoftext|>", chat_template=_CHAT)
 
 
 def qwen_vl(width: int = WIDTH) -> Part:
