@@ -15,6 +15,7 @@ from fastdiff.batch import from_stored, to_stored
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.sections.data import DataConfig
+from fastdiff.data.encoding import partition
 from fastdiff.data.loading.training_set import check_provenance
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
@@ -240,7 +241,8 @@ def test_shards_hold_the_tokens_and_masks_of_captions(
 ) -> None:
     """The same bytes after an interruption, and for any number of ranks, each of which encodes all in another order."""
     pipeline = write("PixArtSigmaPipeline", text_encoder=text_pipelines.t5())
-    options: dict[str, Any] = {"max_tokens": 40, "dtype": "float32", "samples_per_shard": 10, "batch": 1}
+    options: dict[str, Any] = {"max_tokens": 40, "dtype": "float32", "samples_per_shard": 10, "batch": 2}
+    monkeypatch.setattr(partition, "_TEXT_BATCHES", 2)  # so that a shard has several groups of captions
     said = encode(source, tmp_path / "out", pipeline, **options)
     captions = [CAPTIONS[number % 5] + str(number // 5) for number in range(30)]
     expected = text_of(pipeline, 40)(captions)
