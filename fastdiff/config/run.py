@@ -109,8 +109,8 @@ class RunConfig:
         self.timesteps.check(self.objective)
         require(
             self.model.learn_sigma or not self.objective.learns_variance,
-            f"--objective.variance {self.objective.step_variance} needs a model with twice the output channels: a DiT "
-            "or an ADM UNet with --model.learn_sigma",
+            f"--objective.variance {self.objective.step_variance} needs a model with twice the output channels: a DiT, "
+            "a PixArt or an ADM UNet with --model.learn_sigma",
         )
         require(
             not self.objective.low_res_noise or self.model.low_res_size > 0,

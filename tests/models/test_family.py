@@ -132,7 +132,7 @@ def test_a_process_registers_a_network() -> None:
     assert register(Registered) is Registered
     assert register(Registered) is Registered, "once more is no other one"
     assert networks()["registered"] is Registered
-    assert list(networks())[:3] == ["dit", "unet", "adm", "pixart"]
+    assert list(networks())[:4] == ["dit", "unet", "adm", "pixart"]
     with pytest.raises(ConfigError, match=r"math:pi is a float, expected the ModelFamily"):
         family_of(Registered())
 
@@ -176,7 +176,7 @@ def test_an_installed_network_that_cannot_be_used_is_named(
 ) -> None:
     monkeypatch.syspath_prepend(installed(tmp_path, entry))
     monkeypatch.setattr(network_registry, "_installed", network_registry._installed.__wrapped__)
-    assert list(networks())[:3] == ["dit", "unet", "adm", "pixart"], "it stops only runs that name it"
+    assert list(networks())[:4] == ["dit", "unet", "adm", "pixart"], "it stops only runs that name it"
     with pytest.raises(ConfigError, match=message):
         network_called("toy", "--config x")
 
@@ -225,4 +225,4 @@ def test_a_network_from_another_package_trains_resumes_samples_and_is_exported(
     assert "--format dit is for a DiT, the run has a toy network; use toy or safetensors" in refused.output
     unknown = run_script(COMMAND, "sample", folder, "--grid", grid)
     assert unknown.code != 0
-    assert "model.kind: not a known network, given 'toy'; expected dit, unet, adm, or install" in unknown.output
+    assert "model.kind: not a known network, given 'toy'; expected dit, unet, adm, pixart, or install" in unknown.output

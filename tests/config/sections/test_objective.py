@@ -301,7 +301,9 @@ def test_timesteps_of_another_process_are_refused(
 
 @pytest.mark.parametrize("model", [DiTConfig(), UNetConfig()])
 def test_a_learned_variance_needs_twice_the_output_channels(model: DiTConfig | UNetConfig) -> None:
-    with pytest.raises(ConfigError, match=r"twice the output channels: a DiT or an ADM UNet with --model.learn_sigma$"):
+    with pytest.raises(
+        ConfigError, match=r"twice the output channels: a DiT, a PixArt or an ADM UNet with --model.learn_sigma$"
+    ):
         RunConfig(model=model, objective=DdpmConfig(variance="learned"))
     assert RunConfig(model=DiTConfig(learn_sigma=True), objective=DdpmConfig(variance="learned"))
 
