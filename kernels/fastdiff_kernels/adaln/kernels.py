@@ -185,8 +185,9 @@ def adaln_fwd_kernel(  # type: ignore[no-untyped-def]
         if mean_ptr is not None:
             mean = _row_mean(a, b, D, LANES)
             a, b = a - mean, tl.where(tail < D, b - mean, 0.0)
-            tl.store(mean_ptr + row, mean)
         rstd = tl.rsqrt(_row_mean(a * a, b * b, D, LANES) + eps)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, mean)
         tl.store(rstd_ptr + row, rstd)
         a, b = a * rstd * factor_a + shift_a, b * rstd * factor_b + shift_b
         if y_ptr is not None:
