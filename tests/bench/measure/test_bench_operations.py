@@ -81,7 +81,7 @@ def test_attention_counts_the_products_that_torch_counts(case: Case) -> None:
 @pytest.mark.parametrize("case", [*forms("group_norm"), *forms("adaln"), *forms("adamw8bit")], ids=str)
 def test_least_operations_are_near_those_of_eager(case: Case) -> None:
     for fewest, taken in zip(least(case), counted(case), strict=True):
-        assert 0.8 * fewest <= taken <= 1.5 * fewest
+        assert 0.8 * fewest <= taken <= 1.6 * fewest
 
 
 @pytest.mark.parametrize("case", [*forms("philox"), *forms("noising"), *forms("loss"), *forms("dropout")], ids=str)
