@@ -216,12 +216,14 @@ def tabulate(network: Emission, batch: int) -> str:
 
 
 def rows(preset: str, network: Emission, batch: int) -> Iterator[Measurement]:
-    """Yield the prediction as lines of a record: samples per second by engine and level."""
+    """Yield the prediction as lines of a record: samples per second by engine and level, MFU, times by class."""
     counted = "" if batch == network.batch else f", counted at {network.batch} samples"
     bound = ", by what binds" if network.instructions else ""
     case = f"{preset}, batch {batch}{counted}{bound}, predicted"
     for name in ENGINES:
         for level, value in rates(network, batch, name).items():
             yield Measurement.of("emit", case, name, f"rate at {level}", "samples/s", round(value, 1), "higher")
+    of_peak = rates(network, batch, "flat")["mid"] * network.flops / H200.kind.rates["bf16"]
+    yield Measurement.of("emit", case, "flat", "mfu at mid", "1", round(of_peak, 4), "higher")
     for kind, milliseconds in by_class(network, batch).items():
         yield Measurement.of("emit", case, "flat", f"time of {kind}", "ms", round(milliseconds, 3), "lower")

@@ -7,7 +7,7 @@ A file marks a table with two lines::
 
 The table of that kind, from the records in these folders (relative to the root of the repository), is written between
 them. Kinds: ``peers``, ``readers``, ``reader-speed-ups``, ``kernels``, ``steps``, ``emission``,
-``predictions``, ``objectives``.
+``predictions``, ``predicted-shares``, ``objectives``.
 """
 
 import re
@@ -224,6 +224,22 @@ def _predictions(measurements: Sequence[Measurement]) -> list[Row]:
     return [head, *body] if body else []
 
 
+def _predicted_shares(measurements: Sequence[Measurement]) -> list[Row]:
+    """Tabulate predicted rates and MFU of the flat engine, in the middle, and their shares of those of the first."""
+    head = ("network", "samples/s", "of the first", "MFU", "of the first")
+    found = {
+        case: (of_one["rate at mid"].value, of_one["mfu at mid"].value)
+        for (case, _), of_one in record.by_provider(measurements).items()
+        if "mfu at mid" in of_one
+    }
+    body: list[Row] = []
+    for case, (rate, mfu) in found.items():
+        first_rate, first_mfu = next(iter(found.values()))
+        shares = f"{rate / first_rate:.3f}", f"{mfu / first_mfu:.3f}"
+        body.append((case.split(", ")[0], number(rate), shares[0], f"{100 * mfu:.1f} %", shares[1]))
+    return [head, *body] if body else []
+
+
 def _value(measurement: Measurement | None) -> str:
     return number(measurement.value) if measurement else ""
 
@@ -243,6 +259,7 @@ _KINDS: dict[str, tuple[str, Callable[[Sequence[Measurement]], list[Row]]]] = {
     "kernels": ("op", _kernels),
     "emission": ("emit", _emission),
     "predictions": ("emit", _predictions),
+    "predicted-shares": ("emit", _predicted_shares),
     "objectives": ("objectives", _objectives),
     "steps": ("step", _providers("step time", "throughput", "peak allocated", "peak resident", "mfu", "of matmul")),
 }

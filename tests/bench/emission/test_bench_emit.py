@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from fastdiff_bench.emission.command import PRESETS
 from fastdiff_bench.emission.subject import Subject
 from fastdiff_bench.emission.worker import emitted
 from fastdiff_bench.instructions.bounds import Launched
+from fastdiff_bench.records import readme
 from fastdiff_bench.records.fingerprint import ROOT
-from fastdiff_bench.records.record import RESULTS, Measurement, read_all
+from fastdiff_bench.records.number_format import number
+from fastdiff_bench.records.record import RESULTS, Log, Measurement, read_all
 from tests.support.waiting import LIMIT_S
 
 KEPT = RESULTS / "emission"
@@ -235,6 +238,22 @@ def test_less_copying_and_a_leaner_engine_are_faster() -> None:
     by_engine = [budget.rates(toy, 256, engine)["mid"] for engine in budget.ENGINES]
     assert by_engine == sorted(by_engine)
     assert all(name in budget.tabulate(toy, 256) for name in (*budget.ENGINES, "transposing copies", "optimizer"))
+
+
+def test_predictions_are_set_against_those_of_the_first_network(tmp_path: Path) -> None:
+    """Twice the operations in more time: fewer samples per second, a larger share of the peak."""
+    toy = Emission([block()], 2, 10**9, 300, 1e12, 1e6)
+    with Log(tmp_path / "emit.jsonl") as log:
+        log.write(*budget.rows("dit", toy, 256), *budget.rows("dit mlp=swiglu", replace(toy, flops=2e12), 256))
+    text = readme.rendered("<!-- bench: predicted-shares . -->\n<!-- end bench -->\n", tmp_path)
+    first, second = (line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| dit"))
+    assert (first[0], first[2], first[4]) == ("dit", "1.000", "1.000")
+    rate = budget.rates(toy, 256, "flat")["mid"]
+    assert first[1] == number(round(rate, 1))
+    assert float(first[3].rstrip(" %")) == pytest.approx(100 * rate * 1e12 / 989e12, abs=0.06)
+    assert second[0] == "dit mlp=swiglu"
+    assert 0.5 < float(second[2]) < 1 < float(second[4]) < 2
+    assert float(second[4]) == pytest.approx(2 * float(second[2]), abs=2e-3)
 
 
 def counted(programs: int = 1056) -> Launched:
