@@ -84,6 +84,10 @@ class Gpu:
         """Dense operations per second in 16 bits, by which MFU is counted; None: the table has no such rate."""
         return self.rates.get("bf16", self.rates.get("fp16"))
 
+    def mfu(self, flops_per_s: float) -> float | None:
+        """Return the share of ``peak`` that the operations of one GPU take; None: there is no peak."""
+        return flops_per_s / self.peak if self.peak else None
+
     @property
     def copy_rate(self) -> float:
         """Bytes per second of a large copy."""

@@ -16,6 +16,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import ConfigError
+from fastdiff.models.cost.flops import run_flops
 from fastdiff.models.cost.memory import Setup, setup_of
 from fastdiff.models.kernel_choice import compiles
 from fastdiff.planning.calibration import Basis
@@ -73,6 +74,16 @@ class Planned:
     def hours(self, samples: int) -> Interval:
         """Return the hours for this many samples."""
         return self.images_per_s.under(samples / 3600)
+
+    def gpu_hours(self, samples: int) -> float:
+        """Return the hours of all GPUs together for this many samples; middle."""
+        return self.option.gpus.count * self.hours(samples).middle
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the dense 16-bit rate that the network's products take; None: the table has no such rate."""
+        kind = self.option.gpus.kind
+        return kind.mfu(run_flops(self.config) * self.images_per_s.middle / self.option.gpus.count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,11 +44,13 @@ def figures(planned: Planned, samples: int, price: float | None) -> dict[str, An
         "limit": planned.time.limit,
         "days": asdict(hours * (1 / 24)),
         "time": in_words(3600 * hours.middle),
+        "gpu_hours": planned.gpu_hours(samples),
+        "mfu": planned.mfu,
         "kwh": watts(planned) * hours.middle / 1000,
         "basis": planned.basis.words,
     }
     if price is not None:
-        found["price"] = price * option.gpus.count * hours.middle
+        found["price"] = price * planned.gpu_hours(samples)
     return found
 
 
@@ -80,6 +82,7 @@ def text(
     samples: int,
     price: float | None,
     launch: Launch,
+    reports: Sequence[str] = (),
     room: int | None = None,
 ) -> Iterator[str]:
     """Yield the lines of a plan.
@@ -91,6 +94,7 @@ def text(
         samples: of the run.
         price: per GPU and hour, or None.
         launch: command line of the run.
+        reports: the cost of the run as its authors report it.
         room: columns of the terminal, if it is one.
     """
     yield heading
@@ -103,6 +107,9 @@ def text(
         for one in refused:
             options = f"{one.options} options " if one.options > 1 else ""
             yield f"  {one.gpus.name}: {options}{one.reason}"
+    if reports:
+        yield ""
+        yield from reports
     yield ""
     if not best:
         remedy = "give more or larger GPUs by --gpus, or a smaller network"

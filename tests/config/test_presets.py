@@ -17,6 +17,7 @@ from fastdiff.models.build import build_model
 
 DIT = [f"dit-{letter.lower()}-{patch}-256" for letter in DIT_SIZES for patch in DIT_PATCHES]
 PUBLISHED = [*DIT, "sit-xl-2-256"]
+IMAGENET = ["lightningdit-xl-1-256"]
 
 # Millions, as table 4 of Peebles & Xie 2023 has them: without the embedding of positions, which has no gradient.
 TABLE_4 = {
@@ -57,7 +58,7 @@ def test_an_unknown_name_leads_to_those_that_begin_with_it_or_to_the_nearest() -
 
 
 def test_these_are_the_presets() -> None:
-    assert sorted(PRESETS) == sorted([*PUBLISHED, *OTHERS])
+    assert sorted(PRESETS) == sorted([*PUBLISHED, *IMAGENET, *OTHERS])
     assert len(DIT) == 12
 
 
@@ -99,14 +100,29 @@ def test_a_published_run_is_that_of_the_papers(name: str) -> None:
         assert objective.convention == "sit", "published weights get the time that they were trained with"
 
 
+def test_lightningdit_is_trained_as_its_configuration_says() -> None:
+    """lightningdit_xl_vavae_f16d32.yaml, its train.py and transport."""
+    config = preset("lightningdit-xl-1-256")
+    assert (config.steps, config.batch.samples, config.data.random_flip) == (80_000, 1024, True)
+    assert config.optim == AdamWConfig(lr=2e-4, betas=(0.9, 0.95), weight_decay=0.0, clip=0.0)
+    assert (config.optim.schedule, config.optim.warmup_steps) == ("constant", 0)
+    assert (config.ema.rates, config.ema.warmup) == ((0.9999,), False)
+    objective = config.objective
+    assert isinstance(objective, FlowConfig)
+    assert (objective.path, objective.predicted, objective.convention) == ("linear", "flow", "sit")
+    assert (objective.cosine_weight, objective.condition_dropout, objective.weighted) == (1.0, 0.1, "none")
+    assert config.timesteps == TimestepConfig(density="logit_normal"), "mean 0, deviation 1, and no shift in training"
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_says_its_command_and_its_result(name: str) -> None:
     text = inspect.getdoc(PRESETS[name]) or ""
     assert f"--preset {name}" in text or f"make demo-{name.removeprefix('digits-')}" in text
     assert re.search(r"Measured \(bench/results/|Not measured (yet|here)\.", text)
     assert max(map(len, text.splitlines())) <= 120
-    if name in PUBLISHED:
+    if name in (*PUBLISHED, *IMAGENET):
         assert re.search(r"arXiv:\d{4}\.\d{5}", text)
+    if name in PUBLISHED:
         assert "--ema.power_stds 0.05 0.1" in text
     if name in DIT:
         _, letter, patch, _ = name.split("-")

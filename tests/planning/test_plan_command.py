@@ -11,7 +11,9 @@ from PIL import Image
 from fastdiff.cli.main import main
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.command_line.train_flags import parse
+from fastdiff.config.presets import preset
 from fastdiff.durations import in_words
+from fastdiff.models.cost.flops import run_flops
 from fastdiff.planning import gpus
 from fastdiff.planning.options import OF_STAGE
 from tests.planning.test_memory import resident
@@ -33,7 +35,7 @@ def test_the_table_says_what_fits_why_others_fall_out_and_how_to_start(capsys: p
     said = plan(capsys, *DIT, "--gpus", "8xH100", "1xT4", "8xV100", "--price", "2.5", "--seed", "3")
     assert resident("VmHWM") - before < 300e6
     lines = said.splitlines()
-    assert "674.8 M parameters, bf16, 102,400,000 samples in 400,000 steps of 256" in lines[0]
+    assert "674.8 M parameters, 712 GFLOP per image, bf16, 102,400,000 samples in 400,000 steps of 256" in lines[0]
     assert lines[2].split()[-3:] == ["time", "kWh", "price"]
     assert lines[3].startswith("8xH100")
     assert "1xT4: has no bf16, has fp32, fp16; change --performance.precision bf16" in said
@@ -60,6 +62,23 @@ def test_json_has_the_same_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert held < first["peak_gib"] < first["room_gib"]
 
 
+def test_the_hours_of_the_authors_stand_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """80 H800-hours are 284 images/s and GPU; at 712 GFLOP per image that is 20.5 % of 989 TFLOP/s."""
+    recipe = ("--preset", "lightningdit-xl-1-256", "--data.path", "", "--gpus", "8xH100")
+    fast = ("--batch.micro", "128", "--deepspeed_config", "ddp", "--optim.name", "adamw8bit")
+    said = plan(capsys, *recipe, *fast)
+    assert "reported: 80 H800-hours for 81,920,000 samples, MFU 20.5%\n  README of " in said
+    found = json.loads(plan(capsys, *recipe, *fast, "--json"))
+    (report,), (first, *_) = found["reported"], found["options"]
+    assert (report["gpu"], report["gpu_hours"], report["mfu"]) == ("H800", 80, pytest.approx(0.2045, abs=1e-3))
+    assert first["gpu_hours"] == pytest.approx(8 * 24 * first["days"]["middle"])
+    rate = first["images_per_s"]["middle"] / 8
+    assert first["mfu"] == pytest.approx(found["network"]["flops_per_image"] * rate / 989.4e12)
+    assert f"planned: {first['gpu_hours']:.3g} H100-hours for 81,920,000 samples, MFU {first['mfu']:.1%}\n" in said
+    other = json.loads(plan(capsys, *recipe, *fast, "--model.depth", "2", "--json"))
+    assert other["reported"] == [], "of another network"
+
+
 def test_a_login_that_is_missing_is_told_beside_the_plan(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +99,9 @@ def test_a_lora_is_counted_apart_from_the_weights_that_it_is_added_to(capsys: py
     few = ("--preset", "sd15-lora", "--performance.recompute", "--batch.micro", "1")
     found = json.loads(plan(capsys, *few, "--gpus", "8xH100", "--json"))
     trained, frozen = 3_188_736, 859_520_964
-    assert found["network"] == {"kind": "unet", "trained": trained, "frozen": frozen}
+    assert found["network"] == {
+        "kind": "unet", "trained": trained, "frozen": frozen, "flops_per_image": run_flops(preset("sd15-lora")),
+    }  # fmt: skip
     assert {option["optimizer"] for option in found["options"]} == {"adamw"}
     memory = found["options"][0]["memory_gib"]
     assert memory["masters"] == pytest.approx(4 * trained / 2**30)
@@ -94,7 +115,7 @@ def test_a_lora_is_told_in_the_heading_and_smaller_if_quantised(capsys: pytest.C
     few = ("--preset", "dit-s-8-256", *start, "--batch.micro", "1", "--performance.recompute", "--gpus", "1xH100")
     packed = ("--lora.quantize", "4bit")
     heading = plan(capsys, *few, *packed).splitlines()[0]
-    assert "LoRA of rank 16, 0.44 M trained and 33.1 M frozen parameters, its large matrices in 4bit, bf16" in heading
+    assert "LoRA of rank 16, 0.44 M trained and 33.1 M frozen parameters, its large matrices in 4bit, " in heading
     sizes = [json.loads(plan(capsys, *few, *more, "--json"))["options"][0]["memory_gib"] for more in ((), packed)]
     assert sizes[1]["weights"] < 0.8 * sizes[0]["weights"]
     trained = 442_368

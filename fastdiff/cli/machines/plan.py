@@ -72,12 +72,13 @@ def add(commands: Subcommands) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     from fastdiff.config.command_line.train_flags import parse
     from fastdiff.config.trackers import warn_of_problems
-    from fastdiff.planning import gpus, options, table
+    from fastdiff.planning import gpus, options, reported, table
 
     if arguments.picture is not None:
         require_output(arguments.picture)
     launch, config = parse(arguments.flags, arguments.own)
     with live_line.during("importing torch ..."):
+        from fastdiff.models.cost.flops import run_flops
         from fastdiff.models.load import with_local_shape
     config = with_local_shape(config)
     known = gpus.known() if arguments.gpu_file is None else gpus.read(arguments.gpu_file)
@@ -93,16 +94,21 @@ def _plan(arguments: argparse.Namespace) -> None:
     best.sort(key=lambda planned: -planned.images_per_s.middle)
     if arguments.json:
         found = {
-            "network": {"kind": config.model.kind, "trained": network.trained, "frozen": network.frozen},
+            "network": {
+                "kind": config.model.kind, "trained": network.trained, "frozen": network.frozen,
+                "flops_per_image": run_flops(config),
+            },
             "options": [table.figures(one, config.samples, arguments.price) for one in best],
             "not_possible": [{"gpus": one.gpus.name, "reason": one.reason} for one in refused],
+            "reported": reported.figures(config, launch.preset),
             "command": table.command(best[0], launch) if best else None,
-        }
+        }  # fmt: skip
         print(json.dumps(found, indent=2))
     else:
         heading = _heading(config, network)
         room = columns(sys.stdout)
-        show("\n".join(table.text(heading, best, refused, config.samples, arguments.price, launch, room)))
+        reports = list(reported.lines(config, launch.preset, best))
+        show("\n".join(table.text(heading, best, refused, config.samples, arguments.price, launch, reports, room)))
     if any(sanitize.argument(word) != word for word in launch.argv):
         write_line(f"fastdiff: warning: {sanitize.LEFT_OUT}")
     warn_of_problems(config.output.report_to)
@@ -113,6 +119,8 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _heading(config: RunConfig, network: Network) -> str:
+    from fastdiff.models.cost.flops import run_flops
+
     counted = f"{_millions(network.trained)} parameters"
     if config.lora.rank:
         stored = "" if config.lora.quantize == "none" else f", its large matrices in {config.lora.quantize}"
@@ -121,7 +129,7 @@ def _heading(config: RunConfig, network: Network) -> str:
             f"{_millions(network.frozen)} frozen parameters{stored}"
         )
     return (
-        f"{config.model.title}, {counted}, {config.performance.precision}, "
+        f"{config.model.title}, {counted}, {_giga(run_flops(config))} per image, {config.performance.precision}, "
         f"{config.samples:,} samples in {config.steps:,} steps of {config.batch.samples}"
     )
 
@@ -129,6 +137,10 @@ def _heading(config: RunConfig, network: Network) -> str:
 def _millions(parameters: int) -> str:
     millions = parameters / 1e6
     return f"{millions:.1f} M" if millions >= 1 else f"{millions:.2g} M"
+
+
+def _giga(flops: float) -> str:
+    return f"{flops / 1e12:.3g} TFLOP" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP"
 
 
 def _network(config: RunConfig) -> Network:

@@ -9,7 +9,7 @@ from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.optimizers.adamw import AdamWConfig
-from fastdiff.config.presets import digits, iddpm, pixart, small_images
+from fastdiff.config.presets import digits, iddpm, imagenet, pixart, small_images
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import DataConfig, ValidationConfig
@@ -217,6 +217,7 @@ PRESETS: dict[str, Preset] = {
     "pixart-256": pixart.pixart_256,
     "dit-small-images": small_images.dit_small_images,
     "sit-xl-2-256": sit_xl_2_256,
+    "lightningdit-xl-1-256": imagenet.lightningdit_xl_1_256,
     "iddpm-imagenet64": iddpm.imagenet64,
     "iddpm-imagenet64-cond": iddpm.imagenet64_cond,
     "iddpm-cifar10": iddpm.cifar10,
@@ -245,11 +246,14 @@ def described_presets() -> dict[str, str]:
 
 
 def encode_command(name: str | None, path: str) -> str:
-    """Return the command that makes the data set of a preset, or of any run, at ``path``."""
+    """Return the command that makes the data set of a preset, or of any run, at ``path``, behind those it needs."""
+    before: list[str] = []
     for line in (inspect.getdoc(PRESETS[name]) or "").splitlines() if name in PRESETS else []:
         words = line.split()
+        if words[:2] == ["fastdiff", "convert"]:
+            before.append(line.strip())
         if words[:2] == ["fastdiff", "encode"]:
-            return shlex.join([*words[:3], path, *words[4:]])
+            return " && ".join([*before, shlex.join([*words[:3], path, *words[4:]])])
         if words[:1] == ["make"]:
             return line.strip()
     return shlex.join(["fastdiff", "encode", "IMAGES", path])

@@ -5,6 +5,7 @@ inputs, which need no gradient. (The "119 Gflops" of the DiT paper for XL/2 are 
 """
 
 from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.models.family import family_of
 
 
@@ -26,6 +27,17 @@ def training_flops(config: ModelConfig, *, adapter: bool = False, dream: bool = 
         dream: whether DREAM's estimate costs another forward pass.
     """
     return (3.0 - adapter + dream) * forward_flops(config) - 2.0 * family_of(config).input_multiply_adds(config)
+
+
+def run_flops(config: RunConfig, model: ModelConfig | None = None) -> float:
+    """Return the operations of a training step of a run on one sample, without recomputation.
+
+    Args:
+        config: of the run.
+        model: its network for samples of another size; None: at its own.
+    """
+    dream = config.objective.takes_two_passes
+    return training_flops(config.model if model is None else model, adapter=config.lora.rank > 0, dream=dream)
 
 
 def self_attention_multiply_adds(width: int, positions: int) -> int:

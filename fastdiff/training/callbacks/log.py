@@ -14,7 +14,7 @@ import torch
 from fastdiff.console import log
 from fastdiff.json_lines import Record
 from fastdiff.models.compile_clock import compiled
-from fastdiff.models.cost.flops import training_flops
+from fastdiff.models.cost.flops import run_flops
 from fastdiff.models.kernel_choice import compiles
 from fastdiff.planning.gpus import of_device
 from fastdiff.progress import Every
@@ -197,7 +197,5 @@ def _flops(state: TrainState) -> float:
     total = 0.0
     for shard in info.shards:
         height, width = info.buckets[shard.bucket] if info.buckets else info.latent.shape[1:]
-        model = config.model.at_size(height, width)
-        step = training_flops(model, adapter=config.lora.rank > 0, dream=config.objective.takes_two_passes)
-        total += step * shard.samples / info.samples
+        total += run_flops(config, config.model.at_size(height, width)) * shard.samples / info.samples
     return total
