@@ -6,7 +6,7 @@ imports no torch, so that ``--help`` is fast.
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from fastdiff.conditions import require_shapes, require_sources
@@ -171,6 +171,16 @@ class RunConfig:
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
         return self.samples // self.batch.samples
+
+    @property
+    def drawn_levels(self) -> TimestepConfig:
+        """Distribution of the noise levels, with the time shift as a number."""
+        return replace(self.timesteps, shift=self.time_shift)
+
+    @property
+    def time_shift(self) -> float:
+        """Time shift of the training, and of sampling unless that is given another."""
+        return self.timesteps.time_shift(self.model.channels * self.model.size**2)
 
 
 def texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -21,6 +21,13 @@ def logit_normal(u: Tensor, mean: float, std: float) -> Tensor:
     return _below_one(torch.sigmoid(mean + std * _normal(u)))
 
 
+def truncated_logit_normal(u: Tensor, mean: float, std: float, edge: float, kept: tuple[float, float]) -> Tensor:
+    """Return levels t of ``logit_normal``, given that they are in [edge, 1 - edge]; ``kept``: its quantiles there."""
+    low, high = kept
+    # Rounding may pass the ends.
+    return logit_normal(low + (high - low) * u, mean, std).clamp(edge, 1.0 - edge)
+
+
 def mode(u: Tensor, scale: float) -> Tensor:
     """Return levels t in [0, 1) of the heavy-tailed density (ibid.), for ``scale`` from -1 to 2 / (pi - 2).
 

@@ -2,7 +2,13 @@
 
 Lipman et al. 2023 (arXiv:2210.02747); Ma et al. 2024, SiT (arXiv:2401.08740); Esser et al. 2024, Stable Diffusion 3
 (arXiv:2403.03206). The direction of time is that of Stable Diffusion 3; SiT's t is 1 - t here. Only the network's time
-input and the sign of its velocity follow ``FlowConfig.convention``; the loss is the same in both.
+input and the sign of its velocity follow ``FlowConfig.convention``; the loss is the same in all.
+
+Prediction x0 has the loss of the velocity (Li & He 2025, JiT, arXiv:2511.13720). Of ``z = alpha x0 + sigma noise``
+follows ``velocity = (sigma' z - d x0) / sigma`` with ``d = sigma' alpha - sigma alpha'``, which is 1 on the linear
+path. Both the true and the predicted velocity are divided by ``max(sigma, velocity_floor)`` instead, so the loss is
+``(d / max(sigma, velocity_floor))^2`` times the squared error of x0. A sampler follows the clamped velocity as well:
+below the floor a step from sigma to 0 covers the part ``sigma / velocity_floor`` of the way to the predicted x0.
 """
 
 import math
@@ -13,9 +19,6 @@ from torch import Tensor
 from fastdiff.config.sections.objective import FlowConfig, FlowPath
 from fastdiff.diffusion.levels import ALPHA, SIGMA, Levels, noise_per_error, rows, snr_weights
 
-TIME_SCALE = 1000.0
-"""Time input of the model per t in Stable Diffusion 3: its time embedding is made for values up to 1000."""
-
 _BETA_MIN, _BETA_MAX = 0.1, 20.0
 """Ends of beta on the vp path (Song et al. 2021, arXiv:2011.13456, appendix C)."""
 
@@ -25,16 +28,16 @@ class Flow:
 
     interval: tuple[float, float]
     """Range of t; as in SiT it leaves out the ends where coefficients or weights are infinite. The vp path starts at
-    1e-5 (sigma' is infinite at 0). The other paths leave out 1e-3 at both ends for epsilon and score prediction. With
-    ``sigma_sqrt`` t starts at 1e-3, the smallest of the 1000 levels of Stable Diffusion 3, because the mean of sigma^-2
-    over (0, 1) is infinite."""
+    1e-5 (sigma' is infinite at 0). The other paths leave out 1e-3 at both ends for epsilon and score prediction, and
+    for x0 unless its loss is the clamped velocity's. With ``sigma_sqrt`` t starts at 1e-3, the smallest of the 1000
+    levels of Stable Diffusion 3, because the mean of sigma^-2 over (0, 1) is infinite."""
 
     def __init__(self, config: FlowConfig) -> None:
-        self._path, self._prediction, self._sit = config.path, config.predicted, config.convention == "sit"
-        self._weighting, self._gamma = config.weighted, config.min_snr_gamma
+        self._path, self._prediction, self._time = config.path, config.predicted, config.time
+        self._weighting, self._gamma, self._floor = config.weighted, config.min_snr_gamma, config.velocity_floor
         if config.path == "vp":
             self.interval = (1e-5, 1.0)
-        elif config.predicted != "flow":
+        elif config.predicted != "flow" and (config.predicted, config.weighted) != ("x0", "velocity"):
             self.interval = (1e-3, 1.0 - 1e-3)
         else:
             self.interval = (1e-3 if config.weighted == "sigma_sqrt" else 0.0, 1.0)
@@ -48,24 +51,36 @@ class Flow:
         """Return one row per ``[B]`` t."""
         alpha, sigma, alpha_slope, sigma_slope = interpolant(self._path, native)
         zero, one = torch.zeros_like(native), torch.ones_like(native)
-        if self._prediction == "flow":
-            target_x0, target_noise = (-alpha_slope, -sigma_slope) if self._sit else (alpha_slope, sigma_slope)
-        else:
-            target_x0, target_noise = zero, (one if self._prediction == "epsilon" else -1.0 / sigma)
+        determinant = sigma * alpha_slope - alpha * sigma_slope
+        clamped = None
+        match self._prediction:
+            case "flow":
+                towards = 1.0 if self._time.to_noise else -1.0
+                target_x0, target_noise = towards * alpha_slope, towards * sigma_slope
+            case "x0":
+                target_x0, target_noise = one, zero
+                floored = sigma.clamp(min=self._floor)
+                # The x0 whose exact velocity is the clamped one of the prediction.
+                clamped = torch.stack([sigma, sigma_slope / determinant * (floored - sigma), floored], dim=1)  # [B, 3]
+            case "epsilon":
+                target_x0, target_noise = zero, one
+            case _:
+                target_x0, target_noise = zero, -1.0 / sigma
         table = rows(alpha=alpha, sigma=sigma, target_x0=target_x0, target_noise=target_noise)
         log_snr = 2.0 * (alpha.log() - sigma.log())
         # At sigma = 0 the SNR is infinite, so that min_snr and soft_min_snr are correctly 0.
-        weights = self._weights(table, (alpha / sigma) ** 2, sigma * alpha_slope - alpha * sigma_slope)
+        weights = self._weights(table, (alpha / sigma) ** 2, determinant)
         row = torch.arange(len(native), device=native.device)
-        time = 1.0 - native if self._sit else TIME_SCALE * native
-        return Levels(time, row, table, weights, log_snr, depth=native)
+        time = self._time.at_data + (self._time.at_noise - self._time.at_data) * native
+        return Levels(time, row, table, weights, log_snr, depth=native, clamped=clamped)
 
     def _weights(self, table: Tensor, snr: Tensor, determinant: Tensor) -> Tensor:
         """Return the weights ``[B]`` of the squared error of the prediction.
 
         ``velocity`` and ``likelihood`` are (g / sigma)^2 and g / sigma^2 for the error of the noise, where
         g = sigma sigma' - sigma^2 alpha' / alpha (Ma et al. 2024, as in the code of SiT). For score prediction, as
-        in SiT, every weighting, also ``none``, applies to the error of sigma times the score.
+        in SiT, every weighting, also ``none``, applies to the error of sigma times the score. ``velocity`` for x0 is
+        that of the module's docstring.
 
         Args:
             table: ``[B, 4]``.
@@ -80,6 +95,8 @@ class Flow:
                 return sigma**-2
             case "cosmap":
                 return 2.0 / (math.pi * (1.0 - 2.0 * sigma + 2.0 * sigma**2))
+            case "velocity" if self._prediction == "x0":
+                return (determinant / sigma.clamp(min=self._floor)) ** 2
             case "velocity":
                 return (determinant / alpha) ** 2 * noise_per_error(table)
             case "likelihood":

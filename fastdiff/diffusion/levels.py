@@ -40,10 +40,25 @@ class Levels:
     values in every process; -inf for pure noise, inf without noise."""
     depth: Tensor
     """``[R]`` fp32 in [0, 1]: progress towards pure noise in the units of the process (t / T; t; quantile of sigma)."""
+    clamped: Tensor | None = None
+    """``[R, 3]``, ``clean_factors`` of a prediction whose velocity is clamped (``Flow``); None: those of the rows."""
 
     def coefficient(self, column: int) -> Tensor:
         """Return ``[B, 1, 1, 1]`` fp32: ``ALPHA``, ``SIGMA``, ``TARGET_X0`` or ``TARGET_NOISE`` of each sample."""
         return self.table[self.row, column].view(-1, 1, 1, 1)
+
+    def clean_factors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the factors by which a sampler converts a prediction to x0.
+
+        Returns:
+            p, q and r, ``[B]`` float64: ``x0 = (p * prediction - q * input) / r``. r is 0 where the prediction does not
+            determine x0.
+        """
+        if self.clamped is not None:
+            p, q, r = self.clamped[self.row].double().unbind(dim=1)
+            return p, q, r
+        rows = self.table[self.row].double()
+        return rows[:, SIGMA], rows[:, TARGET_NOISE], determinant(rows)
 
 
 class Process(Protocol):
@@ -68,7 +83,9 @@ def determinant(table: Tensor) -> Tensor:
 
 def clean_per_error(table: Tensor) -> Tensor:
     """Return x0 error per prediction error of ``[R, 4]`` rows ``-> [R]``, signed; infinite for a determinant of 0."""
-    return table[:, SIGMA] / determinant(table)
+    # For b = 0 (x0 prediction) sigma cancels: it may be 0 (clean data).
+    of_clean_alone = 1.0 / table[:, TARGET_X0]
+    return torch.where(table[:, TARGET_NOISE] == 0, of_clean_alone, table[:, SIGMA] / determinant(table))
 
 
 def noise_per_error(table: Tensor) -> Tensor:

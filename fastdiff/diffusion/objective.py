@@ -53,7 +53,7 @@ class Objective:
         posterior: whether the batches hold mean and std of a posterior, which is then sampled.
         dtype: dtype of the noisy latents. A model that first casts its input to this dtype gets the same values from
             fewer bytes.
-        timesteps: distribution of the noise levels; None: uniform.
+        timesteps: distribution of the noise levels, with the time shift as a number; None: uniform.
         batch_samples: samples of an optimizer step, over which stratified levels are spread.
         low_res_size: height and width of the model's low-resolution input; 0: none.
         own_loss: the user's loss of ``config.plugin``; None: the squared error.

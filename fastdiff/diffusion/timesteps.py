@@ -167,14 +167,15 @@ def build_timesteps(
     batch_samples: int,
     device: torch.device | str,
 ) -> Timesteps:
-    """Return the sampler for ``config``, which has been checked against ``objective``."""
+    """Return the sampler for ``config``, which has been checked against ``objective`` and has its shift as a number."""
     density = config.of(objective)
     shares = Shares(seed, batch_samples if config.stratified else None, device)
     if density == "log_normal":
         return Timesteps(shares, lambda share: process.draw(share).float())
     if not isinstance(process, Ddpm):
-        time = _time(config, density)
-        return Timesteps(shares, lambda share: process.draw(densities.shift(time(share), config.shift)).float())
+        time, shift = _time(config, density), config.shift
+        assert not isinstance(shift, str)
+        return Timesteps(shares, lambda share: process.draw(densities.shift(time(share), shift)).float())
     if density == "importance":
         return Importance(shares, len(process.table), device)
     if density in ("earlier", "later", "range"):
@@ -196,6 +197,9 @@ def _time(config: TimestepConfig, density: Density) -> Level:
     """Return the map from shares to t in [0, 1) for a density of ddpm or flow."""
     if density == "logit_normal":
         mean, std = config.mean or 0.0, 1.0 if config.std is None else config.std
+        edge, kept = config.truncation, config.kept()
+        if edge:
+            return lambda share: densities.truncated_logit_normal(share, mean, std, edge, kept)
         return lambda share: densities.logit_normal(share, mean, std)
     if density == "mode":
         return lambda share: densities.mode(share, config.mode_scale)

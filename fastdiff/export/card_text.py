@@ -11,7 +11,7 @@ from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.config.sections.objective import PREDICTION_TYPES, DdpmConfig, FlowConfig, ObjectiveConfig, Prediction
 from fastdiff.models.family import PublishedClass, family_of
-from fastdiff.models.pretrained.sit_transport import transport
+from fastdiff.models.pretrained.transport import sampler
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -116,16 +116,14 @@ def conventions(model: ModelConfig, objective: ObjectiveConfig, *, diffusers: bo
         rescaled = objective.rescale_timesteps and objective.timesteps != 1000
         time = f"\nIts time input is t * 1000 / {objective.timesteps} (`rescale_timesteps`), not the timestep t.\n"
         return (time if rescaled else "") + _returned(objective.predicted, where, published, diffusers)
-    returned = {"flow": "the velocity dx/dt", "epsilon": "the noise", "score": "the score"}
+    returned = {"flow": "the velocity dx/dt", "x0": "x0", "epsilon": "the noise", "score": "the score"}
     use = f"the sampler that comes with {published.sampler} cannot use it"
     if isinstance(objective, FlowConfig):
-        time, returns = "x and 1000 t (t = 0: the data, 1: noise)", returned.get(objective.predicted)
+        time, returns = f"x and {objective.time.words}", returned.get(objective.predicted)
     else:
         time, returns = "c_in x and ln(sigma) / 4", "F of the denoiser c_skip x + c_out F (Karras et al. 2022)"
-    if theirs := transport(objective):
-        time = "x and t (t = 0: noise, 1: the data)"
-    if theirs and not diffusers:  # their network returns an object, and SiT's sampler takes a tensor
-        use += f', that of SiT can: `create_transport("{theirs["path_type"]}", "{theirs["prediction"]}")`'
+    if (theirs := sampler(objective)) and not diffusers:  # their network returns an object, and samplers take a tensor
+        use += f", {theirs}"
     return f"\nIts inputs are {time}; it returns {returns}{where}: {use}.\n"
 
 

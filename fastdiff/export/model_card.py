@@ -115,7 +115,7 @@ def _metadata(exported: Exported, dtype: str) -> dict[str, object]:
     config = exported.config
     weights = f"{exported.weights.description}, in {dtype}"
     if exported.saved is None:  # of its training no more is known
-        known = objective_facts(config.objective, config.timesteps)
+        known = objective_facts(config.objective, config.drawn_levels)
         return {"Noise": known["Noise"], "Prediction": known["Prediction"], "Weights": weights}
     manifest, optim = exported.saved.manifest, config.optim
     pretrained, lora = config.pretrained, config.lora
@@ -132,7 +132,7 @@ def _metadata(exported: Exported, dtype: str) -> dict[str, object]:
         "Samples per step": config.batch.samples,
         "Optimizer": f"{optim.name}, {_options(optim)}, clipped at {optim.clip:g}",
         "Learning rate": f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of warm-up",
-        **objective_facts(config.objective, config.timesteps),
+        **objective_facts(config.objective, config.drawn_levels),
         **({"Latents": _LATENTS} if statistics_in(manifest) is not None else {}),
         "Precision": config.performance.precision,
         "Weights": weights,
@@ -166,7 +166,7 @@ def objective_facts(objective: ObjectiveConfig, timesteps: TimestepConfig) -> di
 
 
 def _of_process(objective: ObjectiveConfig) -> tuple[str, str, str, str]:
-    """Process, variance, loss and cosine distance, in words."""
+    """Process, what the prediction has besides its name, loss and cosine distance, in words."""
     match objective:
         case DdpmConfig():
             terminal = ", zero terminal SNR" if objective.zero_terminal_snr else ""
@@ -174,8 +174,10 @@ def _of_process(objective: ObjectiveConfig) -> tuple[str, str, str, str]:
             return steps, f", {objective.variance} variance", objective.loss, ""
         case FlowConfig():
             cosine = f", cosine distance times {objective.cosine_weight:g}" if objective.cosine_weight else ""
-            convention = ", time and velocity of SiT" if objective.convention == "sit" else ""
-            return f"flow matching, {objective.path} path{convention}", "", "mse", cosine
+            owner = objective.time.owner
+            convention = f", time and velocity of {owner}" if owner else ""
+            floor = f", velocity clamped at sigma {objective.velocity_floor:g}" if objective.predicted == "x0" else ""
+            return f"flow matching, {objective.path} path{convention}", floor, "mse", cosine
         case EdmConfig():
             return f"EDM, sigma of the data {objective.sigma_data:g}", "", "mse", ""
 
@@ -196,7 +198,8 @@ def _drawn(drawn: TimestepConfig, objective: ObjectiveConfig) -> str:
     details = {
         f"mean {mean:g}, standard deviation {std:g}": density in _NORMAL,
         f"scale {drawn.mode_scale:g}": density == "mode",
-        f"shift {drawn.shift:g}": drawn.shift != 1.0,
+        f"truncated to {drawn.truncation:g} from its ends": drawn.truncation,
+        f"shift {drawn.shift if isinstance(drawn.shift, str) else f'{drawn.shift:g}'}": drawn.shift != 1.0,
         f"{drawn.bias_multiplier:g} times as often": density in ("earlier", "later", "range"),
         f"{drawn.bias_portion:g} of them": density in ("earlier", "later"),
         f"{biased.start} to {biased.stop}": density == "range",

@@ -28,7 +28,7 @@ from fastdiff.export.card_text import Place, load_pickle
 from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.weights import ExportedWeights, exported_weights
 from fastdiff.models.family import family_of
-from fastdiff.models.pretrained.sit_transport import transport
+from fastdiff.models.pretrained.transport import transport
 from fastdiff.sanitize import address
 
 

@@ -25,8 +25,8 @@ from fastdiff.models.lora import add_lora
 from fastdiff.models.pipeline_files import readable, tensors_of
 from fastdiff.models.pretrained.pickles import load_published
 from fastdiff.models.pretrained.pipeline import Pretrained
-from fastdiff.models.pretrained.sit_transport import check_transport
 from fastdiff.models.pretrained.training_state import read_published_training
+from fastdiff.models.pretrained.transport import check_transport
 
 
 def pretrained(config: PretrainedConfig) -> Pretrained:

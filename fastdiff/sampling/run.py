@@ -207,7 +207,7 @@ class Run:
                 "--cfg-channels out"
             )
         clip = autoencoder_of(self.config) == IDENTITY if sampler.clip is None else sampler.clip
-        shift = self.config.timesteps.shift if sampler.shift is None else sampler.shift
+        shift = self.config.time_shift if sampler.shift is None else sampler.shift
         return replace(sampler, cfg=cfg, clip=clip, shift=shift)
 
     def sample(

@@ -151,7 +151,7 @@ def _plan(
 ) -> dict[str, Any]:
     """Collect everything that determines the bytes, except versions and hardware."""
     how = asdict(sampler)
-    if sampler.shift == run.config.timesteps.shift:
+    if sampler.shift == run.config.time_shift:
         del how["shift"]  # the checkpoint determines it
     return {
         "checkpoint": run.digest,

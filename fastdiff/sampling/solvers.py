@@ -7,7 +7,7 @@ always ``T // steps``, is thereby exact for any number of steps.
 One form serves every process. The model sees ``alpha * x0 + sigma * noise``; divided by ``sqrt(alpha^2 + sigma^2)``
 it is variance preserving with ``abar = alpha^2 / (alpha^2 + sigma^2)``, the form that the solvers expect. Nothing is
 lost, because their steps depend on the SNR alone (Karras et al. 2022, arXiv:2206.00364, section 3). The coefficients
-of its level convert a prediction to x0 (``fastdiff.diffusion.levels``).
+of its level convert a prediction to x0 (``Levels.clean_factors``).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from fastdiff.batch import Condition
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, ObjectiveConfig, Variance
 from fastdiff.config.sections.sampler import SamplerConfig
-from fastdiff.diffusion.levels import ALPHA, SIGMA, TARGET_NOISE, Process, determinant
+from fastdiff.diffusion.levels import ALPHA, SIGMA, Process
 from fastdiff.diffusion.processes import build_process
 from fastdiff.errors import ConfigError
 from fastdiff.progress_bar import Bar
@@ -154,8 +154,8 @@ def _trajectory(objective: ObjectiveConfig, sampler: SamplerConfig) -> _Trajecto
     levels = process.levels(native)
     rows = levels.table[levels.row].double()
     alpha, sigma = rows[:, ALPHA], rows[:, SIGMA]
-    total, per_x0 = alpha**2 + sigma**2, determinant(rows)
-    if (per_x0 == 0).any():
+    total, clean = alpha**2 + sigma**2, levels.clean_factors()
+    if (clean[2] == 0).any():
         assert isinstance(objective, DdpmConfig)  # the other processes exclude such levels
         raise ConfigError(
             f"the last level of the {objective.schedule} schedule is pure noise, where a prediction of "
@@ -164,7 +164,6 @@ def _trajectory(objective: ObjectiveConfig, sampler: SamplerConfig) -> _Trajecto
     time = levels.time if levels.time.dtype == torch.int64 else levels.time.float()
     gaps = native.diff(prepend=native.new_tensor([-1])).tolist()
     predicts_step = [objective.predicted == "previous_x" and gap == 1 for gap in gaps]
-    clean = sigma, rows[:, TARGET_NOISE], per_x0
     return _Trajectory(time, alpha**2 / total, total.sqrt(), clean, predicts_step)
 
 

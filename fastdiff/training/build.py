@@ -341,7 +341,7 @@ def _build_objective(config: RunConfig, reader: Data, model: Model, world: World
         inputs=model.inputs,
         posterior=reader.info.kind == "posterior",
         dtype=kernel_choice.DTYPES[config.performance.precision],
-        timesteps=config.timesteps,
+        timesteps=config.drawn_levels,
         batch_samples=config.batch.samples,
         low_res_size=config.model.low_res_size,
         own_loss=own_loss,

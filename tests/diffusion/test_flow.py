@@ -1,6 +1,7 @@
-"""Flow matching: against SiT's and SD3's own equations in float64 NumPy, and against diffusers where it has them."""
+"""Flow matching: against the equations of SiT, SD3 and JiT in float64, and against diffusers where it has them."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
@@ -13,7 +14,9 @@ from torch import Tensor
 from fastdiff.batch import Batch
 from fastdiff.config.deepspeed import resolve
 from fastdiff.config.sections.objective import FlowConfig, FlowPath
+from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.diffusion.flow import Flow
+from fastdiff.diffusion.levels import clean_per_error
 from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import ConfigError
 from fastdiff.models.dit.network import DiT
@@ -21,6 +24,7 @@ from fastdiff.models.embeddings import TimestepEmbedder, timestep_sinusoids
 from fastdiff.models.unet.blocks import TimestepEmbedding
 from fastdiff.parallel.world import World
 from fastdiff.rng import Stream, normal
+from fastdiff.sampling.run import Run
 from tests.support.runs import launch, losses, tiny, train_losses
 
 SEED = 3
@@ -34,8 +38,10 @@ SIT = [
     for weighting in ("none", "velocity", "likelihood")
     if prediction != "flow" or weighting == "none"
 ]
+CLEAN = [(path, "x0", weighting) for path in PATHS for weighting in ("velocity", "none", "min_snr", "soft_min_snr")]
 EVERY = [
     *SIT,
+    *CLEAN,
     *(
         (path, prediction, kind)
         for path, prediction, weighting in SIT
@@ -105,6 +111,8 @@ def weighted_losses(
         weight = sigma**-2 if weighting == "sigma_sqrt" else 2 / (np.pi * (1 - 2 * sigma + 2 * sigma**2))
         return squared(np.sqrt(weight) * (guess - (noise - clean)))
     noisy = alpha * clean + sigma * noise
+    if prediction == "x0":
+        return clean_losses(path, weighting, t, clean, noisy, guess)
     if prediction == "flow":  # of alpha x + sigma n = noisy and alpha' x + sigma' n = -guess
         told = (-guess * alpha - alpha_slope * noisy) / (alpha * sigma_slope - alpha_slope * sigma)
     else:
@@ -113,6 +121,28 @@ def weighted_losses(
         snr, gamma = (alpha / sigma) ** 2, 5.0
         weight = np.minimum(1, gamma / snr) if weighting == "min_snr" else gamma / (snr + gamma)
     return squared(np.sqrt(weight) * (told - noise))
+
+
+def clean_losses(
+    path: str,
+    weighting: str,
+    t: np.ndarray,
+    clean: np.ndarray,
+    noisy: np.ndarray,
+    guess: np.ndarray,
+    floor: float = 0.05,
+) -> np.ndarray:
+    """Loss of a model that predicts x0: of the velocities of both, each divided by at least ``floor``, as in JiT."""
+    alpha, alpha_slope, sigma, sigma_slope = plan(path, t[:, None, None, None])
+    if weighting == "velocity":
+        turn = alpha_slope * sigma - alpha * sigma_slope  # 1 on the linear path
+        true, told = ((turn * x + sigma_slope * noisy) / np.maximum(sigma, 0.05) for x in (clean, guess))
+        if path == "linear":
+            np.testing.assert_allclose(true, (clean - noisy) / np.maximum(1 - alpha, 0.05), rtol=0, atol=1e-12)
+        return squared(told - true)
+    snr = (alpha / sigma) ** 2
+    weight = {"none": 1.0, "min_snr": np.minimum(snr, 5.0), "soft_min_snr": 5 * snr / (snr + 5)}[weighting]
+    return squared(np.sqrt(weight) * (guess - clean))
 
 
 @pytest.mark.parametrize(("path", "prediction", "weighting"), EVERY)
@@ -129,7 +159,8 @@ def test_input_and_loss_are_those_of_the_equations(path: Any, prediction: Any, w
     noise = normal(SEED, Stream.NOISE, batch.position, SHAPE).double().numpy()
     alpha, _, sigma, _ = plan(path, exact[:, None, None, None])
     np.testing.assert_allclose(corruption.noisy, alpha * clean + sigma * noise, rtol=0, atol=3e-6)
-    oracle = sit_losses if weighting in ("none", "velocity", "likelihood") else weighted_losses
+    by_sit = prediction != "x0" and weighting in ("none", "velocity", "likelihood")
+    oracle = sit_losses if by_sit else weighted_losses
     expected = oracle(path, prediction, weighting, exact, clean, noise, guess.double().numpy())
     assert np.isfinite(expected).all()
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE * 1e-3)
@@ -177,12 +208,44 @@ def test_nothing_that_is_drawn_is_infinite(path: Any, prediction: Any, weighting
         ({"path": "vp"}, (1e-5, 1.0)),
         ({"path": "vp", "prediction": "score"}, (1e-5, 1.0)),
         ({"weighting": "sigma_sqrt"}, (1e-3, 1.0)),
+        ({"prediction": "x0"}, (0.0, 1.0)),
+        ({"prediction": "x0", "weighting": "none"}, (1e-3, 1 - 1e-3)),
     ],
 )
 def test_the_ends_are_those_of_sit(options: dict[str, Any], interval: tuple[float, float]) -> None:
     """Its check_interval with the train_eps of its create_transport, in our direction of time."""
     process = objective(**options).process
     assert process.draw(torch.tensor([0.0, 1.0])).tolist() == pytest.approx(interval, rel=1e-6)
+
+
+@pytest.mark.parametrize("floor", [0.05, 0.3])
+def test_a_predicted_image_is_trained_as_by_jit(floor: float) -> None:
+    """Time, input, loss and gradient, in its own time; two of the levels are below the floor."""
+    ours = objective(prediction="x0", convention="sit", velocity_floor=floor)
+    t = torch.tensor([0.0, 0.1, 0.5, 0.9, 0.96, 0.995, 1.0], dtype=torch.float64)
+    batch = batch_of(len(t))
+    corruption = ours.add_noise(batch, native=(1 - t).float())
+    torch.testing.assert_close(corruption.time.double(), t, rtol=0, atol=1e-7)
+    guess = torch.randn(len(t), *SHAPE, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    found = ours.loss(guess, batch, corruption)
+    (gradient,) = torch.autograd.grad(found.sum(), guess)
+
+    x, e = batch.latents.double(), normal(SEED, Stream.NOISE, batch.position, SHAPE).double()
+    told, at = guess.detach().double().requires_grad_(), t.view(-1, 1, 1, 1)
+    z = at * x + (1 - at) * e
+    torch.testing.assert_close(corruption.noisy.double(), z, rtol=0, atol=3e-6)
+    rate = (1 - at).clamp(min=floor)
+    expected = ((told - z) / rate - (x - z) / rate).square().mean(dim=(1, 2, 3))
+    (slope,) = torch.autograd.grad(expected.sum(), told)
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE, atol=0)
+    torch.testing.assert_close(gradient.double(), slope, rtol=TOLERANCE, atol=TOLERANCE * float(slope.abs().max()))
+    assert ours.process.levels((1 - t).float()).weights.max() == pytest.approx(floor**-2)
+
+
+def test_the_error_of_a_predicted_image_is_its_own_at_every_level() -> None:
+    """Validation reports it, also for clean data."""
+    levels = objective(prediction="x0").process.levels(torch.tensor([0.0, 1e-6, 0.5, 1.0]))
+    assert torch.equal(clean_per_error(levels.table), torch.ones(4))
 
 
 def test_the_linear_path_is_that_of_diffusers() -> None:
@@ -278,6 +341,21 @@ def test_a_bf16_network_gets_the_exact_time(world: World, digits: Path, tmp_path
         assert torch.equal(of_model, drawn)
         assert torch.equal(of_embedder, drawn)
     assert all(math.isfinite(value) for value in losses(tmp_path / "run"))
+
+
+def test_a_shift_by_the_latents_is_that_number_in_training_and_sampling(
+    world: World, digits: Path, tmp_path: Path
+) -> None:
+    """The digits have 1 x 8 x 8 elements: sqrt(64 / 4096) is 1/8."""
+    found = {}
+    for shift in ("latent", 0.125, 1.0):
+        folder = tmp_path / str(shift)
+        config = tiny(digits, folder, steps=2, objective=FlowConfig(), timesteps__shift=shift)
+        train_losses(world, replace(config, output=replace(config.output, checkpoint_every=2)), launch(1))
+        found[shift] = losses(folder), Run(folder).decided(SamplerConfig()).shift
+    assert found["latent"] == found[0.125]
+    assert found["latent"][1] == 0.125
+    assert found[1.0][0] != found[0.125][0]
 
 
 def test_the_cast_of_the_time_is_refused(digits: Path, tmp_path: Path) -> None:

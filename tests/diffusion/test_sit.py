@@ -1,4 +1,4 @@
-"""SiT's convention of time and velocity: against its transport in float64, and the names that its trainings record."""
+"""Conventions of SiT and REPA: against their transports in float64, and the names that their trainings record."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -32,6 +32,7 @@ from fastdiff.sampling.solvers import sample
 MODEL = DiTConfig(depth=2, hidden=16, heads=2, patch=2, size=8, channels=2, classes=3, learn_sigma=True)
 SHAPE = (MODEL.channels, MODEL.size, MODEL.size)
 SIT = FlowConfig(convention="sit")
+REPA = FlowConfig(convention="repa")
 LABELS = torch.tensor([0, 1, 2, 1])
 
 
@@ -96,6 +97,58 @@ def test_input_time_and_loss_of_training_are_those_of_its_transport(path: FlowPa
     torch.testing.assert_close(ours.loss(output, batch, corruption), expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("path", ["linear", "gvp"])
+def test_repa_has_the_time_and_the_velocity_of_noise(path: FlowPath) -> None:
+    """Unscaled t, 1 is noise, v = d(alpha x + sigma e) / dt; on the linear path noise - data."""
+    config = FlowConfig(path=path, convention="repa", condition_dropout=0.0)
+    ours = Objective(config, seed=3, null={}, device="cpu")
+    data = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(2))
+    batch = Batch(data, torch.arange(5), {"label": LABELS[torch.arange(5) % 4]})
+    t = torch.tensor([0.05, 0.3, 0.5, 0.8, 0.97], dtype=torch.float64)
+    corruption = ours.add_noise(batch, native=t.float())
+    torch.testing.assert_close(corruption.time, t.float(), rtol=0, atol=0)
+
+    x, e, at = data.double(), normal(3, Stream.NOISE, batch.position, SHAPE).double(), t.view(-1, 1, 1, 1)
+    angle = torch.pi / 2 * at
+    if path == "linear":
+        point, velocity = (1 - at) * x + at * e, e - x
+    else:
+        point = angle.cos() * x + angle.sin() * e
+        velocity = torch.pi / 2 * (angle.cos() * e - angle.sin() * x)
+    torch.testing.assert_close(corruption.noisy.double(), point, rtol=0, atol=3e-6)
+    with torch.no_grad():
+        output = network()(corruption.noisy, corruption.time, **corruption.condition)[:, : SHAPE[0]]
+    output.requires_grad_()
+    found = ours.loss(output, batch, corruption)
+    expected = (output.detach().double() - velocity).square().mean(dim=(1, 2, 3))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+    (gradient,) = torch.autograd.grad(found.sum(), output)
+    slope = 2 * (output.detach().double() - velocity) / velocity[0].numel()
+    torch.testing.assert_close(gradient.double(), slope, rtol=1e-5, atol=1e-5 * float(slope.abs().max()))
+
+
+@pytest.mark.parametrize("steps", [1, 4, 50])
+def test_sampling_a_predicted_image_follows_the_clamped_velocity(steps: int) -> None:
+    """JiT's Euler steps: the last of 50 starts at sigma 0.02 and goes 0.02 / 0.05 of the way to the prediction."""
+    model, starts = network(), []
+
+    def observed(noisy: Tensor, time: Tensor, label: Tensor) -> Tensor:
+        starts.append(noisy)
+        found: Tensor = model(noisy, time, label)
+        return found
+
+    images = drawn(observed, FlowConfig(convention="sit", prediction="x0"), steps)
+    z = starts[0].double()
+    for number in range(steps):
+        t = number / steps
+        with torch.no_grad():
+            x = model(z.float(), torch.full((len(z),), t), LABELS)[:, : SHAPE[0]].double()
+        z = z + (x - z) / max(1 - t, 0.05) / steps
+    assert float((z - starts[0]).abs().max()) > 0.1
+    torch.testing.assert_close(images, z.float(), rtol=1e-4, atol=1e-4)
+    assert (steps == 50) == (not torch.allclose(images, x.float(), rtol=1e-3, atol=1e-3))
+
+
 @pytest.mark.parametrize("steps", [1, 4, 50])
 def test_sampling_is_an_euler_integration_in_its_own_time(steps: int) -> None:
     """On the linear path a step of DDIM is a step of Euler."""
@@ -123,8 +176,12 @@ def test_a_network_of_one_convention_serves_the_other_with_its_time_and_sign_cha
     def as_sd3(noisy: Tensor, time: Tensor, label: Tensor) -> Tensor:
         return -model(noisy, 1 - time / 1000, label)
 
+    def as_repa(noisy: Tensor, time: Tensor, label: Tensor) -> Tensor:
+        return -model(noisy, 1 - time, label)
+
     one, two = drawn(model, SIT, 6, scheduler), drawn(as_sd3, FlowConfig(), 6, scheduler)
     torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(one, drawn(as_repa, REPA, 6, scheduler), rtol=1e-3, atol=1e-3)
 
 
 def drawn(model: Any, objective: ObjectiveConfig, steps: int, scheduler: Any = "ddim") -> Tensor:
@@ -138,6 +195,10 @@ def test_an_exported_training_names_its_transport() -> None:
     arguments = _arguments(preset("sit-xl-2-256"))
     assert (arguments.model, arguments.path_type, arguments.prediction) == ("SiT-XL/2", "Linear", "velocity")
     assert "path_type" not in vars(_arguments(preset("dit-xl-2-256")))
+    arguments = _arguments(replace(preset("sit-xl-2-256"), objective=FlowConfig(path="gvp", convention="repa")))
+    assert (arguments.model, arguments.path_type, arguments.prediction) == ("SiT-XL/2", "cosine", "v")
+    for predicted in (replace(REPA, prediction="epsilon"), replace(SIT, prediction="x0")):
+        assert "path_type" not in vars(_arguments(replace(preset("sit-xl-2-256"), objective=predicted)))
 
 
 # ---- records and files ---------------------------------------------------------------------------------
@@ -154,6 +215,7 @@ def test_a_record_without_the_field_means_the_time_of_sd3() -> None:
 
 
 LINEAR = {"path_type": "Linear", "prediction": "velocity"}
+OF_REPA = {"path_type": "linear", "prediction": "v"}
 SET = "set --objective.process flow --objective.convention sit"
 
 
@@ -173,6 +235,14 @@ SET = "set --objective.process flow --objective.convention sit"
         ({"model": "DiT-XL/2"}, DdpmConfig(), None),
         ({"model": "DiT-XL/2"}, SIT, None),
         (LINEAR, preset("sit-xl-2-256").objective, None),
+        (OF_REPA, REPA, None),
+        (OF_REPA | {"path_type": "cosine"}, replace(REPA, path="gvp"), None),
+        (OF_REPA, SIT, "trained by REPA with path_type linear and prediction v, given --objective.process flow "
+         "--objective.prediction flow --objective.convention sit --objective.path linear; set --objective.process flow "
+         "--objective.convention repa --objective.path linear --objective.prediction flow"),
+        (LINEAR, REPA, f"trained by SiT with path_type Linear and prediction velocity, given --objective.process flow "
+         f"--objective.prediction flow --objective.convention repa --objective.path linear; {SET}"),
+        (LINEAR, replace(SIT, prediction="x0"), "given --objective.process flow --objective.prediction x0"),
     ],
 )  # fmt: skip
 def test_a_training_that_names_its_transport_is_compared_with_the_objective(

@@ -6,11 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import scipy.special
+import scipy.stats
 import torch
 
 from fastdiff.batch import Batch
 from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.sections.timesteps import DENSITIES, TimestepConfig
+from fastdiff.diffusion import densities
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.processes import build_process
 from fastdiff.diffusion.timesteps import Tabulated, Timesteps, build_timesteps, golden_ranks
@@ -151,7 +153,8 @@ def reference(density: str, u: np.ndarray, config: TimestepConfig) -> np.ndarray
         t = u
     elif density == "logit_normal":
         mean, std = config.mean or 0.0, config.std or 1.0
-        t = scipy.special.expit(mean + std * scipy.special.ndtri(u))
+        ends = (scipy.special.logit([config.truncation, 1 - config.truncation]) - mean) / std
+        t = scipy.special.expit(mean + std * scipy.stats.truncnorm.ppf(u, *ends))
     elif density == "mode":
         v = 1 - u
         t = 1 - v - config.mode_scale * (np.cos(np.pi / 2 * v) ** 2 - 1 + v)
@@ -168,6 +171,8 @@ def reference(density: str, u: np.ndarray, config: TimestepConfig) -> np.ndarray
         TimestepConfig(density="uniform", shift=3.0),
         TimestepConfig(density="logit_normal"),
         TimestepConfig(density="logit_normal", mean=-0.5, std=0.7, shift=0.5),
+        TimestepConfig(density="logit_normal", truncation=0.001, shift=math.sqrt(24)),
+        TimestepConfig(density="logit_normal", mean=-1.5, std=2.0, truncation=0.1),
         TimestepConfig(density="mode", mode_scale=0.81),
         TimestepConfig(density="cosmap", shift=3.0),
     ],
@@ -188,6 +193,14 @@ def test_densities_are_quantiles_of_the_share(config: TimestepConfig, stratified
         off = t.numpy() != timestep
         assert off.mean() < 0.01, "only where fp32 rounds over a border"
         np.testing.assert_allclose(1000 * expected[off], t.numpy()[off], atol=1e-3)
+
+
+def test_no_share_leaves_a_truncation() -> None:
+    for mean, std, edge in ((0.0, 1.0, 0.001), (-0.8, 0.8, 0.3), (3.0, 5.0, 0.25)):
+        config = TimestepConfig(density="logit_normal", mean=mean, std=std, truncation=edge)
+        ends = torch.tensor([0.0, 2.0**-32, 1 - 2.0**-24])
+        t = densities.truncated_logit_normal(ends, mean, std, edge, config.kept())
+        assert np.float32(edge) <= t.min() <= t.max() <= np.float32(1 - edge)
 
 
 @pytest.mark.parametrize(("mean", "std"), [(None, None), (-0.4, 1.0)])

@@ -65,6 +65,11 @@ def test_the_card_of_published_recipes() -> None:
          "mse, weighting none, cosine distance times 1"),
         (FlowConfig(), TimestepConfig(density="mode", shift=3.0, stratified=True), "Timesteps",
          "mode, scale 1.29, shift 3, stratified"),
+        (FlowConfig(convention="repa"), UNIFORM, "Noise", "flow matching, linear path, time and velocity of REPA"),
+        (FlowConfig(prediction="x0"), UNIFORM, "Prediction", "x0, velocity clamped at sigma 0.05"),
+        (FlowConfig(prediction="x0"), UNIFORM, "Loss", "mse, weighting velocity"),
+        (FlowConfig(), TimestepConfig(density="logit_normal", truncation=0.001, shift=4.898979), "Timesteps",
+         "logit_normal, mean 0, standard deviation 1, truncated to 0.001 from its ends, shift 4.89898"),
         (DdpmConfig(), TimestepConfig(density="later", bias_multiplier=2.0), "Timesteps",
          "later, 2 times as often, 0.25 of them"),
         (DdpmConfig(), TimestepConfig(density="range", bias_multiplier=2.0, bias_end=100), "Timesteps",
@@ -82,6 +87,8 @@ def test_the_time_that_a_flow_or_edm_model_gets_is_on_the_card(format_: str) -> 
     for given, words in {
         FlowConfig(): "1000 t (t = 0: the data, 1: noise); it returns the velocity dx/dt:",
         FlowConfig(prediction="score"): "returns the score:",
+        FlowConfig(prediction="x0", convention="sit"): "x and t (t = 0: noise, 1: the data); it returns x0:",
+        FlowConfig(convention="repa"): "x and t (t = 0: the data, 1: noise); it returns the velocity dx/dt:",
         EdmConfig(): "c_in x and ln(sigma) / 4; it returns F of the denoiser c_skip x + c_out F",
     }.items():
         card = use_of(RunConfig(objective=given), format_, Place(Path("out")))

@@ -25,6 +25,9 @@ OBJECTIVES = [
         FlowConfig(path=path, prediction=prediction, convention="sit")
         for path, prediction in (("linear", "flow"), ("gvp", "flow"), ("vp", "score"))
     ),
+    # A floor below every level that is visited here: above it the clamped velocity is the velocity.
+    *(FlowConfig(path=path, prediction="x0", velocity_floor=1e-3) for path in ("linear", "gvp", "vp")),
+    FlowConfig(path="gvp", convention="repa"),
     EdmConfig(),
     EdmConfig(sigma_data=1.5),
 ]

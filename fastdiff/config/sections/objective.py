@@ -17,9 +17,9 @@ ScheduleName = Literal[
     "linear", "scaled_linear", "cosine", "sigmoid", "quad", "const", "jsd", "warmup10", "warmup50", "laplace"
 ]
 FlowPath = Literal["linear", "gvp", "vp"]
-FlowConvention = Literal["sd3", "sit"]
+FlowConvention = Literal["sd3", "sit", "repa"]
 DdpmPrediction = Literal["epsilon", "v", "x0", "previous_x"]
-FlowPrediction = Literal["flow", "epsilon", "score"]
+FlowPrediction = Literal["flow", "x0", "epsilon", "score"]
 EdmPrediction = Literal["edm"]
 Prediction = Literal[DdpmPrediction, FlowPrediction, EdmPrediction]
 Variance = Literal["fixed_small", "fixed_large", "learned", "learned_range"]
@@ -36,6 +36,30 @@ PREDICTION_TYPES: dict[Prediction, str] = {
     "flow": "flow_prediction",
 }
 """``prediction_type`` of diffusers' schedulers for each prediction that they support."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeConvention:
+    """Time input of a flow network, and the direction of its velocity."""
+
+    at_data: float
+    """Time input of clean data."""
+    at_noise: float
+    """Time input of pure noise; it is linear in t between the two."""
+    to_noise: bool
+    """Whether the velocity points from data to noise; otherwise from noise to data."""
+    words: str
+    """The time input in words."""
+    owner: str = ""
+    """Published code that a model card names for it; empty: none."""
+
+
+CONVENTIONS: dict[FlowConvention, TimeConvention] = {
+    "sd3": TimeConvention(0.0, 1000.0, True, "1000 t (t = 0: the data, 1: noise)"),
+    "sit": TimeConvention(1.0, 0.0, False, "t (t = 0: noise, 1: the data)", "SiT"),
+    "repa": TimeConvention(0.0, 1.0, True, "t (t = 0: the data, 1: noise)", "REPA"),
+}
+"""Esser et al. 2024 (arXiv:2403.03206), Ma et al. 2024 (arXiv:2401.08740) and Yu et al. 2024 (arXiv:2410.06940)."""
 
 _SCALED_SCHEDULES = ("linear", "quad", "const", "warmup10", "warmup50")
 """Schedules whose last beta is 20 / T."""
@@ -114,10 +138,15 @@ class _OfEveryProcess:
 
     @property
     def weighted(self) -> Weighting:
-        """Weighting; ``auto`` is Min-SNR if its gamma is given, otherwise none."""
+        """Weighting; ``auto`` is Min-SNR if its gamma is given, otherwise the usual one of the prediction."""
         if self.weighting == "auto":
-            return "none" if self.min_snr_gamma is None else "min_snr"
+            return self.usual_weighting if self.min_snr_gamma is None else "min_snr"
         return self.weighting
+
+    @property
+    def usual_weighting(self) -> Weighting:
+        """Weighting of ``auto`` without a gamma of Min-SNR."""
+        return "none"
 
     @property
     def step_variance(self) -> Variance:
@@ -289,26 +318,51 @@ class FlowConfig(_OfEveryProcess):
     as in score SDEs)."""
     convention: FlowConvention = "sd3"
     """Time input and velocity of the network. sd3 (Stable Diffusion 3): 1000 t, where t = 1 is noise, and the velocity
-    from data to noise. sit (SiT, LightningDiT): 1 - t, where 1 is data, and the velocity from noise to data. Weights
-    need the convention that they were trained with; their names and shapes do not show it."""
+    from data to noise. sit (SiT, LightningDiT, JiT): 1 - t, where 1 is data, and the velocity from noise to data. repa
+    (REPA, SR-DiT): t, where 1 is noise, and the velocity from data to noise. Weights need the convention that they were
+    trained with; their names and shapes do not show it."""
     prediction: Literal["auto", FlowPrediction] = "auto"
-    """Prediction target: flow (the velocity), epsilon or score. auto: flow."""
+    """Prediction target: flow (the velocity), x0 (the data: JiT), epsilon or score. auto: flow."""
     weighting: Literal["auto", FlowWeighting] = "auto"
-    """Weight of the squared error by noise level: none, min_snr, soft_min_snr, sigma_sqrt and cosmap (SD3), or velocity
-    and likelihood (SiT, for epsilon and score). auto: min_snr if its gamma is given, otherwise none."""
+    """Weight of the squared error by noise level: none, min_snr, soft_min_snr, sigma_sqrt and cosmap (SD3), velocity
+    (the error of the velocity, for x0, epsilon and score) or likelihood (SiT, for epsilon and score). auto: min_snr if
+    its gamma is given, otherwise velocity for x0 and none for the others."""
+    velocity_floor: float = 0.05
+    """Smallest sigma by which prediction x0 is divided to give the velocity, in the loss and in sampling (Li & He 2025,
+    arXiv:2511.13720)."""
     cosine_weight: float = 0.0
     """Weight of the cosine distance between predicted and true velocity (LightningDiT, which uses 1; flow prediction
     only)."""
 
+    @property
+    def usual_weighting(self) -> Weighting:
+        """The error of the velocity for x0; none for the others."""
+        return "velocity" if self.predicted == "x0" else "none"
+
+    @property
+    def time(self) -> TimeConvention:
+        """Time input of the network and direction of its velocity."""
+        return CONVENTIONS[self.convention]
+
     def _check_own(self) -> None:
+        require(
+            1e-3 <= self.velocity_floor < 1.0,
+            f"--objective.velocity_floor {self.velocity_floor}: at least 0.001 and below 1; 0.05 is usual",
+        )
+        require(
+            self.velocity_floor == 0.05 or self.predicted == "x0",
+            f"--objective.velocity_floor {self.velocity_floor}: --objective.prediction {self.predicted} does not use "
+            "it; set --objective.prediction x0, or --objective.velocity_floor 0.05",
+        )
         require(
             0.0 <= self.cosine_weight < math.inf and (self.cosine_weight == 0 or self.predicted == "flow"),
             f"--objective.cosine_weight {self.cosine_weight}: 0, or above with --objective.prediction flow, because it "
             "compares the directions of velocities",
         )
+        able = {"velocity": ("x0", "epsilon", "score"), "likelihood": ("epsilon", "score")}.get(self.weighted)
         require(
-            self.weighted not in ("velocity", "likelihood") or self.predicted in ("epsilon", "score"),
-            f"--objective.weighting {self.weighting} is for --objective.prediction epsilon or score, given "
+            able is None or self.predicted in able,
+            f"--objective.weighting {self.weighting} is for --objective.prediction {' or '.join(able or ())}, given "
             f"--objective.prediction {self.predicted}",
         )
         require(

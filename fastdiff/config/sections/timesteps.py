@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from statistics import NormalDist
 from typing import Any, Literal
 
 from fastdiff.config.sections.objective import DdpmConfig, FlowConfig, ObjectiveConfig, Process
@@ -24,6 +25,7 @@ _NORMAL: tuple[Density, ...] = ("logit_normal", "log_normal")
 _BIASED: tuple[Density, ...] = ("earlier", "later", "range")
 
 _OF_DENSITY: dict[str, tuple[Density, ...]] = {
+    "truncation": ("logit_normal",),
     "mode_scale": ("mode",),
     "bias_multiplier": _BIASED,
     "bias_portion": ("earlier", "later"),
@@ -31,6 +33,11 @@ _OF_DENSITY: dict[str, tuple[Density, ...]] = {
     "bias_end": ("range",),
 }
 """Fields that only some densities read."""
+
+_BASE_ELEMENTS = 4096
+"""Elements of the latents with shift 1 (Zheng et al. 2025, RAE, arXiv:2510.11690): 4 x 32 x 32, those of SD at 256."""
+_LEAST_KEPT = 0.01
+"""Smallest probability inside a truncation: with less, fp32 shares no longer resolve the density."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +55,14 @@ class TimestepConfig:
     """Mean of logit_normal (None: 0) and log_normal (None: -1.2)."""
     std: float | None = None
     """Standard deviation of logit_normal (None: 1) and log_normal (None: 1.2)."""
+    truncation: float = 0.0
+    """Truncate logit_normal to [truncation, 1 - truncation], before the shift; 0: not at all, 0.001: RiT."""
     mode_scale: float = 1.29
     """Scale of mode."""
-    shift: float = 1.0
-    """Time shift towards noise in flow, shift * t / (1 + (shift - 1) * t): 3 for SD3 at 1024 px."""
+    shift: float | Literal["latent"] = 1.0
+    """Time shift towards noise in flow, shift * t / (1 + (shift - 1) * t): 3 for SD3 at 1024 px. latent: the square
+    root of the latents' elements (--model.channels * --model.size^2) over 4096 (RAE, RiT, SR-DiT). Sampling has the
+    same unless it is given another."""
     bias_multiplier: float = 1.0
     """Factor of the probability of biased timesteps; earlier, later and range need another value than 1."""
     bias_portion: float = 0.25
@@ -77,7 +88,15 @@ class TimestepConfig:
         )
         # Outside this range the quantile function is not monotonic.
         require(-1.0 <= self.mode_scale <= 1.75, f"--timesteps.mode_scale {self.mode_scale}: from -1 to 1.75")
-        require(0 < self.shift < math.inf, f"--timesteps.shift {self.shift}: above 0")
+        require(
+            isinstance(self.shift, str) or 0 < self.shift < math.inf,
+            f"--timesteps.shift {self.shift}: above 0, or latent, which follows from the size of the latents",
+        )
+        require(
+            0.0 <= self.truncation < 0.5,
+            f"--timesteps.truncation {self.truncation}: 0 (none) or above, below 0.5, because t from it to 1 minus it "
+            "is kept",
+        )
         require(0 < self.bias_multiplier < math.inf, f"--timesteps.bias_multiplier {self.bias_multiplier}: above 0")
         require(0 < self.bias_portion <= 1, f"--timesteps.bias_portion {self.bias_portion}: above 0, at most 1")
         require(
@@ -92,11 +111,30 @@ class TimestepConfig:
                 f"--timesteps.{name} {getattr(self, name)} is for --timesteps.density {', '.join(densities)}, given "
                 f"{self.density}; set {back.get(name)}, its default",
             )
+        low, high = self.kept()
+        require(
+            high - low >= _LEAST_KEPT,
+            f"--timesteps.truncation {self.truncation}: only {high - low:.1g} of the draws of logit_normal with "
+            f"--timesteps.mean {self.mean} and --timesteps.std {self.std} are from {self.truncation} to "
+            f"{1 - self.truncation}; truncate less, or move the mean towards 0",
+        )
         require(
             self.density not in _BIASED or self.bias_multiplier != 1.0,
             f"--timesteps.density {self.density} with --timesteps.bias_multiplier 1 is uniform; set the "
             "multiplier to 2 to draw the biased ones twice as often, or the density to uniform",
         )
+
+    def time_shift(self, elements: int) -> float:
+        """Return the time shift for latents with this number of elements, C * H * W."""
+        return math.sqrt(elements / _BASE_ELEMENTS) if isinstance(self.shift, str) else self.shift
+
+    def kept(self) -> tuple[float, float]:
+        """Return the quantiles of logit_normal at both ends of the truncation; 0 and 1 without one."""
+        if not self.truncation:
+            return 0.0, 1.0
+        logits = NormalDist(self.mean or 0.0, 1.0 if self.std is None else self.std)
+        end = math.log((1.0 - self.truncation) / self.truncation)
+        return logits.cdf(-end), logits.cdf(end)
 
     def of(self, objective: ObjectiveConfig) -> Density:
         """Return the density for this objective."""

@@ -18,5 +18,5 @@ def refuse_repa(path: Path, names: Iterable[str]) -> None:
         not found,
         f"{path} is a checkpoint of REPA: it has {min(found, default='')}{more} for its projections to the features of "
         "another encoder, which no network here has; save the weights under 'ema' without projectors.*, with the names "
-        "of REPA's load_legacy_checkpoints, and use that file as a SiT",
+        "of REPA's load_legacy_checkpoints, and use that file as a SiT with --objective.convention repa",
     )

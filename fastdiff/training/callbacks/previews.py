@@ -94,7 +94,7 @@ class PromptImages(Callback):
             SamplerConfig(
                 scheduler="dpmsolver++",
                 steps=steps,
-                shift=config.timesteps.shift,
+                shift=config.time_shift,
                 cfg=config.validation.guidance_scale,
                 clip=False,
                 seed=config.seed,
@@ -171,7 +171,7 @@ class SampleGrid(Callback):
             SamplerConfig(
                 scheduler="dpmsolver++",
                 steps=steps,
-                shift=config.timesteps.shift,
+                shift=config.time_shift,
                 # Guidance needs an unconditional prediction, learned by condition dropout.
                 cfg=config.output.sample_cfg if self._classes(state) and config.objective.condition_dropout else None,
                 clip=may_be_pixels(state.reader.info.provenance.autoencoder, config.model.channels),

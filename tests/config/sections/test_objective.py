@@ -60,6 +60,12 @@ NAN, INF = float("nan"), float("inf")
         ({"p2_gamma": 0.5}, "--objective.weighting auto does not use it"),
         ({"p2_gamma": 0.5, "weighting": "debiased"}, "set --objective.weighting p2, or --objective.p2_gamma 1"),
         ({**FLOW, "weighting": "likelihood"}, "is for --objective.prediction epsilon or score"),
+        ({**FLOW, "weighting": "velocity"}, "is for --objective.prediction x0 or epsilon or score"),
+        ({**FLOW, "prediction": "x0", "weighting": "likelihood"}, "is for --objective.prediction epsilon or score"),
+        ({**FLOW, "prediction": "x0", "weighting": "cosmap"}, "is for the velocity of the linear path"),
+        ({**FLOW, "prediction": "x0", "velocity_floor": 0.0}, "--objective.velocity_floor 0.0: at least 0.001"),
+        ({**FLOW, "prediction": "x0", "velocity_floor": NAN}, "--objective.velocity_floor nan: at least 0.001"),
+        ({**FLOW, "velocity_floor": 0.1}, "--objective.prediction flow does not use it; set --objective.prediction x0"),
         ({**FLOW, "prediction": "score", "weighting": "sigma_sqrt"}, "is for the velocity of the linear path"),
         ({**FLOW, "path": "gvp", "weighting": "cosmap"}, "of the linear path"),
         ({"prediction": "previous_x", "min_snr_gamma": 5.0}, "--objective.weighting min_snr with --objective"),
@@ -93,6 +99,7 @@ OTHERS: list[tuple[Process, str, Any, str]] = [
     ("flow", "dream", True, "ddpm"),
     ("ddpm", "path", "vp", "flow"),
     ("ddpm", "cosine_weight", 1.0, "flow"),
+    ("ddpm", "velocity_floor", 0.1, "flow"),
     ("flow", "sigma_data", 0.9, "edm"),
 ]
 """Process, field that it does not have, value, and the process that has it."""
@@ -252,7 +259,11 @@ def test_processes_that_share_a_field_share_its_default() -> None:
         ({"density": "mode", "mode_scale": 1.8}, "--timesteps.mode_scale 1.8: from -1 to 1.75"),
         ({"density": "mode", "mode_scale": -1.1}, "--timesteps.mode_scale -1.1: from -1 to 1.75"),
         ({"mode_scale": 0.8}, "--timesteps.mode_scale 0.8 is for --timesteps.density mode, given auto"),
-        ({"shift": 0.0}, "--timesteps.shift 0.0: above 0"),
+        ({"shift": 0.0}, "--timesteps.shift 0.0: above 0, or latent, which follows from the size of the latents"),
+        ({"density": "logit_normal", "truncation": 0.5}, "--timesteps.truncation 0.5: 0 (none) or above, below 0.5"),
+        ({"density": "logit_normal", "truncation": NAN}, "--timesteps.truncation nan: 0 (none) or above"),
+        ({"truncation": 0.001}, "--timesteps.truncation 0.001 is for --timesteps.density logit_normal, given auto"),
+        ({"density": "logit_normal", "mean": -9.0, "truncation": 0.1}, "only 5e-12 of the draws of logit_normal with"),
         ({"density": "earlier", "bias_multiplier": 0.0}, "--timesteps.bias_multiplier 0.0: above 0"),
         (
             {"bias_multiplier": 2.0},
@@ -283,6 +294,7 @@ def test_impossible_timesteps_are_refused(given: dict[str, Any], reason: str) ->
         ({}, {"density": "log_normal"}, "--timesteps.density log_normal draws sigma, and --objective.process ddpm has"),
         ({}, {"mean": 0.5}, "--timesteps.mean and --timesteps.std with --objective.process ddpm"),
         ({}, {"shift": 3.0}, "--timesteps.shift 3.0 is for --objective.process flow, given ddpm"),
+        ({}, {"shift": "latent"}, "--timesteps.shift latent is for --objective.process flow, given ddpm"),
         (EDM, {"shift": 3.0}, "--timesteps.shift 3.0 is for --objective.process flow, given edm"),
         ({"timesteps": 500}, {"density": "range", "bias_multiplier": 2.0, "bias_end": 501},
          "--timesteps.bias_begin 0 to --timesteps.bias_end 501: within --objective.timesteps 500"),
@@ -372,3 +384,21 @@ def test_auto_is_explained_by_the_process() -> None:
         assert objective.predicted == predicted
         assert TimestepConfig().of(objective) == DENSITIES[process][0]
     assert (DdpmConfig().weighted, DdpmConfig(min_snr_gamma=5.0).weighted) == ("none", "min_snr")
+
+
+def test_the_weighting_of_a_predicted_image_is_that_of_the_velocity() -> None:
+    assert FlowConfig(prediction="x0").weighted == "velocity"
+    assert FlowConfig(prediction="x0", weighting="none").weighted == "none"
+    assert FlowConfig(prediction="x0", min_snr_gamma=5.0).weighted == "min_snr"
+    assert FlowConfig().weighted == DdpmConfig(prediction="x0").weighted == "none"
+
+
+@pytest.mark.parametrize(("channels", "size", "shift"), [(768, 16, 6.928203), (384, 16, 4.898979), (32, 16, 1.414214)])
+def test_the_time_shift_follows_from_the_latents(channels: int, size: int, shift: float) -> None:
+    """Of RAE, RiT and SR-DiT."""
+    model = DiTConfig(channels=channels, size=size, patch=1)
+    config = RunConfig(model=model, objective=FlowConfig(), timesteps=TimestepConfig(shift="latent"))
+    assert config.time_shift == pytest.approx(shift, rel=1e-6)
+    assert config.drawn_levels == TimestepConfig(shift=config.time_shift)
+    assert from_mapping(as_json(config), "a checkpoint") == config
+    assert replace(config, timesteps=TimestepConfig(shift=3.0)).time_shift == 3.0

@@ -62,6 +62,8 @@ class Gaussian:
         if self.objective.convention == "sit":
             alpha, sigma, a, b = self._path(1 - time.double())
             return (alpha, sigma, -a, -b) if self.objective.predicted == "flow" else (alpha, sigma, a, b)
+        if self.objective.convention == "repa":
+            return self._path(time.double())
         return self._path(time.double() / 1000)
 
     def _path(self, t: Tensor) -> tuple[Any, ...]:
@@ -76,7 +78,8 @@ class Gaussian:
             sigma = (1 - alpha**2).sqrt()
             rate = 0.1 + 19.9 * t
             slopes = -rate / 2 * alpha, rate / 2 * alpha**2 / sigma
-        return alpha, sigma, *{"flow": slopes, "epsilon": (0, 1), "score": (0, -1 / sigma)}[self.objective.predicted]
+        targets = {"flow": slopes, "x0": (1, 0), "epsilon": (0, 1), "score": (0, -1 / sigma)}
+        return alpha, sigma, *targets[self.objective.predicted]
 
     def _edm(self, time: Tensor) -> tuple[Any, ...]:
         sigma, data = (4 * time.double()).exp(), self.objective.sigma_data
