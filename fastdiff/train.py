@@ -41,6 +41,7 @@ from typing import Any
 from fastdiff.cluster.preflight.single_node import check_files, check_if_requested
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.command_line import train_flags
+from fastdiff.config.presets.departures import departure
 from fastdiff.console import log, quieten, write_line
 from fastdiff.errors import FastdiffError, is_lost_connection, report
 from fastdiff.exit_message import say_once
@@ -92,6 +93,8 @@ def _start(argv: Sequence[str], stop: StopRequest) -> int:
     world = start_world(2 * launch.hang_timeout_s, config.performance.device)
     starting.enter("checking data and disk")
     check_if_requested(config, world)
+    if world.is_first and (told := departure(config, launch.preset)):
+        log.info(told)
     train(config, launch, world, stop, built=gc.enable if __name__ == "__main__" else None)
     stop_world()
     return 0

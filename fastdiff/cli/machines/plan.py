@@ -71,6 +71,7 @@ def add(commands: Subcommands) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     from fastdiff.config.command_line.train_flags import parse
+    from fastdiff.config.presets.departures import departure
     from fastdiff.config.trackers import warn_of_problems
     from fastdiff.planning import gpus, options, reported, table
 
@@ -105,7 +106,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         }  # fmt: skip
         print(json.dumps(found, indent=2))
     else:
-        heading = _heading(config, network)
+        heading = "\n".join(filter(None, (_heading(config, network), departure(config, launch.preset))))
         room = columns(sys.stdout)
         reports = list(reported.lines(config, launch.preset, best))
         show("\n".join(table.text(heading, best, refused, config.samples, arguments.price, launch, reports, room)))

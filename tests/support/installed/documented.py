@@ -75,5 +75,7 @@ def _writes(command: str, word: str) -> bool:
     """Whether a word names an output of its command."""
     out = re.escape(word)
     return bool(
-        re.search(rf"(--npz|--output\.folder|--out) {out}( |$)|(fastdiff (encode|export)|cp) \S+ {out}( |$)", command)
+        re.search(
+            rf"(--npz|--output\.folder|--out) {out}( |$)|(fastdiff (encode|export|convert)|cp) \S+ {out}( |$)", command
+        )
     )

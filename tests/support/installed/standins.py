@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from fastdiff.models.pretrained import tiny_pipeline
+from tests.support.inputs import recipes
 from tests.support.processes import ROOT
 from tests.support.servers.ports import reserved_port
 
@@ -56,7 +57,7 @@ _WORDS = (
 
 _DIT = "--model.depth 1 --model.hidden 32 --model.heads 2"
 _NETWORKS = {
-    r"--preset (dit|sit)-\w+-\d": _DIT,
+    r"--preset (dit|sit|lightningdit)-\w+-\d": _DIT,
     r"--preset sd(15|2)-512": (
         "--model.block-out-channels 32 64 --model.attention-heads 2 4 --model.transformer-layers 1 1 "
         "--model.layers-per-block 1 --model.norm-num-groups 8"
@@ -181,7 +182,8 @@ FILES: dict[str, Callable[[Path], None]] = {
     "photos": captioned, "images": captioned, "pictures": of_classes, "held-out": of_classes,
     "shop": captioned, "shards/{00000..00001}.tar": in_tars, "volume/imagenet/train": of_classes,
     "imagenet/train": of_classes, "cifar10/train": of_classes, "cifar_train": of_classes_by_name, "hosts": _hosts,
-    "net.py:MLP": write_network,
+    "net.py:MLP": write_network, "vavae-imagenet256-f16d32-dinov2.pt": recipes.va_vae,
+    "latents_stats.pt": recipes.latent_statistics,
 }  # fmt: skip
 """Inputs that a user has, by the name that the documents give them."""
 
