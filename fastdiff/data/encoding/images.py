@@ -95,6 +95,11 @@ class _ImageEncode:
         self._embeds_nothing = not self._in_pixels and lacks_captions(self._source, pretrained)
         if self._embeds_nothing:
             require_captions(options, self._source)
+        require(
+            not self._embeds_captions or bool(pretrained.text_parts),
+            f"{self._source.name} have captions, but {options.pretrained} has no text encoder; give a pipeline that "
+            "has one, or leave the captions of a folder out: --classes-from folder, or none",
+        )
         for flag, given in (("--max-tokens", options.max_tokens), ("--text-dtype", options.text_dtype)):
             require(
                 given is None or self._embeds_captions,

@@ -174,7 +174,7 @@ def _tokenizer(pipeline: PipelineFiles, name: str) -> Any:
 
     folder = pipeline.folder / name
     if not (folder / "tokenizer_config.json").is_file():
-        raise ConfigError(f"{folder} has no tokenizer_config.json; expected the tokenizer of {name}")
+        raise ConfigError(f"{folder} has no tokenizer_config.json; expected a tokenizer as transformers saves it")
     if not (folder / "tokenizer.json").is_file() and any(folder.glob("*.model")) and not find_spec("sentencepiece"):
         raise ConfigError(
             f"{folder} holds a vocabulary of SentencePiece and no tokenizer.json, and sentencepiece is not installed; "

@@ -233,6 +233,8 @@ def test_images_alone_are_an_unconditional_data_set_or_have_one_caption(
     said = capsys.readouterr()
     assert said.out.count("no captions and no classes, so this is an unconditional data set") == 2
     assert said.err.count(f"loading the autoencoder of {pipeline / 'vae'}") == 1, "pixels need none"
+    assert main([*command, "--pretrained", str(pipeline / "vae"), "--caption", "x"]) == 2
+    assert f"have captions, but {pipeline / 'vae'} has no text encoder; give a pipeline" in capsys.readouterr().err
     assert main([*command, "--pretrained", str(pipeline), "--caption", "a photo of sks dog"]) == 0
     assert {"context"} <= DatasetInfo.read(tmp_path / "out").columns.keys()
     assert "pictures with the caption of --caption or --caption-from: 1 (first: a.png)" in capsys.readouterr().out
