@@ -1,4 +1,4 @@
-"""Attention of SD 1.5, SD 2 (64x64 latents; image and 77 text tokens) and DiT, by every registered backend."""
+"""Attention of SD 1.5, SD 2 (64x64 latents; image and 77 text tokens), DiT and PixArt, by every registered backend."""
 
 from functools import partial
 
@@ -8,10 +8,12 @@ from torch import Tensor
 from fastdiff_bench.cases.case import Case, Inputs
 from fastdiff_kernels import dispatch, launch
 from fastdiff_kernels.attention import attention
+from fastdiff_kernels.masked_attention import masked_attention
 from fastdiff_kernels.names import ATTENTION_BACKENDS, AttentionBackend
 from fastdiff_kernels.packed_attention import packed_attention
 
 _TEXT = 77
+_CAPTION = 300
 _QUERIES_LARGE = 2**15
 _SHAPES = (
     ("sd15", 8, 4096, 40),
@@ -22,6 +24,9 @@ _SHAPES = (
 )
 _PACKED = (("dit-xl", 16, 256, 72), ("dit-xl-4", 16, 64, 72), ("dit-b", 12, 256, 64))
 """One projection for queries, keys and values, as ``short`` takes it; all give one packed gradient, summed too."""
+
+_MASKED = (("pixart", 16, 256, 72), ("pixart", 16, 4096, 72))
+"""Cross-attention to captions of 300 tokens, of which a mask leaves up to all."""
 
 
 def _build(device: str, samples: int, heads: int, queries: int, keys: int, head_dim: int) -> Inputs:
@@ -99,7 +104,41 @@ def _packed_case(model: str, heads: int, tokens: int, head_dim: int) -> Case:
     )
 
 
+def _build_masked(device: str, samples: int, heads: int, queries: int, head_dim: int) -> Inputs:
+    lengths = torch.arange(1, samples + 1, device=device) * _CAPTION // samples
+    mask = torch.arange(_CAPTION, device=device) < lengths[:, None]  # [B, S]
+    return {**_build(device, samples, heads, queries, _CAPTION, head_dim), "mask": mask}
+
+
+def _call_masked(inputs: Inputs, backend: AttentionBackend) -> Tensor:
+    query, key, value = (inputs[name].transpose(1, 2) for name in ("query", "key", "value"))
+    return masked_attention(query, key, value, inputs["mask"], backend=backend).transpose(1, 2)
+
+
+def _masked_operations(inputs: Inputs, products: int) -> int:
+    """``_operations`` of the valid keys."""
+    _, queries, heads, head_dim = inputs["query"].shape
+    return int(2 * products * int(inputs["mask"].sum()) * heads * queries * head_dim)
+
+
+def _masked_case(model: str, heads: int, queries: int, head_dim: int) -> Case:
+    build = partial(_build_masked, queries=queries, head_dim=head_dim)
+    return Case(
+        op="attention",
+        shape=f"{model}-{heads}x{queries}x{head_dim}-masked",
+        dtype=torch.bfloat16,
+        backends=("auto", "reference"),
+        build=partial(build, samples=2, heads=1),
+        build_large=partial(build, samples=_QUERIES_LARGE // queries, heads=heads),
+        call=_call_masked,
+        forward_operations=partial(_masked_operations, products=2),
+        backward_operations=partial(_masked_operations, products=4),
+        arithmetic="bf16",
+    )
+
+
 CASES = [
     *(_case(*shape, keys) for shape in _SHAPES for keys in (shape[2], _TEXT)),
     *(_packed_case(*shape) for shape in _PACKED),
+    *(_masked_case(*shape) for shape in _MASKED),
 ]
