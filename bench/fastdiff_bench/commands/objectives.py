@@ -40,6 +40,7 @@ OBJECTIVES = {
     "flow, logit-normal": "--objective.process flow --objective.prediction flow --timesteps.density logit_normal",
     "EDM": "--objective.process edm --objective.prediction edm --objective.sigma_data 0.75 --timesteps.mean -0.4 "
     "--timesteps.std 1.4",
+    "flow, x0, logit-normal": "--objective.process flow --objective.prediction x0 --timesteps.density logit_normal",
 }
 """Differences from the preset, as flags of the trainer."""
 
