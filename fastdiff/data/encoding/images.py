@@ -309,7 +309,8 @@ class _ImageEncode:
             shards.abandon()
         self._bad += bad
         noted = Selection(noted=tally.counted())
-        return PartitionRecord(published, tuple(bad), self._source.found_in(partition).and_then([noted]))
+        selection = self._source.found_in(partition).and_then([noted])
+        return PartitionRecord(published, tuple(bad), selection, shards.longest_caption)
 
     def _refuse(self, bad: BadRecord, found: list[BadRecord]) -> None:
         """Apply the policy for bad images: raise DataError, or add to ``found``."""

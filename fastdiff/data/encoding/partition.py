@@ -22,7 +22,7 @@ from fastdiff.data.images.items import ImageItem
 from fastdiff.data.images.stream import Stopwatch
 from fastdiff.data.shards.format import LATENT, LATENT_LIMITS, DatasetInfo, ShardInfo
 from fastdiff.data.shards.int8_latents import dequantised, quantised
-from fastdiff.data.shards.sample_files import components
+from fastdiff.data.shards.sample_files import components, longest_caption
 from fastdiff.data.shards.tar_writer import ShardTar
 from fastdiff.errors import DataError
 
@@ -100,6 +100,8 @@ class PartitionEncoder:
         each = sum(info.columns[name].nbytes for name in of_source("caption", info.columns))
         self._kept_embeddings = min(_KEPT_EMBEDDINGS, _KEPT_BYTES // max(1, each))
         self._tars: dict[int, ShardTar] = {}  # by bucket
+        self.longest_caption: int | None = None
+        """Rows of the longest caption of the images that are written."""
 
     def add(self, item: ImageItem, decoded: Decoded) -> None:
         """Append an image."""
@@ -261,6 +263,8 @@ class PartitionEncoder:
         meta = {"name": item.name, "captions": captions, "original_size": decoded.original_size, "crop": decoded.crop}
         count = len(captions) if info.captions > 1 else None
         content = components(info, bucket, item.key, arrays, item.label, captions=count, meta=meta)
+        if (longest := longest_caption(arrays)) is not None:
+            self.longest_caption = max(longest, self.longest_caption or 0)
         if bucket not in self._tars:
             self._tars[bucket] = ShardTar(self._out / info.shard_name(self._partition, bucket), bucket)
         self._tars[bucket].add(item.key, content)

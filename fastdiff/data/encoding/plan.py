@@ -39,6 +39,7 @@ from fastdiff.data.shards.format import (
     null_path,
 )
 from fastdiff.data.shards.null_embedding import write_null
+from fastdiff.data.shards.sample_files import longest_caption
 from fastdiff.data.shards.usage import runs_that_use
 from fastdiff.data.shards.writer import is_shard_file
 from fastdiff.errors import ConfigError, DataError, StorageError, remedy
@@ -75,6 +76,8 @@ class PartitionRecord:
     bad: tuple[BadRecord, ...]
     selection: Selection = field(default_factory=Selection)
     """What was left out of the partition, or found in it, without the listing of the source."""
+    longest_caption: int | None = None
+    """As in dataset.json; None also in records of older versions."""
 
     @property
     def images(self) -> int:
@@ -261,6 +264,7 @@ class EncodeFolder:
         info = dataclasses.replace(
             template,
             null=write_null(self.out, null),
+            longest_caption=_longest_caption(records, null),
             selection=_selection(template, records),
             shards=shards,
             samples=sum(shard.samples for shard in shards),
@@ -498,6 +502,13 @@ def _differences(begun: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     names = sorted((begun.keys() | plan.keys()) - {_LISTING} - same)
     changed = [name for name in names if begun.get(name) != plan.get(name)]
     return "; ".join(f"{name} was {begun.get(name)}, is {plan.get(name)}" for name in changed)
+
+
+def _longest_caption(records: list[PartitionRecord], null: Mapping[str, npt.NDArray[Any]]) -> int | None:
+    """Return the rows of the longest caption of all partitions and of the empty one; None if one is unknown."""
+    found = [longest_caption(null), *(record.longest_caption for record in records if record.shards)]
+    known = [rows for rows in found if rows is not None]
+    return max(known) if len(known) == len(found) else None
 
 
 def _selection(template: DatasetInfo, records: list[PartitionRecord]) -> Selection:

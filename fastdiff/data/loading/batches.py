@@ -234,7 +234,7 @@ def _scales(found: Normalisation, shape: tuple[int, ...], device: torch.device) 
 
 def empty_batch(info: DatasetInfo, bucket: int, count: int, device: torch.device) -> Batch:
     """Return ``count`` samples with shapes and dtypes of a bucket of the data: zeros, and masks of whole captions."""
-    columns = info.columns_of(bucket)
+    columns = info.batch_columns(bucket)
     stored = {name: torch.zeros(count, *c.shape, dtype=getattr(torch, c.numpy.name)) for name, c in columns.items()}
     for name in MASK_OF.values() & stored.keys():
         stored[name].fill_(1)

@@ -32,6 +32,7 @@ from fastdiff.conditions import (
     BITS,
     CAPTIONED,
     MASK_OF,
+    MASKS,
     OF_ENCODER,
     OF_IMAGE,
     Shape,
@@ -62,6 +63,8 @@ MAX_INFO_BYTES = 2**27
 MAX_SAMPLE_BYTES = 2**30
 MAX_SHARD_SAMPLES = 2**20
 MAX_VARIANTS = 1000
+
+_ROWS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,6 +199,8 @@ class DatasetInfo:
     """Of further columns of the autoencoder, one value per element each."""
     null: dict[str, NullInfo] = field(default_factory=dict)
     """The embedding of the empty prompt, by column."""
+    longest_caption: int | None = None
+    """Rows up to the last valid one of the longest caption, the empty one included; None: unknown, or no masks."""
     selection: Selection | None = None
     """What was left out of the source; None: unknown."""
     shards: tuple[ShardInfo, ...] = ()
@@ -232,6 +237,20 @@ class DatasetInfo:
             shape = (self.latent.shape[0], *self.buckets[bucket])
             columns[LATENT] = dataclasses.replace(self.latent, shape=shape)
         return columns
+
+    def batch_columns(self, bucket: int) -> dict[str, Column]:
+        """Return the columns of a batch: captions with masks are padded to the longest one of the data set.
+
+        They have a multiple of 8 rows, which kernels prefer, up to those of ``columns_of``.
+        """
+        columns = self.columns_of(bucket)
+        if self.longest_caption is None:
+            return columns
+        rows = math.ceil(self.longest_caption / _ROWS) * _ROWS
+        return {
+            name: column.first(min(rows, column.shape[0])) if self.is_masked(name) or name in MASKS else column
+            for name, column in columns.items()
+        }
 
     def variants(self, column: str) -> tuple[str, ...]:
         """Return the names of a column's arrays in every sample: ``context``, ``context1``, ``context2``, ..."""
@@ -397,6 +416,9 @@ class DatasetInfo:
         captioned = {name for name in CAPTIONED if name in self.columns}
         if not 1 <= self.captions <= MAX_VARIANTS or (self.captions > 1 and not captioned):
             return f"captions is {self.captions}, expected 1 to {MAX_VARIANTS}, and 1 without embedded captions"
+        masked = [self.columns[name].shape[0] for name in MASKS & captioned]
+        if self.longest_caption is not None and not (masked and 1 <= self.longest_caption <= min(masked)):
+            return f"longest_caption is {self.longest_caption}, expected 1 to the rows of a mask"
         if self.null and self.null.keys() != captioned:
             return f"null has the columns {sorted(self.null)}, the embedded captions {sorted(captioned)}"
         return None
@@ -449,9 +471,10 @@ _ADDED: dict[str, Any] = {
     "normalisations": {},
     "null": {},
     "class_names": (),
+    "longest_caption": None,
     "selection": None,
 }
-_NOT_READ = ("class_names", "selection")
+_NOT_READ = ("class_names", "longest_caption", "selection")
 """Later additions that describe the samples, but do not change what a run reads."""
 
 

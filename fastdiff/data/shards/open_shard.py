@@ -32,27 +32,29 @@ class Stored:
 
     name: str
     column: Column
+    """As in a batch."""
     header: bytes
     nbytes: int
     components: tuple[str, ...]
     """Component names, one per variant."""
     masked: bool
     """Whether rows at the end may be missing, which are zeros."""
-    is_mask: bool
-    """Whether one value or more is not zero."""
+    mask_bytes: int
+    """Of a mask the bytes of the values in the file, of which one or more is not zero; 0: it is no mask."""
 
     @classmethod
     def all_of(cls, info: DatasetInfo, bucket: int) -> list[Stored]:
         """Return all columns of a bucket."""
+        batch = info.batch_columns(bucket)
         return [
             cls(
                 name,
-                column,
+                batch[name],
                 column.header,
-                column.nbytes,
+                batch[name].nbytes,
                 tuple(f"{v}.npy" for v in info.variants(name)),
                 info.is_masked(name),
-                name in MASKS,
+                column.nbytes if name in MASKS else 0,
             )
             for name, column in info.columns_of(bucket).items()
         ]
@@ -94,7 +96,9 @@ class OpenShard:
     def read_array(self, component: str, sample: int, stored: Stored, values: memoryview) -> None:
         """Read one row of a batch; the crc32 of the index covers the npy header and the values."""
         place, header = self._component(component), bytearray(len(stored.header))
-        length, expected = place.length.item(sample), stored.header
+        length, expected, row = place.length.item(sample), stored.header, values
+        if stored.mask_bytes:
+            values = memoryview(bytearray(stored.mask_bytes))
         if stored.masked:
             column = stored.column.of_size(length)
             values[column.nbytes :] = bytes(stored.nbytes - column.nbytes)
@@ -107,8 +111,11 @@ class OpenShard:
         self._check_crc(component, sample, place, crc32(values, crc32(header)))
         if header != expected:
             raise self._damage(component, sample, f"the npy header {bytes(header)!r} does not match {stored.column}")
-        if stored.is_mask and not any(values):
-            raise self._damage(component, sample, "it marks no token of the caption, expected one or more")
+        if stored.mask_bytes:
+            row[:] = values[: len(row)]
+            if not any(row) or any(values[len(row) :]):
+                marks = "a token beyond the longest caption" if any(row) else "no token of the caption"
+                raise self._damage(component, sample, f"it marks {marks}, expected 1 to {len(row)}")
 
     def read_number(self, component: str, sample: int, least: int, largest: int) -> int:
         """Read a component that holds a decimal number."""

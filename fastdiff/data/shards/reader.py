@@ -151,7 +151,10 @@ class LatentReader:
             DataError: A file is missing or damaged.
             StorageError: A file cannot be read.
         """
-        return {name: read_null(self.folder, self.info, name) for name in self.info.null}
+        columns = self.info.batch_columns(0)
+        return {
+            name: read_null(self.folder, self.info, name)[: columns[name].shape[0]].copy() for name in self.info.null
+        }
 
     def keys(self, sample_ids: npt.ArrayLike) -> list[str]:
         """Return ``shard:key`` of samples, for messages."""

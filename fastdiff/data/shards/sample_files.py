@@ -67,6 +67,16 @@ def components(
     return content
 
 
+def longest_caption(arrays: Mapping[str, npt.NDArray[Any]]) -> int | None:
+    """Return the rows up to the last valid one of the longest caption, by all masks among the arrays; None: no masks.
+
+    Args:
+        arrays: of a sample, by name (``DatasetInfo.variants``).
+    """
+    masks = [values for name, values in arrays.items() if name.rstrip("0123456789") in MASKS]
+    return max((1 + int(np.flatnonzero(mask).max(initial=0)) for mask in masks), default=None)
+
+
 def _own_variants(info: DatasetInfo, column: str, captions: int | None) -> tuple[str, ...]:
     """Return the arrays that differ; further variants repeat them in turn."""
     variants = info.variants(column)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from fastdiff.data.shards.format import INFO_FILE, MAX_SHARD_SAMPLES, DatasetInfo, ShardInfo
 from fastdiff.data.shards.null_embedding import write_null
-from fastdiff.data.shards.sample_files import components
+from fastdiff.data.shards.sample_files import components, longest_caption
 from fastdiff.data.shards.tar_writer import ShardTar
 from fastdiff.errors import ConfigError, DataError, StorageError, remedy
 from fastdiff.files import lock, open_lock
@@ -72,6 +72,7 @@ class ShardWriter:
         self._tars: dict[int, ShardTar] = {}  # by bucket
         self._numbers: Counter[int] = Counter()
         self._null = null or {}
+        self._longest_caption = longest_caption(self._null)
         self._marker: io.BufferedReader | None = None
 
     def __enter__(self) -> Self:
@@ -92,6 +93,8 @@ class ShardWriter:
     ) -> None:
         """Append a sample, of a key unique in its shard; see ``components``. DataError: it does not fit the data."""
         content = components(self._template, bucket, key, arrays, label, captions, meta)
+        if (longest := longest_caption(arrays)) is not None:
+            self._longest_caption = max(longest, self._longest_caption or 0)
         path = self.folder / self._template.shard_name(self._numbers[bucket], bucket)
         with _storage(path):
             if bucket not in self._tars:
@@ -160,7 +163,13 @@ class ShardWriter:
                 raise DataError(f"the source has no samples; no data set was written to {self.folder}")
             null = write_null(self.folder, self._null)
             total = sum(shard.samples for shard in self._shards)
-            info = dataclasses.replace(self._template, null=null, shards=tuple(self._shards), samples=total)
+            info = dataclasses.replace(
+                self._template,
+                null=null,
+                longest_caption=self._longest_caption,
+                shards=tuple(self._shards),
+                samples=total,
+            )
             if problem := info.problem():
                 raise DataError(f"{self.folder} is not published: {problem}")
             info.write(self.folder)

@@ -13,6 +13,7 @@ import torch
 
 from fastdiff.batch import from_stored, to_stored
 from fastdiff.conditions import StoredDtype, problem_of_shapes, require_shapes, require_sources
+from fastdiff.config.networks.pixart import PixArtConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.objective import DdpmConfig
@@ -25,6 +26,7 @@ from fastdiff.data.shards.verify import verify
 from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import ConfigError, DataError
+from fastdiff.models.pixart.network import PixArt
 from fastdiff.rng import Stream, uniform
 
 Arrays = dict[str, Any]
@@ -146,6 +148,60 @@ def test_a_dropped_caption_takes_its_mask_along(folder: Path, loader: Any, devic
         assert torch.equal(value[~dropped], batch.condition[name][~dropped])
 
 
+def test_captions_are_padded_to_the_longest_one(tmp_path: Path) -> None:
+    """To 16 rows instead of 40, of 11 tokens, in batches, the null and passes without data; no result differs."""
+    generator, many = np.random.default_rng(0), 40
+    shapes = {"context": (many, WIDTH), "context_mask": (many,)}
+    columns = {"latent": LATENT, **condition_columns(shapes, "float32")}
+
+    def caption(tokens: int) -> Arrays:
+        mask = (np.arange(many) < tokens).astype(np.uint8)
+        return {"context": generator.standard_normal((many, WIDTH)).astype(np.float32), "context_mask": mask}
+
+    samples = [caption(3 + number) for number in range(9)]
+    with ShardWriter(tmp_path, template(columns=columns, captions=1), samples_per_shard=4, null=caption(1)) as writer:
+        for number, arrays in enumerate(samples):
+            writer.add(f"{number}", {"latent": sample(0)["latent"], **arrays})
+    assert verify(tmp_path).ok
+    network = PixArt(PixArtConfig(depth=1, hidden=24, heads=2, patch=2, channels=2, size=4, caption_dim=WIDTH))
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    found = {}
+    for rows in (16, many):
+        if rows == many:  # as in data sets of older versions
+            dataclasses.replace(DatasetInfo.read(tmp_path), longest_caption=None).write(tmp_path)
+        with LatentReader(tmp_path) as reader:
+            assert reader.null()["context"].shape == (rows, WIDTH)
+            assert empty_batch(reader.info, 0, 2, torch.device("cpu")).condition["context_mask"].shape == (2, rows)
+            read = reader.read(np.arange(9))
+        for row, arrays in enumerate(samples):
+            assert np.array_equal(read["context_mask"][row], arrays["context_mask"][:rows])
+            valid = arrays["context_mask"][:rows, None].astype(np.float32)
+            assert np.array_equal(read["context"][row], arrays["context"][:rows] * valid)
+        condition = from_stored({name: torch.from_numpy(read[name]) for name in shapes})
+        network.zero_grad()
+        output = network(torch.from_numpy(read["latent"]).float(), torch.arange(9) * 100, **condition)
+        output.square().mean().backward()
+        gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+        found[rows] = output.detach(), torch.cat([gradient.flatten() for gradient in gradients])
+    for trimmed, padded in zip(found[16], found[many], strict=True):
+        assert float((trimmed - padded).norm() / padded.norm()) < 1e-6
+
+
+def test_a_token_beyond_the_longest_caption_is_damage(folder: Path, tmp_path: Path) -> None:
+    shapes = {"context": (12, WIDTH), "context_mask": (12,)}
+    columns = {"latent": LATENT, **condition_columns(shapes, "float16")}
+    arrays = {name: np.ones(shape, columns[name].numpy) for name, shape in shapes.items()}
+    with ShardWriter(tmp_path, template(columns=columns, captions=1), samples_per_shard=1) as writer:
+        writer.add("0", {"latent": sample(0)["latent"], **arrays})
+    info = DatasetInfo.read(tmp_path)
+    assert info.longest_caption == 12
+    dataclasses.replace(info, longest_caption=8).write(tmp_path)
+    with LatentReader(tmp_path) as reader, pytest.raises(DataError, match=r"\(context.npy\).*expected"):
+        reader.read([0])
+    assert "longest_caption is 13, expected 1 to" in str(dataclasses.replace(info, longest_caption=13).problem())
+
+
 @pytest.mark.parametrize(
     ("shapes", "problem"),
     [
@@ -197,7 +253,7 @@ def test_a_caption_of_impossible_length_is_damage(folder: Path, tmp_path: Path) 
     with ShardWriter(tmp_path / "data", longer, samples_per_shard=1) as writer:
         writer.add("0", arrays, captions=2)
     info = DatasetInfo.read(tmp_path / "data")
-    dataclasses.replace(info, columns=template().columns).write(tmp_path / "data")
+    dataclasses.replace(info, columns=template().columns, longest_caption=None).write(tmp_path / "data")
     with (
         LatentReader(tmp_path / "data") as reader,
         pytest.raises(DataError, match=r"key 0 \(context.npy\), .*164 bytes, expected 158"),
