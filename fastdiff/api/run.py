@@ -14,7 +14,7 @@ from fastdiff.config.command_line.config_file import from_mapping, refuse_code
 from fastdiff.config.networks.user_defined import add_network
 from fastdiff.config.run_record import read_record, require_run
 from fastdiff.config.sections.performance import Precision
-from fastdiff.config.sections.sampler import SamplerConfig, SchedulerName
+from fastdiff.config.sections.sampler import Labels, SchedulerName
 from fastdiff.dashboard.pictures import pictures_of
 from fastdiff.dashboard.run_metadata import glance
 from fastdiff.errors import ConfigError, require
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fastdiff.sampling.run import Run as OpenedRun
+
+_OF_SAMPLER = "scheduler", "steps", "cfg", "seed"
 
 
 class Run:
@@ -119,9 +121,10 @@ class Run:
         negative_prompt: str | None = None,
         per_prompt: int = 1,
         low_res: str | Path | None = None,
+        labels: Labels | None = None,
         seed: int = 0,
-        steps: int = 50,
-        scheduler: SchedulerName = "ddim",
+        steps: int | None = None,
+        scheduler: SchedulerName | None = None,
         cfg: float | None = None,
         ema: float | None = None,
         ema_std: float | None = None,
@@ -134,7 +137,7 @@ class Run:
         """Draw images, with the pixels that ``fastdiff sample --npz`` writes for the same options.
 
         Args:
-            num: number of images of random classes; None: it follows from the other arguments, or 8
+            num: number of images, whose classes ``labels`` chooses; None: it follows from the other arguments, or 8
                 of each class.
             classes: classes to draw: a list of names and numbers, or a text such as ``flower,temple`` or ``0-9``. A
                 number is the place of the class in ``class_names``. None: all.
@@ -143,10 +146,11 @@ class Run:
             negative_prompt: negative prompt of guidance.
             per_prompt: images of each prompt.
             low_res: npz of the images to enlarge, for super-resolution.
+            labels: random or balanced classes of ``num`` images; None: as ``sampling.labels`` of the run says.
             seed: of the noise and of the drawn classes.
-            steps: denoising steps.
-            scheduler: ddim, dpmsolver++ or ddpm.
-            cfg: scale of classifier-free guidance; None: 1.5, for prompts 7.5, and 1 for a run that dropped no classes.
+            steps: denoising steps; None: ``sampling.steps`` of the run, or 50.
+            scheduler: name of the solver; None: ``sampling.scheduler`` of the run, or ddim.
+            cfg: scale of classifier-free guidance; None: as ``fastdiff sample`` decides.
             ema: decay rate of the average to draw with; None: the first average of the run.
             ema_std: relative std of a power-function average instead.
             step: of the checkpoint; None: the newest.
@@ -185,13 +189,14 @@ class Run:
             num=given["num"],
             classes=given["classes"],
             per_class=given["per_class"],
+            labels=given["labels"],
             prompts=tuple(given["prompts"]),
             negative=given["negative_prompt"],
             per_prompt=given["per_prompt"],
             low_res=None if low_res is None else Path(low_res),
         )
-        sampler = SamplerConfig(**{name: given[name] for name in ("scheduler", "steps", "cfg", "seed")})
         run = self._open(given["ema"], given["ema_std"], given["step"], given["precision"])
+        sampler = run.sampler(**{name: given[name] for name in _OF_SAMPLER})
         computation = {name: given[name] for name in ("batch", "precision", "autoencoder", "progress")}
         return draw_in_memory(run, request, sampler, **computation)
 

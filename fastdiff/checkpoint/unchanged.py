@@ -25,6 +25,7 @@ Metadata = dict[str, Any]
 FREE = (
     "output.",
     "validation.",
+    "sampling.",
     "data.path",
     "data.autoencoder",
     "data.image_root",

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from fastdiff.cli.published_weights import add_plugin, add_preset, parse_published
-from fastdiff.config.arguments.types import Subcommands, add_averages, count, finite, local_path, picture, seed
+from fastdiff.config.arguments.types import (
+    Subcommands,
+    add_averages,
+    count,
+    finite,
+    local_path,
+    picture,
+    seed,
+    time_shift,
+)
 from fastdiff.config.local_paths import require_local
-from fastdiff.config.sections.sampler import SamplerConfig, SchedulerName
+from fastdiff.config.sections.sampler import Labels, SamplerConfig, SchedulerName
 from fastdiff.console import show
 from fastdiff.errors import ConfigError
 from fastdiff.live_line import live_line
@@ -22,7 +31,8 @@ if TYPE_CHECKING:
     from fastdiff.sampling.run import Run
 
 _USUAL = SamplerConfig()
-_OF_SETS = "num", "low_res", "batch", "precision", "autoencoder", "overwrite"
+_OF_SOLVER = "scheduler", "steps", "respacing", "shift", "cfg", "cfg_channels", "cfg_interval", "clip", "seed"
+_OF_SETS = "num", "labels", "low_res", "batch", "precision", "autoencoder", "overwrite"
 
 
 def add(commands: Subcommands) -> None:
@@ -69,30 +79,47 @@ def add(commands: Subcommands) -> None:
 def _add_solver(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scheduler",
-        default=_USUAL.scheduler,
         metavar="NAME",
-        help=f"{', '.join(get_args(SchedulerName))}; default: %(default)s",
+        help=f"{', '.join(get_args(SchedulerName))}; default: the run's --sampling.scheduler, or {_USUAL.scheduler}",
     )
     levels = parser.add_mutually_exclusive_group()
     levels.add_argument(
-        "--steps", type=count, default=_USUAL.steps, help="denoising steps, evenly spaced; default: %(default)s"
+        "--steps",
+        type=count,
+        help=f"denoising steps, evenly spaced; default: the run's --sampling.steps, or {_USUAL.steps}",
     )
     levels.add_argument("--respacing", metavar="TEXT", help="steps as in improved-diffusion: 250, 10,15,20 or ddim50")
     parser.add_argument(
+        "--shift",
+        type=time_shift,
+        metavar="K",
+        help="time shift towards noise with flow; latent: from the size of the latents; default: the run's "
+        "--sampling.shift, or that of the training",
+    )
+    parser.add_argument(
         "--cfg",
         type=finite,
-        help="classifier-free guidance scale, 1: none; default: 1.5, for prompts 7.5. A run that dropped no classes "
-        "in training allows only 1, its default, unless it had --pretrained.weights",
+        help="classifier-free guidance scale, 1: none; default: the run's --sampling.cfg, or 1.5, for prompts 7.5. A "
+        "run that dropped no classes in training allows only 1, its default, unless it had --pretrained.weights",
     )
     parser.add_argument(
         "--cfg-channels",
         type=count,
         metavar="N",
         help="guide only the first N channels of the prediction, as DiT's published code does with 3; needs guidance; "
-        "default: all. A learned variance is not guided",
+        "default: the run's --sampling.cfg_channels, or all. A learned variance is not guided",
+    )
+    parser.add_argument(
+        "--cfg-interval",
+        nargs=2,
+        type=finite,
+        metavar=("LOW", "HIGH"),
+        help="guide only the noise levels from LOW to HIGH, 0 is the data and 1 pure noise; needs guidance; default: "
+        "the run's --sampling.cfg_interval, or all",
     )
     parser.add_argument(
         "--clip-denoised",
+        dest="clip",
         action=argparse.BooleanOptionalAction,
         default=None,
         help="clamp every estimate of the image to [-1, 1]; default: only for pixel-space models",
@@ -114,6 +141,12 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num", type=count, metavar="N", help="number of images; the class of each is drawn from --classes"
     )
+    group.add_argument(
+        "--labels",
+        choices=get_args(Labels),
+        help="with --num: classes drawn at random, or balanced: in turn; default: the run's --sampling.labels, random "
+        "unless set",
+    )
     group.add_argument("--low-res", type=local_path, metavar="NPZ", help="images to enlarge (super-resolution)")
     group.add_argument("--batch", type=count, help="images per pass; default: 64; another value changes rounding")
     group.add_argument(
@@ -132,19 +165,15 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 def _sample(arguments: argparse.Namespace) -> None:
     _check(arguments)
     published = parse_published(arguments.folder, arguments.preset, arguments.fields)
-    sampler = SamplerConfig(
-        scheduler=arguments.scheduler,
-        steps=arguments.steps,
-        respacing=arguments.respacing,
-        cfg=arguments.cfg,
-        cfg_channels=arguments.cfg_channels,
-        clip=arguments.clip_denoised,
-        seed=arguments.seed,
-    )
+    given = {name: value for name in _OF_SOLVER if (value := getattr(arguments, name)) is not None}
+    if "cfg_interval" in given:
+        given["cfg_interval"] = tuple(given["cfg_interval"])
+    SamplerConfig(**given)  # a wrong value is told before anything is loaded
     if arguments.npz is not None or arguments.pngs is not None:
-        _draw_set(arguments, sampler, published)
+        _draw_set(arguments, given, published)
         return
     run = _load(arguments, published)
+    sampler = run.sampler(**given)
     grid = arguments.grid or Path("grid.png")
     require_output(grid)
     columns = ""
@@ -194,7 +223,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{flag}: give the number of images by --num, --per-class, --prompt or --low-res")
 
 
-def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig, published: RunConfig | None) -> None:
+def _draw_set(arguments: argparse.Namespace, given: dict[str, Any], published: RunConfig | None) -> None:
     from fastdiff.data.encoding.options import device_of
     from fastdiff.parallel.launcher import place_in_any_job
     from fastdiff.sampling.conditions import SampleRequest
@@ -206,12 +235,13 @@ def _draw_set(arguments: argparse.Namespace, sampler: SamplerConfig, published: 
         num=arguments.num,
         classes=arguments.classes,
         per_class=arguments.per_class,
+        labels=arguments.labels,
         prompts=arguments.prompt or (),
         negative=arguments.negative_prompt,
         per_prompt=arguments.per_prompt or 4,
         low_res=arguments.low_res,
     )
     names = "batch", "precision", "autoencoder", "overwrite"
-    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     out = arguments.npz or arguments.pngs
-    draw_set(run, request, sampler, SetOptions(out=out, pngs=arguments.npz is None, **given), place)
+    draw_set(run, request, run.sampler(**given), SetOptions(out=out, pngs=arguments.npz is None, **options), place)

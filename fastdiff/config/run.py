@@ -7,7 +7,7 @@ imports no torch, so that ``--help`` is fast.
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastdiff.conditions import require_shapes, require_sources
 from fastdiff.config.cuda_graph import require_static_config
@@ -24,6 +24,7 @@ from fastdiff.config.sections.objective import DdpmConfig, ObjectiveConfig
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
+from fastdiff.config.sections.sampler import SamplerConfig, SamplingConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError, require, require_utf8
 
@@ -48,6 +49,7 @@ class RunConfig:
     performance: PerformanceConfig = field(default_factory=PerformanceConfig)
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
@@ -107,6 +109,7 @@ class RunConfig:
 
     def _check_objective(self) -> None:
         self.timesteps.check(self.objective)
+        self.sampling.check(self.objective.process)
         require(
             self.model.learn_sigma or not self.objective.learns_variance,
             f"--objective.variance {self.objective.step_variance} needs a model with twice the output channels: a DiT, "
@@ -181,6 +184,26 @@ class RunConfig:
     def time_shift(self) -> float:
         """Time shift of the training, and of sampling unless that is given another."""
         return self.timesteps.time_shift(self.model.channels * self.model.size**2)
+
+    def sampler(self, usual: SamplerConfig | None = None, *, guided: bool = True, **given: Any) -> SamplerConfig:
+        """Return the sampler of ``--sampling.*``, with the options ``given`` before it and the shift as a number.
+
+        Args:
+            usual: values of what neither says; None: the defaults of ``SamplerConfig``.
+            guided: whether the model can be guided; otherwise the guidance of ``--sampling.*`` is left out.
+            given: fields of a ``SamplerConfig``; None: not given.
+
+        Raises:
+            ConfigError: a wrong value.
+        """
+        found = self.sampling.sampler(usual, guided=guided, **given)
+        return replace(found, shift=self.sampling_shift(found.shift))
+
+    def sampling_shift(self, shift: float | Literal["latent"] | None) -> float:
+        """Return the time shift of a sampler as a number; None: that of the training."""
+        if shift is None:
+            return self.time_shift
+        return TimestepConfig(shift=shift).time_shift(self.model.channels * self.model.size**2)
 
 
 def texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -25,6 +25,8 @@ from fastdiff.sampling.run import Run
 _DRAWS = 8
 """Images drawn for each small one."""
 _COLUMNS = 16
+_USUAL = SamplerConfig(scheduler="dpmsolver++", steps=20)
+"""Sampler of a run whose ``--sampling.*`` names none."""
 
 
 def evaluate_run(run: Run) -> dict[str, Any]:
@@ -54,8 +56,7 @@ def _evaluate_drawn(run: Run) -> dict[str, Any]:
             "evaluate SAMPLES --reference REAL`"
         )
     labels = evaluation_labels()
-    cfg = run.family.usual_guidance if run.config.objective.condition_dropout else 1.0
-    images = run.draw(labels, SamplerConfig(scheduler="dpmsolver++", steps=20, cfg=cfg), progress=True)
+    images = run.draw(labels, run.sampler(_USUAL), progress=True)
     return evaluate_digits(images, labels)
 
 
@@ -71,8 +72,7 @@ def _evaluate_enlarged(run: Run, source: str) -> dict[str, Any]:
     if run.known_classes:
         condition["label"] = labels.repeat_interleave(_DRAWS)
         null = {"label": null_label(run.config.model)}
-    sampler = SamplerConfig(scheduler="dpmsolver++", steps=20, cfg=1.0)
-    drawn = run.sample(condition, null, sampler).view(len(small), _DRAWS, *real.shape[1:])
+    drawn = run.sample(condition, null, run.sampler(_USUAL, cfg=1.0)).view(len(small), _DRAWS, *real.shape[1:])
     result = evaluate_enlarged(drawn, real, small, labels)
     save_picture(run.folder / "enlarged.png", _picture(small, drawn, real))
     return result

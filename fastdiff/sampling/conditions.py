@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Condition
+from fastdiff.config.sections.sampler import Labels
 from fastdiff.data.shards.format import canonical_json
 from fastdiff.errors import ConfigError, require
 from fastdiff.files import file_digest
@@ -37,7 +38,9 @@ class SampleRequest:
     classes: ClassChoice | None = None
     """Names or numbers; None: all."""
     per_class: int | None = None
-    """Images per class. None: with ``num`` the class of each image is drawn at random, without it 8."""
+    """Images per class. None: with ``num`` see ``labels``, without it 8."""
+    labels: Labels | None = None
+    """How the classes of ``num`` images are chosen; None: as ``--sampling.labels`` of the run says."""
     prompts: Sequence[str] = ()
     negative: str | None = None
     per_prompt: int = 4
@@ -79,6 +82,10 @@ def conditions(run: Run, request: SampleRequest, seed: int) -> Conditions:
         return _of_prompts(run, request)
     require(not request.prompts, f"{run.folder} was trained with classes, not captions; use --classes")
     require(
+        request.labels is None or request.num is not None,
+        f"--labels {request.labels} says how the classes of --num images are chosen; give --num",
+    )
+    require(
         request.num is None or request.per_class is None,
         "--num and --per-class both set the number of images; give one",
     )
@@ -87,6 +94,7 @@ def conditions(run: Run, request: SampleRequest, seed: int) -> Conditions:
     known = run.known_classes
     if not known:
         require(request.per_class is None, f"--per-class: {run.folder} was trained with no classes; use --num")
+        require(request.labels is None, f"--labels: {run.folder} was trained with no classes; leave it out")
         require(
             request.num is not None, f"{run.folder} was trained with no classes: set the number of images with --num"
         )
@@ -96,6 +104,8 @@ def conditions(run: Run, request: SampleRequest, seed: int) -> Conditions:
     if request.num is None:
         each = request.per_class or _PER_CLASS
         return _of_labels(run, each * len(labels), labels.repeat(each), f"{each} of each class of {of_which}")
+    if (request.labels or run.config.sampling.labels) == "balanced":
+        return _of_labels(run, request.num, labels[torch.arange(request.num) % len(labels)], f"in turn from {of_which}")
     drawn = labels[uniform_labels(seed, range(request.num), len(labels))]
     return _of_labels(run, request.num, drawn, f"drawn from {of_which}")
 
@@ -130,8 +140,9 @@ def _of_small_images(run: Run, request: SampleRequest) -> Conditions:
         )
     require(side > 0, f"--low-res: {run.folder} was not trained to enlarge images; leave it out")
     require(
-        request.classes is None and request.per_class is None,
-        f"--classes and --per-class cannot be combined with --low-res: the classes come from {request.low_res}",
+        request.classes is None and request.per_class is None and request.labels is None,
+        "--classes, --per-class and --labels cannot be combined with --low-res: the classes come from "
+        f"{request.low_res}",
     )
     small, labels = read_npz(request.low_res)
     expected = side, side, run.config.model.channels
@@ -159,7 +170,7 @@ def _of_small_images(run: Run, request: SampleRequest) -> Conditions:
 
 def _of_prompts(run: Run, request: SampleRequest) -> Conditions:
     require(bool(request.prompts), f"{run.folder} was trained with captions; give prompts with --prompt")
-    for flag, value in (("num", request.num), ("low-res", request.low_res)):
+    for flag, value in (("num", request.num), ("labels", request.labels), ("low-res", request.low_res)):
         require(value is None, f"--{flag} is not for text-to-image models; set the number of images with --per-prompt")
     embedded, null = run.embedded(request.prompts, negative=request.negative)
 

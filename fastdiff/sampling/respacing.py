@@ -3,6 +3,7 @@
 * ``trailing``: evenly spaced from the noisiest level on (Lin et al. 2023, arXiv:2305.08891, table 2). The default.
 * ``spaced``: the syntax of improved-diffusion and DiT (Nichol & Dhariwal 2021, arXiv:2102.09672, section 4).
 * ``flow_shares`` and ``karras_sigmas``: levels of the continuous-time processes.
+* ``flow_grid`` and ``stochastic_flow_grid``: levels of flow for solvers in its own time, the end at the data included.
 """
 
 import math
@@ -16,6 +17,9 @@ from fastdiff.errors import ConfigError
 
 SIGMA_MIN, SIGMA_MAX, _RHO = 0.002, 80.0, 7
 """Ends and curvature of the sigmas of EDM (Karras et al. 2022, arXiv:2206.00364, table 1)."""
+
+_LAST_STEP = 0.04
+"""Length of the last step of a stochastic solver of flow."""
 
 
 def trailing(timesteps: int, steps: int) -> list[int]:
@@ -66,6 +70,20 @@ def spaced(timesteps: int, text: str) -> list[int]:
 def flow_shares(steps: int, shift: float) -> Tensor:
     """Return ``[steps]`` float64 fractions of the path to noise, even up to 1, shifted as in training."""
     return densities.shift(torch.arange(1, _some(steps) + 1, dtype=torch.float64) / steps, shift)
+
+
+def flow_grid(steps: int, shift: float) -> Tensor:
+    """Return ``[steps + 1]`` float64 fractions of the path to noise, even from 0 to 1, shifted as in training."""
+    return densities.shift(torch.arange(_some(steps) + 1, dtype=torch.float64) / steps, shift)
+
+
+def stochastic_flow_grid(steps: int, shift: float) -> Tensor:
+    """Return 0 and ``steps`` float64 fractions of the path to noise, even from 0.04 to 1, shifted as in training.
+
+    The step to 0 is the one without noise (Ma et al. 2024, SiT, arXiv:2401.08740, appendix B; REPA and SR-DiT).
+    """
+    noisy = torch.linspace(1.0, _LAST_STEP, _some(steps), dtype=torch.float64)
+    return densities.shift(torch.cat([noisy, noisy.new_zeros(1)]).flip(0), shift)
 
 
 def karras_sigmas(steps: int) -> Tensor:

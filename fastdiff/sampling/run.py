@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -181,34 +182,54 @@ class Run:
         """Device of the model."""
         return next(self.model.parameters()).device
 
+    @property
+    def can_be_guided(self) -> bool:
+        """Whether the model has learned an unconditional prediction, beside that of a condition."""
+        # The weights that a fine-tuning started from may have learned the unconditional prediction.
+        learned = bool(self.config.objective.condition_dropout) or self.config.pretrained.weights
+        return self.config.model.text_conditional or (bool(self.known_classes) and learned)
+
+    def sampler(self, usual: SamplerConfig | None = None, **given: Any) -> SamplerConfig:
+        """Return the run's own sampler (``--sampling.*``), with the options ``given`` before it.
+
+        Args:
+            usual: values of what neither says; None: the defaults of ``SamplerConfig``.
+            given: fields of a ``SamplerConfig``; None: not given.
+
+        Raises:
+            ConfigError: a wrong value.
+        """
+        return self.config.sampler(usual, guided=self.can_be_guided, **given)
+
     def decided(self, sampler: SamplerConfig) -> SamplerConfig:
         """Return ``sampler`` with guidance, clipping and shift resolved.
 
-        ConfigError: guidance without classes or an unconditional prediction; guided channels without guidance.
+        ConfigError: guidance without classes or an unconditional prediction; guided channels or levels without
+        guidance.
         """
         usual = self.family.usual_guidance
         if not self.config.model.text_conditional:
-            dropped = bool(self.config.objective.condition_dropout)
-            usual = usual if self.known_classes and dropped else 1.0
+            usual = usual if self.known_classes and self.config.objective.condition_dropout else 1.0
             if not self.known_classes and sampler.cfg not in (None, 1.0):
                 raise ConfigError(f"--cfg {sampler.cfg:g}: {self.folder} has no classes to guide to; leave it out")
-            # The weights that a fine-tuning started from may have learned the unconditional prediction.
-            if not (dropped or self.config.pretrained.weights) and sampler.cfg not in (None, 1.0):
+            if not self.can_be_guided and sampler.cfg not in (None, 1.0):
                 raise ConfigError(
                     f"--cfg {sampler.cfg:g}: {self.folder} was trained with --objective.condition_dropout 0, so that "
                     "it has not learned the unconditional prediction that guidance needs; leave --cfg out, or train "
                     "with --objective.condition_dropout 0.1"
                 )
         cfg = usual if sampler.cfg is None else sampler.cfg
-        if sampler.cfg_channels is not None and cfg == 1.0:
-            raise ConfigError(
-                f"--cfg-channels {sampler.cfg_channels}: there is no guidance with --cfg 1"
-                f"{', the default of this model' if sampler.cfg is None else ''}; give another --cfg, or leave "
-                "--cfg-channels out"
-            )
+        of_guidance = {"--cfg-channels": sampler.cfg_channels, "--cfg-interval": sampler.cfg_interval}
+        for flag, value in of_guidance.items():
+            if value is not None and cfg == 1.0:
+                shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                raise ConfigError(
+                    f"{flag} {shown}: there is no guidance with --cfg 1"
+                    f"{', the default of this model' if sampler.cfg is None else ''}; give another --cfg, or leave "
+                    f"{flag} out"
+                )
         clip = autoencoder_of(self.config) == IDENTITY if sampler.clip is None else sampler.clip
-        shift = self.config.time_shift if sampler.shift is None else sampler.shift
-        return replace(sampler, cfg=cfg, clip=clip, shift=shift)
+        return replace(sampler, cfg=cfg, clip=clip, shift=self.config.sampling_shift(sampler.shift))
 
     def sample(
         self,

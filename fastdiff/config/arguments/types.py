@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 from fastdiff import sanitize, verbosity
 from fastdiff.config.arguments.help_format import HelpFormatter, sentence
@@ -207,6 +207,16 @@ def finite(text: str) -> float:
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text}: expected a finite number")
     return value
+
+
+def time_shift(text: str) -> float | Literal["latent"]:
+    """Parse a time shift: a number above 0, or ``latent``."""
+    if text == "latent":
+        return "latent"
+    try:
+        return positive(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0, or latent") from None
 
 
 def positive(text: str) -> float:

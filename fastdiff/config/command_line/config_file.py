@@ -210,7 +210,8 @@ def with_process(base: RunConfig, process: Process) -> RunConfig:
     if process == base.objective.process:
         return base
     objective = in_process(base.objective, process)
-    return _with(base, objective=objective, timesteps=base.timesteps.in_process(objective))
+    timesteps, sampling = base.timesteps.in_process(objective), base.sampling.in_process(process)
+    return _with(base, objective=objective, timesteps=timesteps, sampling=sampling)
 
 
 def with_optimizer(base: RunConfig, name: object, source: str) -> RunConfig:

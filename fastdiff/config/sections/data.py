@@ -111,9 +111,9 @@ class ValidationConfig:
     images_per_prompt: int = 4
     """Images per prompt."""
     steps: int = 20
-    """Denoising steps (DPM-Solver++)."""
-    guidance_scale: float = 7.5
-    """Classifier-free guidance scale; 1: none."""
+    """Denoising steps, by --sampling.scheduler or DPM-Solver++."""
+    guidance_scale: float | None = None
+    """Classifier-free guidance scale; 1: none. None: --sampling.cfg, or 7.5."""
 
     def __post_init__(self) -> None:
         counts = (("samples", 1), ("captions", 0), ("every", 0), ("images_per_prompt", 1), ("steps", 1))
@@ -127,7 +127,8 @@ class ValidationConfig:
             "optimizer steps between two validations, for example 1000",
         )
         require(
-            math.isfinite(self.guidance_scale), f"--validation.guidance_scale {self.guidance_scale}: a finite number"
+            self.guidance_scale is None or math.isfinite(self.guidance_scale),
+            f"--validation.guidance_scale {self.guidance_scale}: a finite number",
         )
 
     @property

@@ -42,9 +42,9 @@ class OutputConfig:
     sample_every: int = 1000
     """Steps between sample grids of a class-conditional model."""
     sample_steps: int = 20
-    """Denoising steps of a grid (DPM-Solver++)."""
-    sample_cfg: float = 1.5
-    """Classifier-free guidance scale of a grid; 1: none."""
+    """Denoising steps of a grid, by --sampling.scheduler or DPM-Solver++."""
+    sample_cfg: float | None = None
+    """Classifier-free guidance scale of a grid; 1: none. None: --sampling.cfg, or 1.5."""
 
     def __post_init__(self) -> None:
         require_local("--output.folder", self.folder)
@@ -60,6 +60,7 @@ class OutputConfig:
             "sample_steps": 1,
         }
         for name in ("checkpoint_minutes", "pinned_gib", "sample_cfg"):
-            require(math.isfinite(getattr(self, name)), f"--output.{name} {getattr(self, name)}: a finite number")
+            value = getattr(self, name)
+            require(value is None or math.isfinite(value), f"--output.{name} {value}: a finite number")
         for name, value in least.items():
             require(getattr(self, name) >= value, f"--output.{name} {getattr(self, name)}: at least {value}")

@@ -91,13 +91,10 @@ class PromptImages(Callback):
             state,
             averaged_model(state, DTYPES[config.performance.precision]),
             repeated(self._condition, config.validation.images_per_prompt),
-            SamplerConfig(
-                scheduler="dpmsolver++",
+            config.sampler(
+                SamplerConfig(scheduler="dpmsolver++", cfg=7.5, clip=False, seed=config.seed),
                 steps=steps,
-                shift=config.time_shift,
                 cfg=config.validation.guidance_scale,
-                clip=False,
-                seed=config.seed,
             ),
             null=self._null,
             shape=(network.channels, network.size, network.size),
@@ -164,18 +161,18 @@ class SampleGrid(Callback):
 
     def _drawn_images(self, state: TrainState, steps: int) -> Tensor:
         config = state.config
+        # Guidance needs an unconditional prediction, learned by condition dropout.
+        guided = bool(self._classes(state) and config.objective.condition_dropout)
+        clip = may_be_pixels(state.reader.info.provenance.autoencoder, config.model.channels)
         return draw_together(
             state,
             averaged_model(state),
             {"label": self._columns(state).repeat(self.rows)},
-            SamplerConfig(
-                scheduler="dpmsolver++",
+            config.sampler(
+                SamplerConfig(scheduler="dpmsolver++", cfg=1.5 if guided else None, clip=clip, seed=config.seed),
+                guided=guided,
                 steps=steps,
-                shift=config.time_shift,
-                # Guidance needs an unconditional prediction, learned by condition dropout.
-                cfg=config.output.sample_cfg if self._classes(state) and config.objective.condition_dropout else None,
-                clip=may_be_pixels(state.reader.info.provenance.autoencoder, config.model.channels),
-                seed=config.seed,
+                cfg=config.output.sample_cfg if guided else None,
             ),
             null=state.objective.null,
             shape=(config.model.channels, config.model.size, config.model.size),
