@@ -25,6 +25,11 @@ def to_stored(values: Tensor, dtype: StoredDtype) -> Tensor:
     return clipped.to(kind).view(getattr(torch, BITS[dtype]))
 
 
+def as_numbers(stored: Tensor) -> Tensor:
+    """Return latents or features that shards hold: bits of bfloat16 as these numbers, others as they are."""
+    return stored.view(torch.bfloat16) if stored.dtype == torch.uint16 else stored
+
+
 def from_stored(stored: Mapping[str, Tensor]) -> Condition:
     """Return conditions as a network takes them, from those that shards hold.
 
@@ -38,7 +43,7 @@ def _taken(name: str, value: Tensor) -> Tensor:
         case "bool", _:
             return value.to(torch.bool)
         case "floating", torch.uint16:
-            return value.view(torch.bfloat16)
+            return as_numbers(value)
         case "floating", torch.uint8:
             return value.view(torch.float8_e4m3fn).to(torch.bfloat16)
     return value

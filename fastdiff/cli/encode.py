@@ -64,8 +64,8 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--dtype",
-        choices=("float16", "float32", "int8"),
-        help="dtype of the stored latents; int8: 256 "
+        choices=("float16", "bfloat16", "float32", "int8"),
+        help="dtype of the stored latents; bfloat16: for values beyond 65504, with 3 bits less; int8: 256 "
         "levels between the limits of each channel of each picture, half of the bytes of float16",
     )
     group.add_argument(

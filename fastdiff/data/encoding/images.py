@@ -25,7 +25,7 @@ from fastdiff.conditions import OF_IMAGE, StoredDtype, of_source, stored_dtype
 from fastdiff.console import log, show
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, reproducible, require_side
 from fastdiff.data.encoding.builtin import versions
-from fastdiff.data.encoding.options import EncodeOptions, cores_of, device_of
+from fastdiff.data.encoding.options import EncodeOptions, LatentDtype, cores_of, device_of
 from fastdiff.data.encoding.partition import PartitionEncoder
 from fastdiff.data.encoding.plan import BAD_IMAGES, LISTING_OPTIONS, BadRecord, EncodeFolder, PartitionRecord
 from fastdiff.data.encoding.source_metadata import WatchedSource, compare
@@ -358,7 +358,7 @@ class _ImageEncode:
         } | self._listing_options()
 
     @property
-    def _dtype(self) -> Literal["float16", "float32", "uint8", "int8"]:
+    def _dtype(self) -> LatentDtype | Literal["uint8"]:
         return "uint8" if self._in_pixels else self._options.dtype
 
     @property
@@ -366,9 +366,9 @@ class _ImageEncode:
         return self._options.text_dtype or self._floating
 
     @property
-    def _floating(self) -> Literal["float16", "float32"]:
+    def _floating(self) -> StoredDtype:
         """Dtype of what is stored beside the latents."""
-        return "float32" if self._options.dtype == "float32" else "float16"
+        return "float16" if self._options.dtype == "int8" else self._options.dtype
 
     @property
     def _null(self) -> dict[str, npt.NDArray[Any]]:

@@ -16,6 +16,7 @@ from fastdiff.errors import require
 from fastdiff.parallel.devices import select_device, usable_gpus
 from fastdiff.parallel.launcher import Place
 
+LatentDtype = Literal["float16", "bfloat16", "float32", "int8"]
 _OF_PIPELINE = (
     "pretrained",
     "revision",
@@ -67,7 +68,7 @@ class EncodeOptions(SourceOptions):
     """Images or captions per pass through the models."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the autoencoder and the text encoders."""
-    dtype: Literal["float16", "float32", "int8"] = "float16"
+    dtype: LatentDtype = "float16"
     """Dtype of stored latents and embeddings; float16 for these beside latents in int8."""
     text_dtype: Literal["float16", "float32", "bfloat16", "float8_e4m3fn"] | None = None
     """Dtype of stored embeddings; None: ``dtype``."""

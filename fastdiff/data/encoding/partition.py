@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fastdiff.batch import from_stored, to_stored
+from fastdiff.batch import as_numbers, from_stored, to_stored
 from fastdiff.conditions import CAPTIONED, image_conditions, of_source
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder
 from fastdiff.data.encoding.statistics import PartitionSums
@@ -216,8 +216,9 @@ class PartitionEncoder:
 
     def _append_all(self, batch: _Batch) -> None:
         for number, (item, decoded) in enumerate(batch.images):
-            latents = {name: values[number].numpy() for name, values in batch.latents.items()}
-            if all(np.isfinite(latent).all() for latent in latents.values()):
+            found = {name: values[number] for name, values in batch.latents.items()}
+            if all(bool(as_numbers(values).isfinite().all()) for values in found.values()):
+                latents = {name: values.numpy() for name, values in found.items()}
                 self._append(batch.bucket, item, decoded, latents)
                 self._sum(batch.bucket, latents)
             else:
@@ -230,11 +231,10 @@ class PartitionEncoder:
         for name in (LATENT, *self._encoder.columns):
             variants = zip(self._info.variants(name), self._info.variants(LATENT_LIMITS), strict=True)
             for variant, limits in variants:
-                values = arrays[variant]
+                values = as_numbers(torch.from_numpy(arrays[variant]))
                 if name == LATENT and limits in arrays:
-                    both = (torch.from_numpy(values), torch.from_numpy(arrays[limits]))
-                    values = dequantised(*(each[None] for each in both))[0].numpy()
-                self._sums.add(name, bucket, values)
+                    values = dequantised(values[None], torch.from_numpy(arrays[limits])[None])[0]
+                self._sums.add(name, bucket, values.float().numpy())
 
     def _keep_embeddings(self, captions: Sequence[str], embeddings: Mapping[str, Tensor]) -> None:
         for number, caption in enumerate(captions):

@@ -15,7 +15,7 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from fastdiff.batch import Batch, from_stored
+from fastdiff.batch import Batch, as_numbers, from_stored
 from fastdiff.conditions import MASK_OF
 from fastdiff.console import log
 from fastdiff.data.loading.order import Int64, RankPositions, SampleOrder
@@ -217,11 +217,11 @@ class Normaliser:
         """Return ``position`` and the stored arrays, consumed, as a batch; all are normalised except pixels."""
         latents, limits = stored.pop(LATENT), stored.pop(LATENT_LIMITS, None)
         if latents.dtype != torch.uint8:
-            latents = latents.float() if limits is None else dequantised(latents, limits)
+            latents = as_numbers(latents).float() if limits is None else dequantised(latents, limits)
             shift, scale = self._of_latents
             latents.sub_(shift).mul_(scale)  # in place: allocating results would take longer than computing them
         for name, (shift, scale) in self._of_others.items():
-            stored[name] = (stored[name].float() - shift) * scale
+            stored[name] = (as_numbers(stored[name]).float() - shift) * scale
         return Batch(latents=latents, position=stored.pop("position"), condition=from_stored(stored))
 
 

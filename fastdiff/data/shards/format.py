@@ -53,6 +53,7 @@ ENCODE_PLAN = "encode.json"
 LATENT, FLIPPED = "latent", "latent_flipped"
 LATENT_LIMITS = "latent_limits"
 """Of latents in int8, see ``int8_latents.py``."""
+LATENT_DTYPES: tuple[StoredDtype, ...] = ("float16", "bfloat16", "float32", "uint8", "int8")
 COLUMNS = (LATENT, LATENT_LIMITS, *CAPTIONED, *OF_IMAGE, *OF_ENCODER)
 """All columns, in the order of the tar."""
 ENCODED = (LATENT, LATENT_LIMITS, *OF_ENCODER)
@@ -72,7 +73,7 @@ class Column:
     """An npy component that every sample has."""
 
     dtype: StoredDtype
-    """uint8: the latents of a data set in pixel space, and masks; int8: latents with ``latent_limits``."""
+    """Latents have one of ``LATENT_DTYPES``: uint8 in pixel space, int8 with ``latent_limits``; masks are uint8."""
     shape: tuple[int, ...]
 
     @property
@@ -350,6 +351,8 @@ class DatasetInfo:
     def _problem_of_columns(self) -> str | None:
         if LATENT not in self.columns or len(self.latent.shape) != 3:
             return f"there is no column {LATENT!r} of shape [C, H, W]"
+        if self.latent.dtype not in LATENT_DTYPES:
+            return f"the latents are {self.latent.dtype}, expected {', '.join(LATENT_DTYPES)}"
         if unknown := self.columns.keys() - set(COLUMNS):
             return f"unknown column {min(unknown)!r}; expected {', '.join(COLUMNS)}"
         sizes = [size for column in self.columns.values() for size in column.shape]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fastdiff.data.encoding.statistics import sums_path
 from fastdiff.data.loading.batches import Normaliser
@@ -256,6 +257,47 @@ def test_int8_has_an_error_of_half_a_step(tmp_path: Path, source: Path, rae: Pat
     whole = {"latent": torch.from_numpy(exact).float(), "position": torch.arange(len(levels))}
     expected = Normaliser(replace(exact_info, normalisations={}), torch.device("cpu"))(whole).latents
     assert (x0 - expected).std() < 0.01 * expected.std()
+
+
+def test_latents_in_bfloat16_are_rounded_once_and_read_as_numbers(
+    tmp_path: Path, source: Path, rae: Path, digits: Path
+) -> None:
+    """numpy lacks the dtype, so shards hold its bits; statistics are of what they hold."""
+    for dtype in ("float32", "bfloat16"):
+        encode(source, tmp_path / dtype, rae, resolution=SIDE, dtype=dtype)
+    both = {}
+    for dtype in ("float32", "bfloat16"):
+        with LatentReader(tmp_path / dtype) as reader:
+            found = {name: torch.from_numpy(value) for name, value in reader.read(np.arange(IMAGES)).items()}
+        info = DatasetInfo.read(tmp_path / dtype)
+        assert {info.columns[name].dtype for name in ("latent", "teacher_token")} == {dtype}
+        both[dtype] = info, found | {"position": torch.arange(IMAGES)}
+    (_, exact), (info, bits) = both["float32"], both["bfloat16"]
+    rounded = {name: exact[name].bfloat16().double() for name in ("latent", "teacher_token")}
+    np.testing.assert_allclose(info.normalisation.shift, rounded["latent"].mean(0).flatten(), rtol=1e-6, atol=1e-7)
+    mean, variance = (rounded["latent"].mean(0), rounded["latent"].var(0, correction=0) + 1e-5)
+    token = rounded["teacher_token"]
+    batch = Normaliser(info, torch.device("cpu"))(bits)
+    near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(batch.latents, ((rounded["latent"] - mean) / variance.sqrt()).float(), **near)
+    expected = (token - token.mean(0)) / (token.var(0, correction=0) + 1e-5).sqrt()
+    torch.testing.assert_close(batch.condition["teacher_token"], expected.float(), **near)
+    assert not verify(tmp_path / "bfloat16").problems
+    found = DatasetInfo.read(digits)
+    replace(found, columns={"latent": replace(found.latent, dtype="float8_e4m3fn")}).write(tmp_path)
+    with pytest.raises(DataError, match="the latents are float8_e4m3fn, expected float16, bfloat16, float32"):
+        DatasetInfo.read(tmp_path)
+
+
+def test_a_latent_in_bfloat16_that_is_not_finite_is_bad(tmp_path: Path, source: Path, rae: Path) -> None:
+    """The bits of NaN are a finite integer."""
+    broken = Path(shutil.copytree(rae, tmp_path / "rae"))
+    weights = load_file(next(broken.rglob("*.safetensors")))
+    name = next(name for name in weights if name.endswith("encoder.layer.0.mlp.fc1.bias"))
+    weights[name][0] = torch.inf
+    save_file(weights, next(broken.rglob("*.safetensors")))
+    with pytest.raises(DataError, match="its latent is not finite"):
+        encode(source, tmp_path / "out", broken, resolution=SIDE, dtype="bfloat16")
 
 
 def test_int8_of_a_constant_channel_and_of_a_value_that_is_not_finite() -> None:
