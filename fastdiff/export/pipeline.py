@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import PREDICTION_TYPES, DdpmConfig, ObjectiveConfig
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, require
 from fastdiff.export.card_text import Place, drawing, from_pretrained, load_safetensors, python
 from fastdiff.export.diffusers_model import WEIGHTS, Source, write_model
 from fastdiff.export.formats import Exported, ExportFormat
@@ -42,25 +43,36 @@ def write_pipeline(folder: Path, weights: ExportedWeights, config: RunConfig, dt
 
     Raises:
         ConfigError: the pretrained pipeline or a required part of it is missing, or no pipeline supports the
-            objective of the run.
+            objective of the run, or that of the run cannot draw with the network.
         OSError: a file cannot be written, for example because the disk is full.
     """
     model, part = config.model, family_of(config.model).pipeline_part
     pipeline = pretrained(config.pretrained) if config.pretrained.path else None
+    index = dict(pipeline.json(INDEX)) if pipeline else {}
     scheduler = scheduler_config(pipeline.scheduler_config(), config.objective) if pipeline else {}
+    if pipeline:
+        _require_drawable(model, str(index.get("_class_name", "")))
     sources = {name: Source(name) for name in weights.shapes}
     write_model(folder / part, model.diffusers_class, model.to_diffusers(), sources, weights, dtype)
     if pipeline is None:
         return
     (folder / "scheduler").mkdir()
     write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
-    index = dict(pipeline.json(INDEX))
     library = index[part][0] if part in index else "diffusers"
     index |= {part: [library, model.diffusers_class], "scheduler": ["diffusers", scheduler["_class_name"]]}
     for other in _parts(index).keys() - {part, "scheduler"}:
         if not copy_part(pipeline, other, folder / other):
             index[other] = [None, None]
     write_json(folder / INDEX, index)
+
+
+def _require_drawable(network: ModelConfig, pipeline: str) -> None:
+    problem = network.problem_in(pipeline)
+    require(
+        problem is None,
+        f"--format diffusers: {pipeline} could not draw: {problem}; export the network alone with --format "
+        "safetensors, or draw with `fastdiff sample`",
+    )
 
 
 def scheduler_config(base: Mapping[str, Any], objective: ObjectiveConfig) -> dict[str, Any]:

@@ -111,6 +111,17 @@ class PixArtConfig(ModelConfig):
         """Return the configuration for a square of about the same area."""
         return replace(self, size=self.patch * max(1, round(math.sqrt(height * width) / self.patch)))
 
+    def problem_in(self, pipeline: str) -> str | None:
+        """Return why pipelines of this class of diffusers cannot draw with the network, or None."""
+        if not self.size_conditioning or _SIZED.get(pipeline) == self.size:
+            return None
+        name, size = next(iter(_SIZED.items()))
+        return (
+            f"the network takes the sizes of images (--model.size_conditioning) and its latents are {self.size} x "
+            f"{self.size}, but of the pipelines of diffusers only {name} passes sizes, and only if latents are {size} "
+            f"x {size}"
+        )
+
     @classmethod
     def from_diffusers(cls, config: Mapping[str, Any]) -> Self:
         """Return the configuration in ``transformer/config.json``; ConfigError names an entry of no PixArt."""
@@ -162,6 +173,8 @@ class PixArtConfig(ModelConfig):
         }
 
 
+_SIZED = {"PixArtAlphaPipeline": 128}
+"""Pipelines of diffusers that pass the sizes of images to a network, and the size of the latents at which they do."""
 _FIXED: dict[str, Any] = {
     "dropout": 0.0,
     "attention_bias": True,

@@ -104,6 +104,10 @@ class ModelConfig:
         """Return the configuration for maps of this size, for counting operations."""
         return self
 
+    def problem_in(self, pipeline: str) -> str | None:
+        """Return why pipelines of this class of diffusers cannot draw with the network, or None."""
+        return None
+
     @classmethod
     def from_diffusers(cls, config: Mapping[str, Any]) -> Self:
         """Return the configuration in the class's ``config.json``; ConfigError names an entry of no such network."""

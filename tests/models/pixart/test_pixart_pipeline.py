@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from fastdiff.conditions import image_conditions
+from fastdiff.config.networks.pixart import PixArtConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.config.sections.sampler import SamplerConfig
+from fastdiff.errors import ConfigError
 from fastdiff.export.card_text import Place
 from fastdiff.export.formats import Exported, format_of
 from fastdiff.export.model_card import use_of
@@ -113,3 +115,31 @@ def test_the_pipeline_of_a_run_draws_what_we_draw(tmp_path: Path, kind: Kind, he
     card = use_of(config, "diffusers", Place(out))
     assert ", use_resolution_binning=False).images[0]" in card
     assert difference(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize(("kind", "size"), [("alpha", 64), ("sigma", 128)])
+def test_a_pipeline_that_passes_no_sizes_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, size: int
+) -> None:
+    """diffusers' pipelines fail to draw with such a network, by an error that does not name the reason."""
+    from diffusers import DiffusionPipeline
+
+    network = replace(PIXARTS["alpha"], size=size)
+    config = resolve(run(build(tmp_path / "base", kind=kind, model=network)))
+    assert config.model == network
+    state = {name: value.detach() for name, value in built(network).named_parameters()}
+    weights = ExportedWeights({name: tuple(value.shape) for name, value in state.items()}, state.__getitem__)
+    exported, out = Exported(None, config, weights, torch.float32), tmp_path / "out"
+    out.mkdir()
+    said = (
+        rf"{PIPELINES[kind]} could not draw: .* its latents are {size} x {size}, but .* only PixArtAlphaPipeline "
+        "passes sizes, and only if latents are 128 x 128; export the network alone with --format safetensors"
+    )
+    with pytest.raises(ConfigError, match=said):
+        format_of(config.model, "diffusers").write(out, exported)
+    assert not list(out.iterdir())
+    monkeypatch.setattr(PixArtConfig, "problem_in", lambda *_: None)
+    format_of(config.model, "diffusers").write(out, exported)
+    pipeline = DiffusionPipeline.from_pretrained(out)
+    with pytest.raises(AttributeError, match="NoneType"):
+        pipeline("a cat", num_inference_steps=1, use_resolution_binning=False, output_type="latent")
