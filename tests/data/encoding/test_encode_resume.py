@@ -1,29 +1,23 @@
 """Encodes that are killed and resumed, in processes of their own."""
 
-import os
 import random
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fastdiff.cli.main import main
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.data.shards.verify import verify
 from fastdiff.errors import ConfigError
 from fastdiff.models.pretrained.tiny_pipeline import build
+from tests.support.encode_ranks import CALLS, begin, finish, killed
 from tests.support.forked import fork_server
-from tests.support.injected.durable_calls import DURABLE, dying_at
 from tests.support.inputs.encoding import captioned, files
 from tests.support.nights import by_day
 
 IMAGES, PER_SHARD = 24, 2
-CALLS = 16
-"""Calls of one partition that make something durable or visible."""
-TIMEOUT_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -59,34 +53,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, command: list[str], ra
     return files(out)
 
 
-def rank_main(argv: list[str], rank: int, ranks: int) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-    sys.exit(main(argv))
-
-
-def begin(context: Any, command: list[str], out: Path, count: int) -> list[Any]:
-    processes = [
-        context.Process(target=rank_main, args=([*command, str(out)], rank, count), daemon=True)
-        for rank in range(count)
-    ]
-    for process in processes:
-        process.start()
-    return processes
-
-
-def finish(processes: list[Any]) -> list[int]:
-    for process in processes:
-        process.join(TIMEOUT_S)
-        process.kill()
-    return [process.exitcode for process in processes]
-
-
-def killed_main(argv: list[str], number: int, rank: int = 0, ranks: int = 1) -> None:
-    """Encode until the call number ``number`` that makes something durable or visible, and die before it."""
-    with dying_at(number, DURABLE):
-        rank_main(argv, rank, ranks)
-
-
 @pytest.mark.fault(9)
 @pytest.mark.parametrize("count", by_day([3], 2, 1))
 def test_killed_again_and_again_it_writes_the_same_bytes(
@@ -97,11 +63,7 @@ def test_killed_again_and_again_it_writes_the_same_bytes(
         out, calls = tmp_path / f"out{trial}", random.Random(count + 2 * trial)
         for low, high in ((1, CALLS), (CALLS + 2, 2 * CALLS), (1, CALLS)):
             numbers = [calls.randrange(low, high) for _ in range(count)]
-            arguments = [([*command, str(out)], number, rank, count) for rank, number in enumerate(numbers)]
-            processes = [ranks.Process(target=killed_main, args=given, daemon=True) for given in arguments]
-            for process in processes:
-                process.start()
-            assert finish(processes) == [-9] * count
+            assert killed(ranks, command, out, numbers) == [-9] * count
             assert not (out / "dataset.json").exists()
         kept = len(list((out / ".encoding").glob("unit-*.json")))
         assert 0 < kept < IMAGES // PER_SHARD
@@ -122,9 +84,7 @@ def test_killed_at_every_durable_call_it_writes_the_same_bytes(
             assert finish(begin(ranks, command, out, 1)) == [0]  # removes what is left if it died after publishing
             assert files(out) == undisturbed
             shutil.rmtree(out)
-        process = ranks.Process(target=killed_main, args=([*command, str(out)], number), daemon=True)
-        process.start()
-        ended, published = finish([process]), (out / "dataset.json").exists()
+        ended, published = killed(ranks, command, out, [number]), (out / "dataset.json").exists()
         assert ended == [-9] or published
     assert finish(begin(ranks, command, out, 1)) == [0]
     assert files(out) == undisturbed
