@@ -10,59 +10,24 @@ names the commit of each.
 """
 
 import argparse
-import multiprocessing
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.errors import FastdiffError
-from fastdiff.evaluation.comparison import MeasuredRun, compare
+from fastdiff.evaluation.comparison import MeasuredRun
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_output, open_log
+from fastdiff_bench.measure.paired_runs import HEAD, Pair, Tested, differences, in_processes, of_other_code, tested
 from fastdiff_bench.records.fingerprint import ROOT
-from fastdiff_bench.records.paired import SIGNIFICANT, Difference, difference, holm
 from fastdiff_bench.records.record import Fact, Failure, Log, Measurement
 from fastdiff_bench.records.tables import table
 from fastdiff_bench.trainers import in_fp8
 from fastdiff_bench.trainers.in_fp8 import ARITHMETICS, BASELINE, Trained, Trial
 
-LIMIT_PERCENT = 0.5
-"""Mean difference of the loss that does not count."""
 _BATCH = 32
 """Samples of a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tested:
-    """An arithmetic against another; differences in percent."""
-
-    seeds: int
-    total: Difference
-    levels: dict[str, tuple[Difference, float]]
-    """By range of the log SNR, with its corrected probability."""
-
-    @property
-    def faults(self) -> list[str]:
-        """What speaks against equal losses."""
-        found = {
-            "over two standard errors": not self.total.is_small,
-            f"over {LIMIT_PERCENT:g} %": abs(self.total.mean) >= LIMIT_PERCENT,
-            "a noise level is significant": self.least < SIGNIFICANT,
-        }
-        return [fault for fault, exists in found.items() if exists]
-
-    @property
-    def differs(self) -> bool:
-        """Whether the mean difference, or that of a noise level, is significant."""
-        return min(self.total.p, self.least) < SIGNIFICANT
-
-    @property
-    def least(self) -> float:
-        """The smallest corrected probability of a level."""
-        return min(p for _, p in self.levels.values())
 
 
 def add(commands: Commands) -> None:
@@ -108,7 +73,7 @@ def _run(given: argparse.Namespace) -> int:
                 log.write(found)
                 print(f"{found.case}, {found.provider}: {found.reason}", flush=True)
         report(done, root, log)
-        for line in of_other_code(done, log.fingerprint.git):
+        for line in of_other_code([one.commit for one in done], log.fingerprint.git):
             print(line)
         return int(len(done) < len(wanted))
 
@@ -134,38 +99,16 @@ def finish(wanted: Sequence[Trial], root: Path, processes: int) -> Iterator[Trai
             left.append(trial)
         else:
             yield found
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, in_fp8.set_up_process, max_tasks_per_child=1) as pool:
-        running: dict[Future[None], Trial] = {pool.submit(in_fp8.run, trial, root): trial for trial in left}
-        try:
-            while running:
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    yield _outcome(running.pop(future), root, future)
-        except BaseException:  # otherwise the pool would wait for all of them
-            pool.shutdown(wait=False, cancel_futures=True)
-            for child in multiprocessing.active_children():
-                child.terminate()
-            raise
+    for trial, error in in_processes(partial(in_fp8.run, root=root), left, processes):
+        yield _outcome(trial, root, error)
 
 
-def _outcome(trial: Trial, root: Path, future: Future[None]) -> Trained | Failure:
-    try:
-        future.result()
-    except FastdiffError as error:
+def _outcome(trial: Trial, root: Path, error: FastdiffError | None) -> Trained | Failure:
+    if error is not None:
         return Failure(bench="fp8", case=trial.case, provider=trial.arithmetic, reason=f"seed {trial.seed}: {error}")
     found = in_fp8.finished(trial, root)
     assert found is not None
     return found
-
-
-def of_other_code(done: Sequence[Trained], commit: str) -> Iterator[str]:
-    """Yield a line if runs were finished before at another commit than this one."""
-    others = [one.commit for one in done if one.commit not in (None, commit)]
-    if others:
-        yield (
-            f"{len(others)} of {len(done)} runs are of other code, {' and '.join(sorted(set(map(str, others))))}; "
-            "name an empty --folder to run them anew"
-        )
 
 
 def measured(one: Trained) -> Iterator[Measurement]:
@@ -196,32 +139,21 @@ def comparisons(done: Sequence[Trained], root: Path) -> dict[tuple[str, str, str
         for other in ARITHMETICS[name].against:
             if (case, other, seed) in runs:
                 pairs.setdefault((case, name, other), []).append((runs[case, other, seed], one))
-    return {key: _tested(found, root) for key, found in pairs.items() if len(found) > 1}
+    return {key: tested([_measured(pair, root) for pair in found]) for key, found in pairs.items() if len(found) > 1}
 
 
-def _tested(pairs: Sequence[tuple[Trained, Trained]], root: Path) -> Tested:
-    found = [compare(*(MeasuredRun(one.trial.folder(root), one.validated) for one in pair)) for pair in pairs]
-    total = difference([100 * one.total.relative for one in found])
-    levels = {
-        rows[0].name: difference([100 * row.relative for row in rows])
-        for rows in zip(*(one.bins for one in found), strict=True)
-        if all(row.enough for row in rows)
-    }
-    corrected = holm([one.p for one in levels.values()])
-    return Tested(len(pairs), total, dict(zip(levels, zip(levels.values(), corrected, strict=True), strict=True)))
+def _measured(pair: tuple[Trained, Trained], root: Path) -> Pair:
+    a, b = (MeasuredRun(one.trial.folder(root), one.validated) for one in pair)
+    return a, b
 
 
 def report(done: Sequence[Trained], root: Path, log: Log) -> None:
     """Write and print the tests."""
     found = comparisons(done, root)
     for (case, name, other), one in found.items():
-        log.write(*_differences(case, name, other, one))
-    head = ("case", "", "against", "seeds", "difference, %", "standard error", "p", "least p of a level", "")
-    rows = [
-        (case, name, other, str(one.seeds), f"{one.total.mean:+.3f}", f"{one.total.error:.3f}", f"{one.total.p:.3f}",
-         f"{one.least:.3f}", _verdict(name, one))
-        for (case, name, other), one in found.items()
-    ]  # fmt: skip
+        log.write(*differences("fp8", case, name, other, one))
+    head = ("case", "", "against", *HEAD, "")
+    rows = [(case, name, other, *one.cells, _verdict(name, one)) for (case, name, other), one in found.items()]
     print()
     print(table([head, *rows], "<<<>>>>><"))
     errors = [
@@ -231,16 +163,6 @@ def report(done: Sequence[Trained], root: Path, log: Log) -> None:
     ]
     print()
     print(table([("case", "", "weights", "gradient error"), *errors], "<<<>"))
-
-
-def _differences(case: str, name: str, other: str, one: Tested) -> Iterator[Measurement]:
-    parts = {f"difference from {other}": (one.total, one.total.p)}
-    parts |= {f"difference from {other}, log SNR {level}": values for level, values in one.levels.items()}
-    for quantity, (found, corrected) in parts.items():
-        facts: dict[str, Fact] = {
-            "standard_error": found.error, "p": found.p, "p_corrected": corrected, "seeds": one.seeds
-        }  # fmt: skip
-        yield Measurement.of("fp8", case, name, quantity, "%", found.mean, "neither", facts=facts)
 
 
 def _verdict(name: str, one: Tested) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +27,6 @@ from fastdiff.config.sections.data import DataConfig, ValidationConfig
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
-from fastdiff.console import log, quieten
 from fastdiff.data.loading.batches import Normaliser
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.diffusion.objective import Objective
@@ -157,14 +154,6 @@ def finished(trial: Trial, root: Path) -> Trained | None:
         return None
     errors = json.loads((folder / _ERRORS).read_text(encoding="utf-8"))
     return Trained(trial, validation_files.read(folder, trial.steps), errors, read_record(folder)["git"])
-
-
-def set_up_process() -> None:
-    """Make this process one that trains: quiet, in one thread."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # for libraries that have not started theirs
-    torch.set_num_threads(1)
-    quieten()
-    log.setLevel(logging.WARNING)
 
 
 def run(trial: Trial, root: Path) -> None:

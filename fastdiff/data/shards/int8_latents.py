@@ -7,7 +7,8 @@ column of their own in float32, 8 bytes per channel.
 import torch
 from torch import Tensor
 
-_LEVELS, _FIRST = 255, -128
+LEVELS, _FIRST = 255, -128
+"""Steps between the smallest and the largest value of a channel, and the integer of the smallest."""
 
 
 def quantised(latents: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,9 +22,9 @@ def quantised(latents: Tensor) -> tuple[Tensor, Tensor]:
     """
     values = latents.float()
     low, high = values.amin((2, 3)), values.amax((2, 3))
-    limits = torch.stack([low, (high - low) / _LEVELS], dim=1)
+    limits = torch.stack([low, (high - low) / LEVELS], dim=1)
     step = torch.where(limits[:, 1] > 0, limits[:, 1], 1.0)[..., None, None]
-    levels = ((values - low[..., None, None]) / step).round().clamp(0, _LEVELS).nan_to_num(0.0)
+    levels = ((values - low[..., None, None]) / step).round().clamp(0, LEVELS).nan_to_num(0.0)
     return (levels + _FIRST).to(torch.int8), limits
 
 
