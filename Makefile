@@ -20,7 +20,8 @@ endif
 demo: $(INSTALLED)
 	fastdiff demo $(if $(DEVICE),-- $(DEVICE))
 
-# The same scans with captions in words -> latents and embeddings -> a trained UNet -> a pipeline that diffusers loads.
+# MODEL=dit, or unet: the same scans with captions in words -> latents and embeddings -> a trained UNet -> a pipeline that diffusers loads.
+ifeq ($(or $(MODEL),unet),unet)
 demo-t2i: $(INSTALLED)
 	test -d data/digits-t2i || python -m fastdiff.cli.demo_t2i prepare data/digits-t2i
 	test -f data/digits-t2i/latents/dataset.json || fastdiff encode data/digits-t2i/images data/digits-t2i/latents \
@@ -28,6 +29,19 @@ demo-t2i: $(INSTALLED)
 	fastdiff train --preset digits-t2i --deepspeed_config zero3 $(DEVICE)
 	test -d runs/digits-t2i/pipeline || fastdiff export runs/digits-t2i runs/digits-t2i/pipeline --format diffusers
 	python -m fastdiff.cli.demo_t2i judge runs/digits-t2i/pipeline --picture runs/digits-t2i/digits.png
+else ifeq ($(MODEL),dit)
+# A text DiT with a tiny T5, whose training is killed and resumes.
+demo-t2i: $(INSTALLED)
+	test -d data/digits-t2i-dit || python -m fastdiff.cli.demo_t2i prepare data/digits-t2i-dit --model dit
+	test -f data/digits-t2i-dit/latents/dataset.json || fastdiff encode data/digits-t2i-dit/images data/digits-t2i-dit/latents \
+		--pretrained data/digits-t2i-dit/pipeline --resolution 32 --batch 64
+	python -m fastdiff.cli.demo_t2i train runs/digits-t2i-dit -- --preset digits-t2i-dit --deepspeed_config zero3 $(DEVICE)
+	test -d runs/digits-t2i-dit/pipeline || fastdiff export runs/digits-t2i-dit runs/digits-t2i-dit/pipeline --format diffusers
+	python -m fastdiff.cli.demo_t2i judge runs/digits-t2i-dit/pipeline --picture runs/digits-t2i-dit/digits.png --guidance 2
+else
+demo-t2i:
+	$(error MODEL=$(MODEL): expected unet or dit)
+endif
 
 # Three workers for two cores, because most tests wait for processes that they start, and some for time to pass; one
 # thread each, because more threads than cores wait for one another. Files run in the order of conftest.py, the longest

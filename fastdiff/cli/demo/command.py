@@ -101,24 +101,10 @@ class Demo:
         stack.callback(page.terminate)
 
     def _train_and_kill(self) -> None:
-        from fastdiff.cli.demo.training import Training, kill_rank
+        from fastdiff.cli.demo.training import run_killed
 
         _title(f"A diffusion transformer learns the digits: {self._steps} steps, watched by a supervisor")
-        killed: list[int] = []
-
-        def kill(training: Training, step: int) -> bool:
-            if step * 2 < self._steps or not training.checkpoints():
-                return False
-            killed.extend([step, *kill_rank(training.supervisor)])
-            return True
-
-        code = self._disturbed.run(kill)
-        if not killed:
-            self._disturbed.require_done(code or FastdiffError.exit_code)
-        newest = self._disturbed.checkpoints()[0]
-        show(f"At step {killed[0]} rank {killed[1]} got a SIGKILL (process {killed[2]}). The supervisor says:")
-        show(f"  {_last_error(self._disturbed.last_words())}")
-        show(f"What is left: the checkpoint of step {newest}, written whole or not at all.")
+        show(run_killed(self._disturbed))
 
     def _resume(self) -> None:
         _title("The same command again resumes")
@@ -179,8 +165,3 @@ def _output(*words: str) -> str:
 
     done = subprocess.run([*FASTDIFF, *words], check=False, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
     return done.stdout
-
-
-def _last_error(text: str) -> str:
-    errors = [line for line in text.splitlines() if "error" in line]
-    return errors[-1] if errors else text.strip().rpartition("\n")[2]

@@ -82,6 +82,35 @@ class Training:
                     process.wait()
 
 
+def run_killed(training: Training) -> str:
+    """Run until a rank gets a SIGKILL, at half of the steps and after a checkpoint; return what happened, in words.
+
+    Raises:
+        FastdiffError: the training ended before.
+    """
+    killed: list[int] = []
+
+    def kill(training: Training, step: int) -> bool:
+        if step * 2 < training.steps or not training.checkpoints():
+            return False
+        killed.extend([step, *kill_rank(training.supervisor)])
+        return True
+
+    code = training.run(kill)
+    if not killed:
+        training.require_done(code or FastdiffError.exit_code)
+    return (
+        f"At step {killed[0]} rank {killed[1]} got a SIGKILL (process {killed[2]}). The supervisor says:\n"
+        f"  {_last_error(training.last_words())}\n"
+        f"What is left: the checkpoint of step {training.checkpoints()[0]}, written whole or not at all."
+    )
+
+
+def _last_error(text: str) -> str:
+    errors = [line for line in text.splitlines() if "error" in line]
+    return errors[-1] if errors else text.strip().rpartition("\n")[2]
+
+
 def kill_rank(supervisor: int) -> tuple[int, int]:
     """Send SIGKILL to the highest rank below a supervisor; return its number and process id. FastdiffError: no rank."""
     ranks = {_environment(pid).get("RANK"): pid for pid in _below(supervisor)}

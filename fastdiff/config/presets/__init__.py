@@ -207,6 +207,7 @@ _DITS = {f"dit-{letter.lower()}-{patch}-256": (letter, patch) for letter in DIT_
 PRESETS: dict[str, Preset] = {
     "digits": digits.digits,
     "digits-t2i": digits.text_to_image,
+    "digits-t2i-dit": digits.text_dit,
     "digits-adm": digits.adm,
     "digits-sr": digits.enlarged,
     "sd15-512": sd15_512,
