@@ -12,6 +12,7 @@ from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.engine import choose, require_engine
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.optimizers.registry import family_of, optimizer_family
+from fastdiff.config.presets.reported import REPORTED
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.performance import PerformanceConfig
@@ -102,7 +103,8 @@ def options(
 ) -> tuple[list[Planned], list[Refused]]:
     """Return the options of some GPUs that fit, the fastest first, and why others fall out.
 
-    What the command line fixes is not varied: a DeepSpeed JSON, a micro-batch, recomputation, 8-bit moments.
+    What the command line fixes is not varied: a DeepSpeed JSON, a micro-batch, recomputation, 8-bit moments. Nor are
+    the moments of a published recipe.
     """
     if reason := _unsuited(config.batch, config.performance, gpus):
         return [], [Refused(gpus, reason, 1)]
@@ -185,7 +187,9 @@ def _choices(config: RunConfig, launch: Launch, gpus: Gpus) -> Iterator[tuple[in
         if config.performance.precision == "fp16":  # DeepSpeed does not scale the loss at stage 0
             stages = [stage for stage in stages if stage] or [1]
     again = [True] if config.performance.recompute else [False, True]
-    smaller = None if config.lora.rank else family_of(config.optim).smaller  # the moments of an adapter are small
+    # The moments of an adapter are small, and other moments make another recipe.
+    fixed = config.lora.rank > 0 or launch.preset in REPORTED
+    smaller = None if fixed else family_of(config.optim).smaller
     optimizers = [config.optim.name, *([smaller] if smaller else [])]
     yield from product(stages, again, optimizers)
 

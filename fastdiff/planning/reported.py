@@ -39,19 +39,19 @@ def figures(config: RunConfig, preset: str | None) -> list[dict[str, Any]]:
 
 
 def lines(config: RunConfig, preset: str | None, best: Sequence[Planned]) -> Iterator[str]:
-    """Yield each report in words, and the hours of the fastest option for as many samples."""
+    """Yield the reports in words, and the hours of the fastest option for as many samples."""
     found = reports(config, preset)
     if found is None:
         return
     if not found:
-        yield "its authors report no hours that are known here"
+        yield "reported: no hours of its authors are known here"
     for report in found:
         yield f"reported: {_cost(report.gpu_hours, report.gpu, report.samples, mfu(config, report))}"
         yield f"  {report.source}"
-        if best:
-            first = best[0]
-            kind = first.option.gpus.kind.name
-            yield f"planned: {_cost(first.gpu_hours(report.samples), kind, report.samples, first.mfu)}"
+    for first in best[:1]:
+        kind = first.option.gpus.kind.name
+        for samples in dict.fromkeys(report.samples for report in found) or (config.samples,):
+            yield f"planned: {_cost(first.gpu_hours(samples), kind, samples, first.mfu)}"
 
 
 def _cost(hours: float, gpu: str, samples: int, share: float | None) -> str:

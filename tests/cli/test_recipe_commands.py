@@ -1,6 +1,5 @@
 """The commands in the docstring of a published recipe, one after another, on eight pictures and a tiny autoencoder."""
 
-import inspect
 import json
 import shlex
 from collections.abc import Callable
@@ -12,9 +11,9 @@ import pytest
 
 from fastdiff.cli.main import main
 from fastdiff.config.networks.registry import ModelConfig
-from fastdiff.config.presets import PRESETS, encode_command, preset
+from fastdiff.config.presets import commands, encode_command, preset
 from tests.support.inputs import recipes
-from tests.support.installed.standins import of_classes
+from tests.support.installed.standins import captioned, of_classes
 
 INPUTS: dict[str, dict[str, Callable[[Path], None]]] = {
     "sit-xl-2-256": {"IMAGENET": of_classes, "stabilityai/sd-vae-ft-ema": recipes.sd_vae},
@@ -23,14 +22,14 @@ INPUTS: dict[str, dict[str, Callable[[Path], None]]] = {
         "vavae-imagenet256-f16d32-dinov2.pt": recipes.va_vae,
         "latents_stats.pt": recipes.latent_statistics,
     },
+    "jit-b-16-256": {"IMAGENET": of_classes},
+    "pixart-256": {"IMAGES": captioned, "PixArt-alpha/PixArt-Sigma-XL-2-512-MS": recipes.sigma},
+    "rit-xl-256": {
+        "IMAGENET": of_classes,
+        "nyu-visionx/RAE-dinov2-wReg-small-ViTXL-n08": recipes.features_of_dino,
+    },
 }
 """What the commands of each preset read; a folder in place of a name of the hub."""
-
-
-def commands(name: str) -> list[list[str]]:
-    """The commands of a preset, as words."""
-    lines = map(str.strip, (inspect.getdoc(PRESETS[name]) or "").splitlines())
-    return [shlex.split(line) for line in lines if line.startswith("fastdiff ")]
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *flags: str) -> Any:
@@ -40,8 +39,9 @@ def dry_run(capsys: pytest.CaptureFixture[str], *flags: str) -> Any:
 
 
 def as_in_data(model: ModelConfig) -> dict[str, Any]:
-    """The network of the recipe, for the two classes of the pictures."""
-    return asdict(model) | {"classes": 2}
+    """The network of the recipe, for the two classes of the pictures, or the width of a tiny T5."""
+    found = asdict(model)
+    return found | ({"caption_dim": 32} if model.text_conditional else {"classes": 2})
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -51,7 +51,7 @@ def test_the_commands_of_a_recipe_make_the_data_of_its_network(
     monkeypatch.chdir(tmp_path)
     for path, write in INPUTS[name].items():
         write(tmp_path / path)
-    *before, train = commands(name)
+    *before, train = map(shlex.split, commands(name))
     assert [" ".join(words) for words in before] == encode_command(name, before[-1][3]).split(" && ")
     for words in before:
         assert main(words[1:]) == 0, words

@@ -10,6 +10,7 @@ from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.objective import DdpmConfig
 from fastdiff.config.sections.performance import PerformanceConfig
+from fastdiff.config.sections.sampler import SamplingConfig
 
 NAME = "lightningdit-xl-1-256"
 
@@ -26,7 +27,7 @@ def test_another_network_rate_or_process_is_named_with_the_value_of_the_recipe()
     assert departure(rate, NAME).endswith(
         f"{NAME}: optim.lr 0.0001 instead of 0.0002, ema.rates (0.999,) instead of (0.9999,)"
     )
-    process = departure(replace(recipe, objective=DdpmConfig()), NAME)
+    process = departure(replace(recipe, objective=DdpmConfig(), sampling=SamplingConfig()), NAME)
     assert "objective.process ddpm instead of flow" in process
     assert "objective.cosine_weight None instead of 1.0" in process
     assert "objective.schedule linear instead of None" in process

@@ -17,7 +17,7 @@ from fastdiff.models.build import build_model
 
 DIT = [f"dit-{letter.lower()}-{patch}-256" for letter in DIT_SIZES for patch in DIT_PATCHES]
 PUBLISHED = [*DIT, "sit-xl-2-256"]
-IMAGENET = ["lightningdit-xl-1-256"]
+IMAGENET = ["lightningdit-xl-1-256", "jit-b-16-256", "rit-xl-256"]
 
 # Millions, as table 4 of Peebles & Xie 2023 has them: without the embedding of positions, which has no gradient.
 TABLE_4 = {
@@ -112,6 +112,56 @@ def test_lightningdit_is_trained_as_its_configuration_says() -> None:
     assert (objective.path, objective.predicted, objective.convention) == ("linear", "flow", "sit")
     assert (objective.cosine_weight, objective.condition_dropout, objective.weighted) == (1.0, 0.1, "none")
     assert config.timesteps == TimestepConfig(density="logit_normal"), "mean 0, deviation 1, and no shift in training"
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "batch", "per_epoch", "clip", "timesteps"),
+    [
+        ("jit-b-16-256", 600, 1024, 1251, 0.0, TimestepConfig(density="logit_normal", mean=0.8, std=0.8)),
+        (
+            "rit-xl-256", 800, 1536, 834, 1.0,
+            TimestepConfig(density="logit_normal", truncation=1e-3, shift="latent"),
+        ),
+    ],
+)  # fmt: skip
+def test_jit_and_rit_are_trained_as_their_scripts_say(
+    name: str, epochs: int, batch: int, per_epoch: int, clip: float, timesteps: TimestepConfig
+) -> None:
+    """README of JiT (its time is 1 at the data: the mean is -0.8 there), train.sh and main.py of RiT."""
+    config = preset(name)
+    assert (config.steps, config.batch.samples, config.data.random_flip) == (epochs * per_epoch, batch, True)
+    optim = config.optim
+    assert isinstance(optim, AdamWConfig)
+    assert optim.lr == pytest.approx(5e-5 * batch / 256)
+    assert (optim.betas, optim.weight_decay, optim.clip) == ((0.9, 0.95), 0.0, clip)
+    assert (optim.schedule, optim.warmup_steps) == ("constant_with_warmup", 5 * per_epoch)
+    assert config.ema.rates == (0.9999, 0.9996), "the first draws"
+    objective = config.objective
+    assert isinstance(objective, FlowConfig)
+    assert (objective.path, objective.predicted, objective.convention) == ("linear", "x0", "sit")
+    assert (objective.weighted, objective.velocity_floor, objective.condition_dropout) == ("velocity", 0.05, 0.1)
+    assert config.timesteps == timesteps
+    assert config.time_shift == pytest.approx(4.899 if name.startswith("rit") else 1.0, abs=1e-3)
+
+
+def test_the_samplers_of_the_recipes_are_those_of_their_evaluations() -> None:
+    """In our time, which is 1 for noise: an interval of guidance [a, b] of theirs is [1 - b, 1 - a]."""
+    samplers = {name: preset(name).sampling for name in ["sit-xl-2-256", *IMAGENET]}
+    lightning, jit, rit, sit = (samplers[name] for name in (*IMAGENET, "sit-xl-2-256"))
+    assert (sit.scheduler, sit.steps, sit.cfg) == ("euler-maruyama", 250, 1.0)
+    assert (lightning.scheduler, lightning.steps) == ("euler", 249)
+    assert {(one.labels, one.protocol) for one in (sit, lightning)} == {("random", "adm")}
+    assert (lightning.cfg, lightning.cfg_channels, lightning.cfg_interval) == (10.0, 3, (0.0, 0.9))
+    theirs = 0.4
+    shifted = 0.3 * theirs / (1 + (0.3 - 1) * theirs)
+    ours = 1 - theirs
+    assert isinstance(lightning.shift, float)
+    assert 1 - lightning.shift * ours / (1 + (lightning.shift - 1) * ours) == pytest.approx(shifted)
+    for one, steps, cfg, interval in ((jit, 50, 2.9, (0.0, 0.9)), (rit, 25, 3.7, (0.02, 0.9))):
+        assert (one.scheduler, one.steps, one.cfg, one.cfg_interval) == ("heun", steps, cfg, interval)
+        assert (one.cfg_channels, one.labels, one.protocol) == (None, "balanced", "torch-fidelity")
+        assert one.shift is None, "as in training"
+    assert jit.clip is False, "its estimates of the image are not clamped"
 
 
 @pytest.mark.parametrize("name", PRESETS)

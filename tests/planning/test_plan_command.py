@@ -75,8 +75,11 @@ def test_the_hours_of_the_authors_stand_beside_the_plan(capsys: pytest.CaptureFi
     rate = first["images_per_s"]["middle"] / 8
     assert first["mfu"] == pytest.approx(found["network"]["flops_per_image"] * rate / 989.4e12)
     assert f"planned: {first['gpu_hours']:.3g} H100-hours for 81,920,000 samples, MFU {first['mfu']:.1%}\n" in said
+    assert {one["optimizer"] for one in json.loads(plan(capsys, *recipe, *fast[:4], "--json"))["options"]} == {"adamw"}
     other = json.loads(plan(capsys, *recipe, *fast, "--model.depth", "2", "--json"))
     assert other["reported"] == [], "of another network"
+    said = plan(capsys, "--preset", "sit-xl-2-256", "--data.path", "", "--gpus", "8xH100", *fast[2:])
+    assert "reported: no hours of its authors are known here\nplanned: " in said
 
 
 def test_a_login_that_is_missing_is_told_beside_the_plan(

@@ -88,12 +88,24 @@ PUBLISHED = {
     "sit-xl-2-256": Transformer(**XL, inputs=16, outputs=32),
     # lightningdit_xl_vavae_f16d32.yaml: use_swiglu, use_rmsnorm, in_chans 32; use_qknorm off.
     "lightningdit-xl-1-256": Transformer(**XL, inputs=32, outputs=32, swiglu=True, norm_weights=True),
+    # RiT-XL/16 of its model.py, on 384 channels of DINOv2-S, without use_cls.
+    "rit-xl-256": Transformer(
+        **XL, inputs=384, outputs=384, swiglu=True, norm_weights=True, qk_norm=True, class_tokens=32,
+        class_tokens_from=8,
+    ),
+    # JiT-B/16: patches of 16 x 16 x 3 through 128 channels.
+    "jit-b-16-256": Transformer(
+        depth=12, width=768, head=64, inputs=768, outputs=768, swiglu=True, norm_weights=True, qk_norm=True,
+        class_tokens=32, class_tokens_from=4, bottleneck=128,
+    ),
     # PixArt-Sigma's configuration at 256 px: T5-XXL with 300 tokens, learned sigma.
     "pixart-256": Transformer(**XL, inputs=16, outputs=32, text=(300, 4096)),
-}
-MILLIONS = {"sit-xl-2-256": 675, "lightningdit-xl-1-256": 675.26, "pixart-256": 611}
+}  # fmt: skip
+MILLIONS = {
+    "sit-xl-2-256": 675, "lightningdit-xl-1-256": 675.26, "rit-xl-256": 676, "jit-b-16-256": 131, "pixart-256": 611,
+}  # fmt: skip
 """As published: table 1 of arXiv:2401.08740, the training log of LightningDiT (with 0.3 M of fixed positions), the
-checkpoint PixArt-Sigma-XL-2-256x256."""
+table of RiT's README, that of arXiv:2511.13720, the checkpoint PixArt-Sigma-XL-2-256x256."""
 
 
 def planned(name: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, float]:

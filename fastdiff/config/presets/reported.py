@@ -28,5 +28,8 @@ REPORTED: Mapping[str, tuple[Reported, ...]] = {
         ),
     ),
     "sit-xl-2-256": (),
+    "jit-b-16-256": (),
+    "rit-xl-256": (),
+    "pixart-256": (),
 }
 """By preset; none: no hours are known."""

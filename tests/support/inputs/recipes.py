@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from fastdiff.models.pretrained import tiny_pixart
 from tests.support.references.ldm_autoencoder import LdmAutoencoder
 
 
@@ -35,5 +36,31 @@ def sd_vae(folder: Path) -> None:
             layers_per_block=1,
             norm_num_groups=4,
             latent_channels=4,
+        )
+    network.eval().save_pretrained(folder)
+
+
+def sigma(folder: Path) -> None:
+    """Write a pipeline of PixArt-Sigma with an autoencoder of a factor of 8."""
+    tiny_pixart.build(folder)
+    sd_vae(folder / "vae")
+
+
+def features_of_dino(folder: Path, side: int = 16) -> None:
+    """Write an AutoencoderRAE of the width of DINOv2-S, one layer deep, with ``side`` squared patches."""
+    from diffusers import AutoencoderRAE
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        network = AutoencoderRAE(
+            encoder_hidden_size=384,
+            encoder_num_hidden_layers=1,
+            decoder_hidden_size=32,
+            decoder_num_hidden_layers=1,
+            decoder_num_attention_heads=2,
+            decoder_intermediate_size=64,
+            encoder_input_size=14 * side,
+            latents_mean=torch.zeros(384, side, side),
+            latents_std=torch.ones(384, side, side),
         )
     network.eval().save_pretrained(folder)

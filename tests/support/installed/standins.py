@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from fastdiff.models.pretrained import tiny_pipeline
+from fastdiff.models.pretrained import tiny_pipeline, tiny_pixart
 from tests.support.inputs import recipes
 from tests.support.processes import ROOT
 from tests.support.servers.ports import reserved_port
@@ -58,6 +58,9 @@ _WORDS = (
 _DIT = "--model.depth 1 --model.hidden 32 --model.heads 2"
 _NETWORKS = {
     r"--preset (dit|sit|lightningdit)-\w+-\d": _DIT,
+    r"--preset jit-": "--model.depth 5 --model.hidden 32 --model.heads 2",
+    r"--preset rit-": "--model.depth 9 --model.hidden 32 --model.heads 2",
+    r"--preset pixart-": "--model.depth 1 --model.hidden 48 --model.heads 4",
     r"--preset sd(15|2)-512": (
         "--model.block-out-channels 32 64 --model.attention-heads 2 4 --model.transformer-layers 1 1 "
         "--model.layers-per-block 1 --model.norm-num-groups 8"
@@ -109,6 +112,8 @@ def fill_hub(home: Path) -> None:
     """Put small pipelines with the names of published ones into the cache of the hub's client in ``home``."""
     for name, kind in _PIPELINES.items():
         tiny_pipeline.build(_snapshot(home, name), kind=kind)
+    tiny_pixart.build(_snapshot(home, "PixArt-alpha/PixArt-Sigma-XL-2-512-MS"))
+    recipes.features_of_dino(_snapshot(home, "nyu-visionx/RAE-dinov2-wReg-small-ViTXL-n08"), side=8)
     vae = _snapshot(home, next(iter(_PIPELINES))) / "vae"
     shutil.copytree(vae, _snapshot(home, _AUTOENCODER), dirs_exist_ok=True)
 
