@@ -153,11 +153,16 @@ def _check_conditions(network: ModelConfig, path: str, info: DatasetInfo) -> Non
     expected = fixed_sizes({n: shape for n, shape in network.conditions.items() if n in (*CAPTIONED, *OF_IMAGE)})
     found = fixed_sizes({n: info.columns[n].shape for n in (*CAPTIONED, *expected) if n in info.columns})
     if found != expected:
+        remedy = (
+            "encode captions with `fastdiff encode --pretrained` and the pipeline of the model"
+            if expected
+            else "train a network of text, or encode without captions: --classes-from folder, or none"
+        )
         raise ConfigError(
-            f"{address(path)} holds the conditions {_described(found)}; the model takes "
-            f"{_described(expected)}; encode captions with `fastdiff encode --pretrained` and the pipeline of the model"
+            f"{address(path)} holds {_described(found)}; the model takes {_described(expected)}; {remedy}"
         )
 
 
 def _described(sizes: Mapping[str, Shape]) -> str:
-    return ", ".join(f"{name} of {'x'.join(map(str, size)) or 'tokens'}" for name, size in sizes.items()) or "none"
+    named = [f"{name} of {'x'.join(map(str, size))}" if size else name for name, size in sizes.items()]
+    return " and ".join(named) or "no embeddings of captions"

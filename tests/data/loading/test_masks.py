@@ -13,6 +13,7 @@ import torch
 
 from fastdiff.batch import from_stored, to_stored
 from fastdiff.conditions import StoredDtype, problem_of_shapes, require_shapes, require_sources
+from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pixart import PixArtConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.sections.data import DataConfig
@@ -232,8 +233,12 @@ def test_conditions_that_no_data_set_has_together_are_refused(names: tuple[str, 
 
 
 def test_data_with_other_conditions_than_the_network_takes_are_refused(digits: Path) -> None:
-    with pytest.raises(ConfigError, match=r"x holds the conditions none; the model takes context of 768; encode"):
+    with pytest.raises(ConfigError, match="x holds no embeddings of captions; the model takes context of 768; encode"):
         _check_conditions(UNetConfig(), "x", DatasetInfo.read(digits))
+    with pytest.raises(
+        ConfigError, match=rf"y holds context of {WIDTH} and context_mask; the model .* without captions"
+    ):
+        _check_conditions(DiTConfig(), "y", template())
 
 
 def test_a_mask_is_stored_as_bytes(tmp_path: Path) -> None:
