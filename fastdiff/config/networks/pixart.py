@@ -56,7 +56,7 @@ class PixArtConfig(ModelConfig):
     any_size: ClassVar[bool] = True
     diffusers_class: ClassVar[str] = "PixArtTransformer2DModel"
     former_diffusers_classes: ClassVar[tuple[str, ...]] = ("Transformer2DModel",)
-    diffusers_call: ClassVar[Mapping[str, bool]] = {"use_resolution_binning": False}
+    diffusers_call: ClassVar[Mapping[str, bool]] = {"use_resolution_binning": False, "clean_caption": False}
     text_fields: ClassVar[Mapping[str, str]] = {"context": "caption_dim"}
 
     def __post_init__(self) -> None:

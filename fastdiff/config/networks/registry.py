@@ -77,7 +77,8 @@ class ModelConfig:
     former_diffusers_classes: ClassVar[tuple[str, ...]] = ()
     """Classes that had it in earlier versions of diffusers, which published pipelines still name."""
     diffusers_call: ClassVar[Mapping[str, bool]] = {}
-    """Arguments besides the prompt with which a pipeline of diffusers draws images of the size of the run."""
+    """Arguments besides the prompt with which a pipeline of diffusers draws images of the size of the run, from prompts
+    as its captions were read."""
 
     text_fields: ClassVar[Mapping[str, str]] = {}
     """Field with the width of each caption embedding, by the name of the condition."""

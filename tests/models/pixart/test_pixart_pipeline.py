@@ -113,7 +113,7 @@ def test_the_pipeline_of_a_run_draws_what_we_draw(tmp_path: Path, kind: Kind, he
     expected = sample(ours, config.objective, condition, sampler, shape=shape, null=unconditional)
     assert expected.std() > 0.1
     card = use_of(config, "diffusers", Place(out))
-    assert ", use_resolution_binning=False).images[0]" in card
+    assert ", use_resolution_binning=False, clean_caption=False).images[0]" in card
     assert difference(found, expected) < 1e-5
 
 
