@@ -80,6 +80,8 @@ def test_the_tables_are_read() -> None:
         "none",
         "none: the interval of t is that of their defaults",
         "none",
+        "none",
+        "none",
     ]
 
 
