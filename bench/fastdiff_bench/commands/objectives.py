@@ -4,6 +4,9 @@ Each run is the preset ``digits`` with the flags of one objective (docs/objectiv
 the other. A second start in the same folder skips finished runs and resumes killed ones; the trainer refuses a run that
 was started with other flags. A picture beside the record shows the first ten digits of each run, a row per objective in
 the order of the record.
+
+With ``--seeds`` of two or more the runs train on digits of some forms and are validated on those of the others, and
+each objective is compared with the first one: the squared error of x0, under the same noise, by pairs of equal seeds.
 """
 
 import argparse
@@ -19,12 +22,14 @@ from torch import Tensor
 
 from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.data.encoding.builtin import encode_digits
+from fastdiff.evaluation.comparison import read_both
 from fastdiff.evaluation.digits import evaluate_run, evaluation_labels
 from fastdiff.sampling.image_grid import image_grid, save_picture
 from fastdiff.sampling.run import Run
 from fastdiff.version import PACKAGE
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_output, open_log
+from fastdiff_bench.measure.paired_runs import HEAD, differences, tested
 from fastdiff_bench.records.fingerprint import ROOT
 from fastdiff_bench.records.record import Better, Fact, Failure, Log, Measurement
 from fastdiff_bench.records.tables import table
@@ -44,6 +49,8 @@ OBJECTIVES = {
 }
 """Differences from the preset, as flags of the trainer."""
 
+_SPLITS = ("train", "test")
+"""Digits that pairs are trained on, and of other forms, that they are validated on."""
 _SMOKE = "--samples 256 --model.depth 1 --model.hidden 32 --model.heads 2 --optim.warmup_steps 1"
 
 
@@ -69,26 +76,73 @@ def add(commands: Commands) -> None:
         type=Path,
         help="folder of the data and the runs; default: runs/objectives, --smoke: runs/objectives-smoke",
     )
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="runs of each; with two or more they are compared; default: %(default)s"
+    )
     add_output(parser, "four steps of a smaller model", "<machine>/<date>_objectives")
     parser.set_defaults(run=_run)
 
 
 def _run(given: argparse.Namespace) -> int:
     folder = (given.folder or ROOT / "runs" / ("objectives-smoke" if given.smoke else "objectives")).resolve()
+    if given.seeds > 1:
+        return _compare(given, folder)
     data = folder / "data"
     if not (data / "dataset.json").is_file():
         encode_digits(data)
     found: dict[str, Outcome | str] = {}
     for name in given.only or OBJECTIVES:
-        flags = [*shlex.split(OBJECTIVES[name]), *shlex.split(_SMOKE if given.smoke else "")]
+        flags = _flags(name, given)
         print(f"\n{len(found) + 1} of {len(given.only or OBJECTIVES)}: {name}", flush=True)
         try:
-            found[name] = outcome(flags, data, folder / name.lower().replace(", ", "-").replace(" ", "-"))
+            found[name] = outcome(flags, data, folder / _folder_name(name))
         except BenchError as error:
             found[name] = str(error)
             print(error)
     with open_log(given, "objectives") as log:
         return report(found, log)
+
+
+def _flags(name: str, given: argparse.Namespace) -> list[str]:
+    return [*shlex.split(OBJECTIVES[name]), *shlex.split(_SMOKE if given.smoke else "")]
+
+
+def _folder_name(objective: str) -> str:
+    return objective.lower().replace(", ", "-").replace(" ", "-")
+
+
+def _compare(given: argparse.Namespace, folder: Path) -> int:
+    """Train every pair, and write and print the differences from the first objective."""
+    first, *others = given.only or OBJECTIVES
+    if not others:
+        raise BenchError(f"--seeds {given.seeds} compares objectives; name two or more with --only")
+    for split in _SPLITS:
+        if not (folder / split / "dataset.json").is_file():
+            encode_digits(folder / split, split=split)
+    runs = {
+        name: [_train_pair(_flags(name, given), seed, folder, _folder_name(name)) for seed in range(given.seeds)]
+        for name in (first, *others)
+    }
+    rows = []
+    with open_log(given, "objectives") as log:
+        for name in others:
+            found = tested([read_both(*both) for both in zip(runs[first], runs[name], strict=True)])
+            log.write(*differences("objectives", "digits of other forms", name, first, found))
+            rows.append((name, first, *found.cells))
+    print()
+    print(table([("objective", "against", *HEAD), *rows], "<<>>>>>"))
+    return 0
+
+
+def _train_pair(flags: Sequence[str], seed: int, folder: Path, name: str) -> Path:
+    """Train one run of a pair and validate it at its end; return its folder."""
+    run = folder / f"seed-{seed}" / name
+    train, test = (str(folder / split) for split in _SPLITS)
+    _train(
+        "--preset", "digits", *flags, "--seed", str(seed), "--data.path", train, "--validation.data", test,
+        "--output.sample_every", "0", "--output.folder", str(run),
+    )  # fmt: skip
+    return run
 
 
 def outcome(flags: Sequence[str], data: Path, folder: Path) -> Outcome:

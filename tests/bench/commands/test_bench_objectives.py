@@ -26,6 +26,7 @@ from fastdiff.config.sections.objective import (
     Weighting,
 )
 from fastdiff.config.sections.timesteps import Density
+from fastdiff.evaluation.comparison import compare, read_both
 from fastdiff_bench import BenchError
 from fastdiff_bench.__main__ import main
 from fastdiff_bench.commands import objectives
@@ -87,6 +88,28 @@ def test_the_table_has_the_numbers_of_the_record(folder: Path) -> None:
     found = values(record.read(folder / "out" / "objectives.jsonl"))
     figures = [f"{found[NAME, 'accuracy']:.3f}", f"{found[NAME, 'frechet distance']:.2f}"]
     assert f"| {NAME} | `{OBJECTIVES[NAME]}` | 4 | {' | '.join(figures)} |" in text
+
+
+@pytest.mark.nightly
+def test_pairs_of_seeds_are_compared_on_unseen_digits(tmp_path: Path) -> None:
+    names = ("flow, logit-normal", "flow, x0, logit-normal")
+    places = ["--folder", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    assert main(["objectives", "--smoke", "--seeds", "2", "--only", *names, *places]) == 0
+    folders = [[tmp_path / "runs" / f"seed-{seed}" / name for name in ("flow-logit-normal", "flow-x0-logit-normal")]
+               for seed in range(2)]  # fmt: skip
+    percent = [100 * compare(*read_both(*pair)).total.relative for pair in folders]
+    rows = {row.quantity: row for row in record.read(tmp_path / "out" / "objectives.jsonl").measurements}
+    total = rows[f"difference from {names[0]}"]
+    assert (total.provider, total.case, total.unit) == (names[1], "digits of other forms", "%")
+    assert total.value == pytest.approx(sum(percent) / 2)
+    assert total.facts["standard_error"] == pytest.approx(abs(percent[0] - percent[1]) / 2)
+    assert len(rows) > 5, "noise levels, too"
+
+
+def test_one_objective_has_nothing_to_be_compared_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["objectives", "--seeds", "3", "--only", NAME, "--folder", str(tmp_path)]) != 0
+    assert "--seeds 3 compares objectives; name two or more with --only" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_failures_are_in_the_record_and_the_exit_code(tmp_path: Path) -> None:
