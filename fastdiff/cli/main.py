@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from fastdiff import process_limits, verbosity
-from fastdiff.cli import bench, check, completion, convert, encode, evaluate, export, launch, runs, sample
+from fastdiff.cli import bench, check, completion, conform, convert, encode, evaluate, export, launch, runs, sample
 from fastdiff.cli.compat import command
 from fastdiff.cli.demo import command as demo
 from fastdiff.cli.machines import plan
@@ -95,7 +95,7 @@ def _parser() -> Parser:
     parser = Parser(prog="fastdiff", description="Train diffusion models from sharded latents.")
     parser.add_argument("-V", "--version", action="version", version=f"fastdiff {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (demo, convert, encode, plan, launch, command, check, sample, evaluate, runs, export, bench):
+    for module in (demo, convert, encode, plan, launch, command, check, sample, evaluate, runs, conform, export, bench):
         module.add(commands)
     completion.add(commands, parser)
     return parser

@@ -221,7 +221,7 @@ class Objective:
 
     def _bound(self, prediction: Tensor, batch: Batch, corruption: Corruption, variational: Variational) -> Tensor:
         shape = corruption.noisy.shape[1:]
-        return variational.loss(prediction, self._clean(batch), self._noise(batch, shape), corruption.levels.row)
+        return variational.loss(prediction, self.clean(batch), self._noise(batch, shape), corruption.levels.row)
 
     def _of_user(self, prediction: Tensor, batch: Batch, corruption: Corruption, loss: OwnLoss) -> Tensor:
         """Return the user's loss times the weight of its level: ``[B]`` fp32."""
@@ -232,7 +232,7 @@ class Objective:
     def _target(self, batch: Batch, corruption: Corruption) -> Tensor:
         """Return the target of the prediction without DREAM's correction: ``[B, C, H, W]`` fp32."""
         levels, noise = corruption.levels, self._noise(batch, corruption.noisy.shape[1:])
-        return levels.coefficient(TARGET_X0) * self._clean(batch) + levels.coefficient(TARGET_NOISE) * noise
+        return levels.coefficient(TARGET_X0) * self.clean(batch) + levels.coefficient(TARGET_NOISE) * noise
 
     def _cosine_distance(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
         """Return 1 - cosine similarity of predicted and true velocity over the channels, mean over the pixels: ``[B]``.
@@ -302,7 +302,7 @@ class Objective:
             noise += self._pyramid(batch, shape)
         return noise
 
-    def _clean(self, batch: Batch) -> Tensor:
+    def clean(self, batch: Batch) -> Tensor:
         """Return x0 in fp32, ``[B, C, H, W]``: the latents, or their posterior's sample as in ``add_noise``."""
         latents = dequantised(batch.latents, torch.float32)
         if not self.posterior:
@@ -325,7 +325,7 @@ class Objective:
             made["position"] = batch.position
         if self.low_res_size:
             made["low_res"] = small_images(
-                self._clean(batch),
+                self.clean(batch),
                 self.low_res_size,
                 noise=self.config.low_res_noise,
                 seed=self.seed,

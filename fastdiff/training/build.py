@@ -73,6 +73,7 @@ from fastdiff.training.rehearsal import rehearse
 from fastdiff.training.resume import continue_from
 from fastdiff.training.spikes import Spikes
 from fastdiff.training.state import TrainState
+from fastdiff.training.statistics.inputs import InputStatistics
 from fastdiff.training.trackers.build import Trackers
 from fastdiff_kernels import dispatch
 
@@ -278,6 +279,7 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
         heartbeat=parts.heartbeat,
         guard=guard,
         forward_backward=build_forward_backward(config.performance, engine, objective, meters, guard, world),
+        inputs=InputStatistics(objective),
         files=parts.files,
         ledger=parts.ledger,
     )

@@ -29,6 +29,7 @@ def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks
             with meters.phase("data"):
                 batch = next(batches)
             state.forward_backward(batch)
+            state.inputs.observe(batch)
         state.applied = guard.take_step(state.engine)
         state.objective.timesteps.end_step(state.world)
         state.scales.end_step(state.world.max_, applied=state.applied)

@@ -20,6 +20,7 @@ from fastdiff.training.engines.base import Engine
 from fastdiff.training.forward_backward.micro_batch import ForwardBackward
 from fastdiff.training.guard import StepGuard
 from fastdiff.training.metrics import Meters
+from fastdiff.training.statistics.inputs import InputStatistics
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class TrainState:
     guard: StepGuard
     ledger: Ledger
     forward_backward: ForwardBackward
+    inputs: InputStatistics
     files: WholeFiles
     """Whole files of the run folder, written by rank 0."""
     applied: bool = True

@@ -120,7 +120,7 @@ def test_input_and_target_have_the_same_noise(options: dict[str, Any], posterior
     shape, batch = (2, 6, 10), _batch(6, posterior, shape=(2, 6, 10))
     corruption = objective.add_noise(batch)
     alpha, sigma, a, b = corruption.levels.table[corruption.levels.row, :, None, None, None].double().unbind(1)
-    noise, clean = _noise(objective, batch, shape), objective._clean(batch).double()
+    noise, clean = _noise(objective, batch, shape), objective.clean(batch).double()
     extra = 0.3 * normal(SEED, Stream.PERTURBATION, batch.position, shape).double()
     torch.testing.assert_close(corruption.noisy.double(), alpha * clean + sigma * (noise + extra), rtol=0, atol=3e-6)
     perfect = a * clean + b * noise

@@ -13,6 +13,7 @@ from fastdiff.training.callbacks.loss_map import LossMap
 from fastdiff.training.callbacks.previews import PromptImages, SampleGrid
 from fastdiff.training.callbacks.profiling import Profile
 from fastdiff.training.callbacks.saving import Checkpointing, Snapshots
+from fastdiff.training.callbacks.statistics import Statistics
 from fastdiff.training.callbacks.user_defined import open_callbacks
 from fastdiff.training.callbacks.validation import ValidationLoss
 from fastdiff.training.checkpoints import Checkpoints
@@ -28,7 +29,7 @@ def build_callbacks(
 ) -> list[Callback]:
     """Return them in the order of their calls: checkpoints first, so that a validation that fails loses no step."""
     log = Log(state, trackers, plan)
-    found: list[Callback] = [NonFiniteGuard(state), log]
+    found: list[Callback] = [NonFiniteGuard(state), log, Statistics(state)]
     if state.config.data.damaged == "skip":
         found.append(DamagedSamples(state))
     found.append(SpikeGuard(state))  # after the callbacks that also record undone steps
