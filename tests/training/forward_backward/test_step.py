@@ -64,13 +64,17 @@ def reads_of_a_run(
     return found["fastdiff"]
 
 
+SHORT, LONG = 11, 19
+"""Steps of runs that record statistics equally often: after 1, 2, 5, 10 and the last one."""
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_reads_nothing_from_the_device(world: World, digits: Path, tmp_path: Path, stage: int) -> None:
     """Eight more steps read nothing more, as long as no callback is due."""
-    short = reads_of_a_run(world, digits, tmp_path / "short", 4, stage, log_every=100)
-    long = reads_of_a_run(world, digits, tmp_path / "long", 12, stage, log_every=100)
+    short = reads_of_a_run(world, digits, tmp_path / "short", SHORT, stage, log_every=100)
+    long = reads_of_a_run(world, digits, tmp_path / "long", LONG, stage, log_every=100)
     assert long == short
-    logging = reads_of_a_run(world, digits, tmp_path / "log", 12, stage, log_every=1)
+    logging = reads_of_a_run(world, digits, tmp_path / "log", LONG, stage, log_every=1)
     assert logging > long, "a callback that is due does read"
 
 
@@ -90,9 +94,9 @@ def test_a_step_never_waits_for_the_whole_device(
 
 def test_plain_zero0_reads_one_flag_per_step(world: World, digits: Path, tmp_path: Path) -> None:
     """There DeepSpeed has no check for non-finite gradients, and ours reads what ZeRO's wrappers read elsewhere."""
-    short = reads_of_a_run(world, digits, tmp_path / "short", 4, 0, 100, performance__engine="deepspeed")
-    long = reads_of_a_run(world, digits, tmp_path / "long", 12, 0, 100, performance__engine="deepspeed")
-    assert long - short == 8
+    short = reads_of_a_run(world, digits, tmp_path / "short", SHORT, 0, 100, performance__engine="deepspeed")
+    long = reads_of_a_run(world, digits, tmp_path / "long", LONG, 0, 100, performance__engine="deepspeed")
+    assert long - short == LONG - SHORT
 
 
 @pytest.mark.parametrize("patch", [2, 4])
