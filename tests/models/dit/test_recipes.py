@@ -44,7 +44,8 @@ class Recipe:
         config = self.config
         return Shape(
             depth=config.depth, heads=config.heads, patch=config.patch, side=config.side,
-            in_context=config.in_context, in_context_from=config.in_context_from,
+            in_context=config.in_context, in_context_from=config.in_context_from, norm_eps=config.norm_eps,
+            qk_norm_eps=config.qk_norm_eps,
         )  # fmt: skip
 
 
@@ -57,7 +58,7 @@ RECIPES = {
     "jit": Recipe(
         replace(
             PLAIN, norm="rms-weight", mlp="swiglu", rotary=True, qk_norm=True, in_context=3, in_context_from=1,
-            patch_bottleneck=7, head_dim=8,
+            patch_bottleneck=7, head_dim=8, norm_eps=0.02, qk_norm_eps=0.05,  # so large that they show
         ),
         jit,
     ),

@@ -28,6 +28,8 @@ class Shape:
     side: int
     in_context: int = 0
     in_context_from: int = 0
+    norm_eps: float = 1e-6
+    qk_norm_eps: float = 1e-6
     half_split: bool = False
     """A trap: pairs of a rotation are half a head apart, instead of neighbours."""
     columns_first: bool = False
@@ -180,7 +182,7 @@ def jit(w: Weights, shape: Shape, image: Tensor, time: float, label: int) -> Ten
     """RMSNorm with weight, SwiGLU, rotation, norm of queries and keys, narrow patches, class tokens from a block on."""
 
     def norm(name: str, x: Tensor) -> Tensor:
-        return rms(x, 1e-6) * w[name + ".weight"]
+        return rms(x, shape.qk_norm_eps if "attn" in name else shape.norm_eps) * w[name + ".weight"]
 
     narrow = patches(image, shape) @ w["x_embedder.proj1.weight"].flatten(1).T
     x = narrow @ w["x_embedder.proj2.weight"].flatten(1).T + w["x_embedder.proj2.bias"]
