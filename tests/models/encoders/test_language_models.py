@@ -41,6 +41,11 @@ Write = Callable[..., Path]
 
 
 @pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return captioned(tmp_path / "images", [CAPTIONS[number % 5] + str(number // 5) for number in range(30)])
+
+
+@pytest.fixture
 def write(tmp_path: Path, vae: Path) -> Write:
     return lambda pipeline, **parts: text_pipelines.write(tmp_path / pipeline, pipeline, parts, vae)
 
@@ -131,6 +136,17 @@ def test_the_three_encoders_of_stable_diffusion_3(write: Write, tmp_path: Path) 
     assert text.batches(CAPTIONS, 2) == [[0, 1], [2, 3], [4]], "padding is read, so lengths do not matter"
 
 
+def test_the_rows_of_clip_are_not_tokens_of_t5(write: Write, source: Path, tmp_path: Path) -> None:
+    parts = {"text_encoder": text_pipelines.clip(tmp_path), "text_encoder_2": text_pipelines.clip(tmp_path)}
+    pipeline = write("StableDiffusion3Pipeline", **parts, text_encoder_3=text_pipelines.t5(96))
+    encode(source, tmp_path / "out", pipeline, max_tokens=40)
+    info, run = DatasetInfo.read(tmp_path / "out"), DataConfig(path=str(tmp_path / "out"))
+    assert info.columns["context"].shape == (77 + 40, 96)
+    check_provenance(PretrainedConfig(path=str(pipeline), max_tokens=40), run, info)
+    with pytest.raises(ConfigError, match=r"of up to 40 tokens, and .* up to 256; give --pretrained\.max_tokens 40"):
+        check_provenance(PretrainedConfig(path=str(pipeline)), run, info)
+
+
 def test_qwen_of_z_image(write: Write) -> None:
     import diffusers
 
@@ -210,11 +226,6 @@ def test_records_are_found_by_the_class_of_the_pipeline(write: Write) -> None:
         r"PixArtAlphaPipeline or T5EncoderModel in a PixArtSigmaPipeline, or install",
     ):
         text_of(pipeline)
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return captioned(tmp_path / "images", [CAPTIONS[number % 5] + str(number // 5) for number in range(30)])
 
 
 def test_embeddings_may_have_a_dtype_that_numpy_lacks(write: Write, source: Path, tmp_path: Path) -> None:
