@@ -174,6 +174,17 @@ def config_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
     }
 
 
+def of_result(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a configuration without the ``FREE`` fields and sections, such as paths."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        is_section = isinstance(value, dict)
+        name = f"{prefix}{key}{'.' if is_section else ''}"
+        if not _is_free(name, FREE):
+            found[key] = of_result(value, name) if is_section else value
+    return found
+
+
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the leaves of nested mappings by dotted name."""
     flat = {}

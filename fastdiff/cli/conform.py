@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,7 @@ def _add_conform(commands: Subcommands) -> None:
 
 
 def _make(arguments: argparse.Namespace) -> None:
-    from fastdiff.checkpoint.unchanged import config_changes
+    from fastdiff.checkpoint.unchanged import config_changes, of_result
     from fastdiff.config.run_record import read_record
     from fastdiff.evaluation.conformance.reference import encode, make
 
@@ -73,7 +74,7 @@ def _make(arguments: argparse.Namespace) -> None:
         changes = config_changes(config, other, ("seed",))
         require(not changes, f"{first} and {run} are runs of different configurations: {_in_line(changes)}")
     require(len(set(seeds)) == len(seeds), f"runs of a reference differ in --seed; given {', '.join(map(str, seeds))}")
-    reference = make(arguments.runs)
+    reference = replace(make(arguments.runs), config=of_result(config))
     require_output(out)
     content = encode(reference)
     write_output(out, content)

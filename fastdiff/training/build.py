@@ -298,7 +298,10 @@ def _restore(parts: _Parts, state: TrainState, saved: Checkpoint | None) -> Prog
 def _open_callbacks(
     state: TrainState, parts: _Parts, trackers: Trackers, stack: ExitStack, plan: Figures | None
 ) -> Callbacks:
-    callbacks = [*build_callbacks(state, parts.checkpoints, parts.background, trackers, plan), parts.keep_code]
+    callbacks = [
+        *build_callbacks(state, parts.checkpoints, parts.background, trackers, plan, parts.launch.preset),
+        parts.keep_code,
+    ]
     for callback in callbacks:
         stack.callback(callback.close)
     return Callbacks(callbacks)

@@ -36,6 +36,12 @@ def verdict(found: Conformance, recipe: str) -> str:
     return f"not as {recipe} since step {first.since:,}: {names}{more}"
 
 
+def in_log(found: Conformance, recipe: str) -> str:
+    """Return the result with the likely causes, for the log of a run."""
+    causes = [f"{cause.title} (check {cause.check})" for cause in likely(found)]
+    return f"{verdict(found, recipe)}{'; likely causes: ' if causes else ''}{'; or '.join(causes)}"
+
+
 def in_words(found: Conformance, recipe: str, differing: Mapping[str, str], room: int | None = None) -> str:
     """Return the whole result.
 

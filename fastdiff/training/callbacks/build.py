@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fastdiff.checkpoint.async_saves import AsyncSaves
 from fastdiff.training.callbacks.base import Callback, Preempt
+from fastdiff.training.callbacks.conformance import OwnReference
 from fastdiff.training.callbacks.damaged_samples import DamagedSamples
 from fastdiff.training.callbacks.divergence import NonFiniteGuard, SpikeGuard
 from fastdiff.training.callbacks.log import Closing, Log
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
 
 
 def build_callbacks(
-    state: TrainState, checkpoints: Checkpoints, background: AsyncSaves, trackers: Trackers, plan: Figures | None
+    state: TrainState,
+    checkpoints: Checkpoints,
+    background: AsyncSaves,
+    trackers: Trackers,
+    plan: Figures | None,
+    preset: str | None = None,
 ) -> list[Callback]:
     """Return them in the order of their calls: checkpoints first, so that a validation that fails loses no step."""
     log = Log(state, trackers, plan)
@@ -46,5 +52,6 @@ def build_callbacks(
     if state.config.performance.profile:
         found.append(Profile(state))
     found += open_callbacks(state, trackers)
+    found.append(OwnReference(state, preset))
     found.append(Closing(log))
     return found

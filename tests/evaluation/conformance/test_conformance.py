@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from fastdiff.checkpoint.unchanged import config_changes
 from fastdiff.cli.main import main
+from fastdiff.config.presets import preset
+from fastdiff.config.run_record import as_json
 from fastdiff.errors import ConfigError
 from fastdiff.evaluation.conformance import reference
 from fastdiff.evaluation.conformance.causes import likely, table
@@ -23,6 +26,7 @@ from fastdiff.evaluation.conformance.curve import compare_with_curve, read_curve
 from fastdiff.evaluation.conformance.numbers import Number, Numbers, read_numbers, windows_of
 from fastdiff.evaluation.conformance.reference import Expected, Reference, encode, make, read
 from fastdiff.parallel.world import World
+from fastdiff.training.callbacks.conformance import MAY_DIFFER
 from fastdiff.training.loop import train
 from tests.support.runs import launch, tiny
 from tests.support.sabotages import inject
@@ -162,7 +166,7 @@ def made(runs: Path) -> Path:
     return path
 
 
-def test_the_file_has_every_number(runs: Path, made: Path) -> None:
+def test_the_file_has_every_number(runs: Path, made: Path, tmp_path: Path) -> None:
     expected, found = make([runs / name for name in "012"]), read(made)
     assert (found.runs, found.seeds, found.windows) == (3, (0, 1, 2), expected.windows)
     assert found.expected.keys() == expected.expected.keys()
@@ -184,11 +188,12 @@ def test_the_file_has_every_number(runs: Path, made: Path) -> None:
         "weights",
         "averages",
     }
-    assert read_written_again(found) == found
+    assert read_written_again(found, tmp_path) == found
+    assert "output" not in found.config, "no paths of the machine that made it"
 
 
-def read_written_again(found: Reference) -> Reference:
-    path = Path(found.config["output"]["folder"]).parent / f"{found.name}.json"
+def read_written_again(found: Reference, folder: Path) -> Reference:
+    path = folder / f"{found.name}.json"
     path.write_bytes(encode(found))
     return read(path)
 
@@ -282,3 +287,54 @@ def test_a_name_that_only_one_has_is_told(runs: Path, made: Path) -> None:
     expected = read(made)
     more = replace(expected, expected={**expected.expected, ("condition/text/null", 50): Expected(0.1, 0.01, 0.01)})
     assert "condition/text/null" in compare(read_numbers(runs / "3", expected.windows), more).missing
+
+
+@pytest.mark.parametrize("name", reference.shipped_names())
+def test_a_shipped_reference_is_of_its_preset(name: str) -> None:
+    """A preset that changes needs a new reference, or its runs are not compared."""
+    found = reference.shipped(name)
+    assert found is not None
+    assert found.runs >= 3
+    assert config_changes(dict(found.config), as_json(preset(name)), MAY_DIFFER) == {}
+
+
+@pytest.fixture
+def shipping(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The reference of the tiny run comes with fastdiff, as that of a preset "tiny"."""
+    shutil.copy(made, tmp_path / "tiny.json")
+    monkeypatch.setattr(reference, "_FOLDER", tmp_path)
+    reference.shipped.cache_clear()
+    yield
+    reference.shipped.cache_clear()
+
+
+@pytest.mark.usefixtures("shipping")
+def test_a_run_of_a_preset_compares_itself(
+    digits: Path, tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says at the end that it is as its recipe; one without dropout is warned while it trains."""
+    caplog.set_level("INFO", "fastdiff")
+    train(config_of(digits, tmp_path / "honest", 5), launch(0, preset="tiny"), world)
+    told = [record.getMessage() for record in caplog.records]
+    assert sum("as the preset tiny, within 2 sigma (" in line for line in told) == 1
+    assert not any("not as the preset" in line for line in told)
+    caplog.clear()
+    with ExitStack() as stack:
+        inject("latents_half_as_large", stack)
+        train(config_of(digits, tmp_path / "sabotaged", 6), launch(0), world)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len([line for line in warned if "not as the preset tiny since step 1: " in line]) >= 2, "and at the end"
+    assert any("; likely causes: scale of the latents (check " in line for line in warned)
+
+
+@pytest.mark.usefixtures("shipping")
+def test_a_run_with_another_configuration_says_why_it_is_not_compared(
+    digits: Path, tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "fastdiff")
+    config = config_of(digits, tmp_path / "run", 5, optim__lr=2e-2)
+    train(config, launch(0, preset="tiny"), world)
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    assert "not compared with the reference of the preset tiny" in told
+    assert "as the configuration differs: --optim.lr: 0.01 -> 0.02" in told
+    assert "within 2 sigma" not in told
