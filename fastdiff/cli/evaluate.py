@@ -4,23 +4,42 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from fastdiff.cli.published_weights import add_plugin, add_preset, parse_published
-from fastdiff.config.arguments.types import VECTORS, Subcommands, add_averages, count, local_path, picture, seed
+from fastdiff.config.arguments.types import (
+    VECTORS,
+    Subcommands,
+    add_averages,
+    count,
+    finite,
+    interval,
+    local_path,
+    picture,
+    positive,
+    seed,
+    time_shift,
+)
 from fastdiff.config.local_paths import require_local
+from fastdiff.config.sections.performance import Precision
+from fastdiff.config.sections.sampler import Labels, SchedulerName
 from fastdiff.console import show
 from fastdiff.errors import ConfigError, require
 from fastdiff.live_line import live_line
 from fastdiff.outputs import require_output, write_output
+from fastdiff.terminal import columns
 
 if TYPE_CHECKING:
     from fastdiff.config.run import RunConfig
+    from fastdiff.evaluation.image_comparison import ImageComparisonOptions
 
 _OF_RUN = ("ema", "ema_std", "preset")
-_OF_NLL = ("samples", "data", "clip_denoised", "png")
+_OF_SOLVER = ("scheduler", "steps", "shift", "cfg_channels")
+_OF_SWEEP = ("widths", "scales", "intervals", "few", "num", "labels", "precision", "autoencoder", "step")
+_OF_NLL = ("samples", "data", "clip_denoised")
 _OF_IMAGES = ("features", "metric", "out")
 _OF_BOTH = ("batch", "seed")
 
@@ -35,7 +54,8 @@ def add(commands: Subcommands) -> None:
         "RUN/nll.json; its terms, with the errors of x0 and of the noise, by timestep in RUN/nll.npz; for FILE.pt in "
         "FILE.nll.json and FILE.nll.npz. With --reference: FID, KID, precision and recall of images. They are npz "
         "files with arr_0 uint8 [N, H, W, C] (fastdiff sample RUN --npz) or folders of images of one size; nothing is "
-        "resized.",
+        "resized. With a run and --reference: draws its images and measures them, over --widths, --scales and "
+        "--intervals if given; RUN/sweep.json says of each figure how it was made.",
     )
     parser.add_argument(
         "subject",
@@ -59,7 +79,9 @@ def add(commands: Subcommands) -> None:
         default=None,
         help="clamp estimates of x0 to [-1, 1]; default: only for pixel-space models",
     )
-    of_nll.add_argument("--png", type=picture(*VECTORS), help="write a picture of the curves over timesteps")
+    parser.add_argument(
+        "--png", type=picture(*VECTORS), help="write a picture of the curves over timesteps, or of FID over the sweep"
+    )
     parser.add_argument(
         "--reference",
         type=local_path,
@@ -67,6 +89,12 @@ def add(commands: Subcommands) -> None:
         help="npz file or folder of real images to compare SAMPLES with; or npz file of their statistics mu and "
         "sigma, for FID only",
     )
+    _add_comparison(parser)
+    _add_sweep(parser)
+    parser.set_defaults(run=_evaluate)
+
+
+def _add_comparison(parser: argparse.ArgumentParser) -> None:
     of_images = parser.add_argument_group("with --reference")
     of_images.add_argument(
         "--features",
@@ -82,22 +110,66 @@ def add(commands: Subcommands) -> None:
         "PATH.py. May be given several times, also with the names of installed plug-ins",
     )
     of_images.add_argument("--out", type=local_path, metavar="JSON", help="also write the result to this file")
-    parser.set_defaults(run=_evaluate)
+
+
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "with --reference and a run",
+        "Few images of each combination are measured first, then all of the best one. The same command resumes; "
+        "torchrun --no-python -- draws on many GPUs.",
+    )
+    group.add_argument(
+        "--widths", nargs="+", type=positive, metavar="STD", help="relative stds of power-function averages to compare"
+    )
+    group.add_argument("--scales", nargs="+", type=finite, metavar="S", help="guidance scales to compare; 1: none")
+    group.add_argument(
+        "--intervals",
+        nargs="+",
+        type=interval,
+        metavar="LOW:HIGH",
+        help="intervals of noise levels with guidance to compare, 0 is the data and 1 pure noise",
+    )
+    group.add_argument("--few", type=count, metavar="N", help="images of each combination; default: 5000")
+    group.add_argument("--num", type=count, metavar="N", help="images of the best one; default: 50000")
+    group.add_argument(
+        "--labels", choices=get_args(Labels), help="classes drawn at random, or balanced: in turn; default: the run's"
+    )
+    group.add_argument("--scheduler", metavar="NAME", help=f"{', '.join(get_args(SchedulerName))}; default: the run's")
+    group.add_argument("--steps", type=count, help="denoising steps; default: the run's --sampling.steps, or 50")
+    group.add_argument(
+        "--shift",
+        type=time_shift,
+        metavar="K",
+        help="time shift towards noise with flow, or latent; default: the run's",
+    )
+    group.add_argument(
+        "--cfg-channels", type=count, metavar="N", help="guide only the first N channels; default: the run's"
+    )
+    group.add_argument("--precision", choices=get_args(Precision), help="precision of the model; default: fp32")
+    group.add_argument("--autoencoder", metavar="PATH_OR_ID", help="decoder of the latents; default: of the data")
+    group.add_argument("--step", type=count, metavar="N", help="checkpoint of this step; default: the newest")
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     require_local("--features", arguments.features or "")
     if arguments.nll and arguments.reference:
         raise ConfigError("--nll evaluates a run and --reference images; give one of them")
-    if arguments.reference:
+    require_local("--autoencoder", arguments.autoencoder or "")
+    is_network = arguments.preset is not None or (arguments.subject / "run.json").is_file()
+    if arguments.reference and is_network:
         _refuse(arguments, _OF_NLL, "needs --nll")
+        _sweep(arguments)
+        return
+    _refuse(arguments, (*_OF_SWEEP, *_OF_SOLVER), "needs a run and --reference")
+    if arguments.reference:
+        _refuse(arguments, (*_OF_NLL, "png"), "needs --nll")
         _refuse(arguments, _OF_RUN, "applies to a network, and --reference evaluates images")
         require(not arguments.fields, f"{' '.join(arguments.fields[:1])} applies to a published file of weights")
         _evaluate_images(arguments)
         return
     _refuse(arguments, _OF_IMAGES, "needs --reference")
     if not arguments.nll:
-        _refuse(arguments, _OF_NLL, "needs --nll")
+        _refuse(arguments, (*_OF_NLL, "png"), "needs --nll")
         _refuse(arguments, _OF_BOTH, "needs --nll or --reference")
     published = parse_published(arguments.subject, arguments.preset, arguments.fields)
     if published is None:
@@ -135,20 +207,25 @@ def _evaluate_digits(arguments: argparse.Namespace, published: RunConfig | None)
 
 
 def _evaluate_images(arguments: argparse.Namespace) -> None:
-    from fastdiff.evaluation.image_comparison import ImageComparisonOptions, evaluate_images
+    from fastdiff.evaluation.image_comparison import evaluate_images
 
     out = arguments.out
     if out:
         is_other = out.is_file() and out.suffix != ".json"
         require(not is_other, f"--out {out}: it exists and is no JSON by its name; name a new file, or one with .json")
         require_output(out)
-    options = ImageComparisonOptions(
-        **_given(arguments, "features", "batch", "seed"), metrics=tuple(arguments.metric or ())
-    )
-    result = evaluate_images(arguments.subject, arguments.reference, options)
+    result = evaluate_images(arguments.subject, arguments.reference, _comparison_options(arguments))
     if out:
         write_output(out, json.dumps(result, indent=2).encode() + b"\n")
     print(json.dumps(result))
+
+
+def _comparison_options(arguments: argparse.Namespace) -> ImageComparisonOptions:
+    from fastdiff.evaluation.image_comparison import ImageComparisonOptions
+
+    return ImageComparisonOptions(
+        **_given(arguments, "features", "batch", "seed"), metrics=tuple(arguments.metric or ())
+    )
 
 
 def _evaluate_nll(arguments: argparse.Namespace, published: RunConfig | None) -> None:
@@ -170,6 +247,36 @@ def _evaluate_nll(arguments: argparse.Namespace, published: RunConfig | None) ->
     if arguments.png:
         draw(arguments.png, found)
         show(f"drawn: {arguments.png}")
+
+
+def _sweep(arguments: argparse.Namespace) -> None:
+    from fastdiff.evaluation.figures import require_matplotlib
+    from fastdiff.evaluation.image_comparison import Comparison
+    from fastdiff.evaluation.sweep import Sweep, SweepOptions
+    from fastdiff.evaluation.sweep_figures import as_table, draw
+    from fastdiff.parallel.launcher import place_in_any_job
+
+    published = parse_published(arguments.subject, arguments.preset, arguments.fields)
+    if arguments.png:
+        require_matplotlib()
+        require_output(arguments.png)
+    lists = _given(arguments, "widths", "scales", "intervals")
+    single = _given(arguments, "few", "num", "labels", "precision", "autoencoder", "step", "batch", "ema", "ema_std")
+    compared: dict[str, Any] = {name: tuple(values) for name, values in lists.items()}
+    options = SweepOptions(**compared, **single, sampler=_given(arguments, *_OF_SOLVER))
+    place = place_in_any_job()
+    comparison = Comparison(arguments.reference, _comparison_options(arguments))
+    sweep = Sweep(arguments.subject, arguments.reference, comparison, options, place, published)
+    *few, best = sweep.rows()
+    if place.rank:
+        return
+    show(as_table([*few, best], room=columns(sys.stdout)))
+    if arguments.png:
+        draw(arguments.png, few or [best], best)
+        show(f"drawn: {arguments.png}")
+    if arguments.out:
+        write_output(arguments.out, json.dumps(best, indent=2).encode() + b"\n")
+    show(f"{sweep.record}: how each figure was made")
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ _OF_NETWORKS = ("sample", "evaluate", "export")
 """Commands that read runs and, with ``--preset`` and flags of its fields, published files."""
 _OF_THREADS = ("bench", "demo", "encode", "evaluate", "export", "sample", "train", "verify", "watch")
 """Commands that start threads, or import libraries that do."""
-_RANKS = ("encode", "sample")
+_RANKS = ("encode", "evaluate", "sample")
 """Commands that a launcher may start many times; the variables of ranks mean nothing to the others."""
 
 

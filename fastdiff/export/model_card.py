@@ -8,6 +8,7 @@ from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.sections.optim import OptimConfig
+from fastdiff.config.sections.sampler import SamplingConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.console import log
 from fastdiff.diffusion.levels import GAMMA
@@ -133,6 +134,7 @@ def _metadata(exported: Exported, dtype: str) -> dict[str, object]:
         "Optimizer": f"{optim.name}, {_options(optim)}, clipped at {optim.clip:g}",
         "Learning rate": f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of warm-up",
         **objective_facts(config.objective, config.drawn_levels),
+        **sampling_facts(config.sampling),
         **({"Latents": _LATENTS} if statistics_in(manifest) is not None else {}),
         "Precision": config.performance.precision,
         "Weights": weights,
@@ -163,6 +165,27 @@ def objective_facts(objective: ObjectiveConfig, timesteps: TimestepConfig) -> di
         "Timesteps": _drawn(timesteps, objective),
         "Conditions dropped": f"{objective.condition_dropout:g}",
     }
+
+
+def sampling_facts(sampling: SamplingConfig) -> dict[str, str]:
+    """Describe the sampler that belongs to the run, in words; empty if it names none."""
+    if sampling == SamplingConfig():
+        return {}
+    low, high = sampling.cfg_interval or (0.0, 1.0)
+    shift = f"shift {sampling.shift if isinstance(sampling.shift, str) else f'{sampling.shift or 1:g}'}"
+    parts = {
+        str(sampling.scheduler): sampling.scheduler,
+        f"{sampling.steps} steps": sampling.steps,
+        shift: sampling.shift,
+        f"guidance {sampling.cfg or 0:g}": sampling.cfg is not None,
+        f"of the first {sampling.cfg_channels} channels": sampling.cfg_channels,
+        f"at noise levels {low:g} to {high:g}": sampling.cfg_interval,
+        "estimates clamped": sampling.clip,
+        f"{sampling.labels} classes": sampling.labels != SamplingConfig().labels,
+        f"reference of {sampling.protocol}": sampling.protocol,
+    }
+    # The scheduler of an export, where there is one, has the noise and the prediction alone.
+    return {"Sampler (`fastdiff sample`)": ", ".join(words for words, given in parts.items() if given)}
 
 
 def _of_process(objective: ObjectiveConfig) -> tuple[str, str, str, str]:

@@ -6,8 +6,9 @@ The rank that finds all parts joins them. The plan is also the zip comment of th
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from fastdiff.data.shards.format import canonical_json
 from fastdiff.errors import ConfigError, require
 from fastdiff.files import fsync, publish
-from fastdiff.sampling.npz import comment_of, write_npz
+from fastdiff.sampling.npz import comment_of, npz_member, write_npz
 from fastdiff.sampling.shared_set import JOINED, SharedSet, storage
 
 
@@ -64,6 +65,21 @@ class NpzParts(SharedSet):
                 if self._path(batch).stat().st_size == self._bytes(batch):
                     return True
             return self._plan_of_output() == self._plan
+
+    def blocks(self, batches: int) -> Iterator[npt.NDArray[np.uint8]]:
+        """Yield the pixels ``[n, H, W, C]`` of the first batches, which have been drawn."""
+        if self.complete:
+            yield from islice(npz_member(self.out, "arr_0").blocks(self.batch), batches)
+            return
+        for batch in range(batches):
+            with storage(self.out):
+                content = self._path(batch).read_bytes()
+            yield np.frombuffer(content, np.uint8).reshape(len(self.images(batch)), *self._shape[1:])
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the images."""
+        return self._shape[1], self._shape[2]
 
     def done(self) -> int:
         """Number of images that have been drawn, by all ranks."""

@@ -53,6 +53,88 @@ class SetOptions:
     """See ``PixelDecoder``."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedSet:
+    """A sample set before it is drawn."""
+
+    run: Run
+    conditioned: Conditions
+    sampler: SamplerConfig
+    options: SetOptions
+    decoder: PixelDecoder
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """Everything that determines the bytes, except versions and hardware."""
+        return _plan(self.run, self.conditioned, self.sampler, self.options, self.decoder)
+
+    def draw(self, place: Place, say: Callable[[str], None] = show) -> None:
+        """Draw the missing batches, see ``draw_set``."""
+        parts = self._parts()
+        if parts.complete:
+            say(f"{self.options.out} is complete already")
+            return
+        with self._drawing(parts):
+            while True:
+                self._draw_missing(parts, place, parts.batches)
+                if not (missing := parts.join()):
+                    break
+                say(f"rank {place.rank}: waiting for {missing} images that other processes draw")
+                parts.wait()
+        say(f"{self.options.out}: {self.conditioned.count} images, {self.run.description}")
+
+    def draw_first(self, count: int, place: Place) -> NpzParts:
+        """Draw the batches with the first ``count`` images of an npz, which stays unfinished; ``draw`` goes on with it.
+
+        Only rank 0 waits for the batches of others. Errors are those of ``draw_set``.
+        """
+        parts = self._parts()
+        assert isinstance(parts, NpzParts), "single files are not drawn in part"
+        if not parts.complete:
+            with self._drawing(parts):
+                end = parts.batches_of(count)
+                self._draw_missing(parts, place, end)
+                while place.rank == 0 and not all(map(parts.has, range(end))):
+                    parts.wait()
+                    self._draw_missing(parts, place, end)
+        return parts
+
+    def _parts(self) -> SharedSet:
+        options, conditioned = self.options, self.conditioned
+        common = options.out, self.plan, (conditioned.count, *self.decoder.shape), options.batch
+        if options.pngs:
+            return PngFiles(*common, conditioned.kind, overwrite=options.overwrite)
+        return NpzParts(*common, conditioned.labels, overwrite=options.overwrite)
+
+    @contextmanager
+    def _drawing(self, parts: SharedSet) -> Iterator[None]:
+        self.run.model.to(DTYPES[self.options.precision])
+        remedy = f"delete {parts.leftovers} and use a smaller --batch, or --precision bf16"
+        with reproducible(), _in_memory(self.options.batch, self.run.device, remedy):
+            yield
+
+    def _draw_missing(self, parts: SharedSet, place: Place, end: int) -> None:
+        """Draw the batches before ``end`` that nobody draws."""
+        options = self.options
+        try:
+            for batch in _missing(parts, place, end):
+                index = parts.images(batch)
+                parts.write(
+                    batch,
+                    _draw(
+                        self.run, self.conditioned, self.sampler, self.decoder, index, options.batch, options.precision
+                    ),
+                )
+        finally:
+            parts.release_all()
+
+
+def planned(run: Run, request: SampleRequest, sampler: SamplerConfig, options: SetOptions) -> PlannedSet:
+    """Resolve the options of a set; the errors are those of ``draw_set``."""
+    conditioned, sampler, decoder = _prepared(run, request, sampler, options.precision, options.autoencoder)
+    return PlannedSet(run, conditioned, sampler, options, decoder)
+
+
 def draw_set(
     run: Run,
     request: SampleRequest,
@@ -69,34 +151,7 @@ def draw_set(
     images cannot be written.
     """
     place = place or place_in_any_job()
-    conditioned, sampler, decoder = _prepared(run, request, sampler, options.precision, options.autoencoder)
-    plan = _plan(run, conditioned, sampler, options, decoder)
-    shape = (conditioned.count, *decoder.shape)
-    common = options.out, plan, shape, options.batch
-    parts: SharedSet = (
-        PngFiles(*common, conditioned.kind, overwrite=options.overwrite)
-        if options.pngs
-        else NpzParts(*common, conditioned.labels, overwrite=options.overwrite)
-    )
-    if parts.complete:
-        say(f"{options.out} is complete already")
-        return
-    run.model.to(DTYPES[options.precision])
-    remedy = f"delete {parts.leftovers} and use a smaller --batch, or --precision bf16"
-    with reproducible(), _in_memory(options.batch, run.device, remedy):
-        while True:
-            try:
-                for batch in _missing(parts, place):
-                    index = parts.images(batch)
-                    drawn = _draw(run, conditioned, sampler, decoder, index, options.batch, options.precision)
-                    parts.write(batch, drawn)
-            finally:
-                parts.release_all()
-            if not (missing := parts.join()):
-                break
-            say(f"rank {place.rank}: waiting for {missing} images that other processes draw")
-            parts.wait()
-    say(f"{options.out}: {conditioned.count} images, {run.description}")
+    planned(run, request, sampler, options).draw(place, say)
 
 
 def draw_in_memory(
@@ -165,14 +220,15 @@ def _plan(
     }
 
 
-def _missing(parts: SharedSet, place: Place) -> Iterator[int]:
-    """Yield the missing batches, claimed; rank 0 shows a progress bar over the images of all ranks."""
+def _missing(parts: SharedSet, place: Place, end: int) -> Iterator[int]:
+    """Yield the missing batches before ``end``, claimed; rank 0 shows a progress bar over the images of all ranks."""
     is_shown = place.rank == 0
-    with Bar("sampling", parts.total, "images", done=parts.done(), shown=is_shown) as bar:
-        for batch in filter(parts.claim, in_turn(place.rank, place.size, parts.batches)):
+    total = parts.images(end - 1).stop
+    with Bar("sampling", total, "images", done=min(parts.done(), total), shown=is_shown) as bar:
+        for batch in filter(parts.claim, in_turn(place.rank, place.size, end)):
             yield batch
             if is_shown:
-                bar.update(parts.done() - bar.done)
+                bar.update(min(parts.done(), total) - bar.done)
 
 
 def _draw(

@@ -88,6 +88,15 @@ class SharedSet(ABC):
         """Numbers of the images of a batch; a function of the plan alone."""
         return range(batch * self.batch, min((batch + 1) * self.batch, self.total))
 
+    def batches_of(self, count: int) -> int:
+        """Number of batches that have the first ``count`` images."""
+        return math.ceil(min(count, self.total) / self.batch)
+
+    def discard(self) -> None:
+        """Delete the batches of a set that is not finished."""
+        if not self.complete:
+            self._clear()
+
     @abstractmethod
     def has(self, batch: int) -> bool:
         """Whether a batch has been drawn."""

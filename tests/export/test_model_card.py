@@ -15,9 +15,10 @@ from fastdiff.config.run_record import as_json
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.sections.output import OutputConfig
+from fastdiff.config.sections.sampler import SamplingConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.export.card_text import Place
-from fastdiff.export.model_card import objective_facts, use_of
+from fastdiff.export.model_card import objective_facts, sampling_facts, use_of
 
 UNIFORM = TimestepConfig()
 
@@ -80,6 +81,19 @@ def test_the_card_of_published_recipes() -> None:
 )  # fmt: skip
 def test_the_card_of_an_objective(objective: ObjectiveConfig, timesteps: TimestepConfig, name: str, words: str) -> None:
     assert objective_facts(objective, timesteps)[name] == words
+
+
+def test_the_card_says_how_the_recipe_is_sampled() -> None:
+    assert sampling_facts(SamplingConfig()) == {}
+    sampling = SamplingConfig(
+        scheduler="euler", steps=249, shift=1 / 0.3, cfg=10.0, cfg_channels=3, cfg_interval=(0.0, 0.9), protocol="adm"
+    )
+    assert sampling_facts(sampling) == {
+        "Sampler (`fastdiff sample`)": "euler, 249 steps, shift 3.33333, guidance 10, of the first 3 channels, at "
+        "noise levels 0 to 0.9, reference of adm"
+    }
+    unguided = SamplingConfig(scheduler="heun", shift="latent", cfg=1.0, labels="balanced")
+    assert list(sampling_facts(unguided).values()) == ["heun, shift latent, guidance 1, balanced classes"]
 
 
 @pytest.mark.parametrize("format_", ["dit", "safetensors"])

@@ -219,6 +219,18 @@ def time_shift(text: str) -> float | Literal["latent"]:
         raise argparse.ArgumentTypeError(f"{text}: expected a number above 0, or latent") from None
 
 
+def interval(text: str) -> tuple[float, float]:
+    """Parse ``LOW:HIGH``, both from 0 to 1."""
+    low, _, high = text.partition(":")
+    try:
+        found = finite(low), finite(high)
+    except argparse.ArgumentTypeError:
+        found = (1.0, 0.0)
+    if not 0.0 <= found[0] < found[1] <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text}: expected LOW:HIGH from 0 (data) to 1 (noise), for example 0:0.9")
+    return found
+
+
 def positive(text: str) -> float:
     """Parse a finite number above 0."""
     if (value := finite(text)) <= 0:
