@@ -169,7 +169,9 @@ def test_the_flags_of_the_trainer_in_the_text_are_its_own() -> None:
             assert hasattr(getattr(RunConfig(), group), name), text
             continue
         for value in last.split("|"):
-            problems = [_problem(preset, [*flags, value]) for preset in ("iddpm-cifar10", "dit-xl-2-256")]
+            problems = [
+                _problem(preset, [*flags, value]) for preset in ("iddpm-cifar10", "dit-xl-2-256", "sit-xl-2-256")
+            ]
             assert None in problems, problems
     (resumed,) = (text for text in quoted if "--pretrained.training" in text)
     given = parse(["--preset", "iddpm-cifar10", *resumed.split()])[1].pretrained
