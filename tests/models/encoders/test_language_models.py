@@ -1,7 +1,8 @@
 """Language models as text encoders, against the pipelines of diffusers on the same tiny weights."""
 
+import json
 from collections.abc import Callable
-from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fastdiff.data.loading.training_set import check_provenance
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError
+from fastdiff.models.encoders import language_model
 from fastdiff.models.encoders.text_encoders import TextEncoders
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.models.pretrained.tiny_pipeline import build
@@ -209,11 +211,34 @@ def test_the_maximum_of_tokens_is_that_of_records_which_have_one(vae: Path) -> N
         text_of(vae, 8)
 
 
-@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="sentencepiece is installed")
-def test_a_vocabulary_that_cannot_be_read_is_told(write: Write) -> None:
+def test_a_vocabulary_of_sentencepiece_is_read(write: Write) -> None:
+    """As published tokenizers of T5 have it, without tokenizer.json."""
+    sentencepiece = pytest.importorskip("sentencepiece", reason="an environment from before it was a dependency")
+    vocabulary = BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([f"a small cat sat on the red house {number}" for number in range(50)]),
+        model_writer=vocabulary, vocab_size=60, hard_vocab_limit=False, pad_id=0, eos_id=1, unk_id=2, bos_id=-1,
+        minloglevel=2,
+    )  # fmt: skip
+    pipeline = write("PixArtSigmaPipeline", text_encoder=text_pipelines.t5())
+    folder = pipeline / "tokenizer"
+    (folder / "tokenizer.json").unlink()
+    (folder / "spiece.model").write_bytes(vocabulary.getvalue())
+    settings = {"tokenizer_class": "T5Tokenizer", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"extra_ids": 0}))
+    index = json.loads((pipeline / "model_index.json").read_text())
+    index["tokenizer"] = ["transformers", "T5Tokenizer"]
+    (pipeline / "model_index.json").write_text(json.dumps(index))
+    caption = "the red cat"
+    expected = sentencepiece.SentencePieceProcessor(model_proto=vocabulary.getvalue()).encode(caption)
+    assert text_of(pipeline)([caption])["context_mask"].sum() == len(expected) + 1 > 3
+
+
+def test_a_vocabulary_that_cannot_be_read_is_told(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would ask for tiktoken, which does not read it."""
     pipeline = write("PixArtSigmaPipeline", text_encoder=text_pipelines.t5())
     (pipeline / "tokenizer" / "tokenizer.json").rename(pipeline / "tokenizer" / "spiece.model")
+    monkeypatch.setattr(language_model, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"and sentencepiece is not installed; run `pip install 'sentencepiece>="):
         text_of(pipeline)
 
