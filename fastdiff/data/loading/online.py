@@ -2,7 +2,8 @@
 
 Crops and flips are random, at the cost of running the frozen autoencoder and text encoder in every step. Random choices
 are functions of the seed and the position. Posteriors and embeddings are rounded to 16 bits as in a shard, so the same
-transform and encoders give the same batches as encoded shards.
+transform and encoders give the same batches as encoded shards. Captions that the text encoder cuts are counted as they
+are drawn.
 """
 
 import hashlib
@@ -24,6 +25,7 @@ from fastdiff.data.images.items import BadItem, ImageItem
 from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.images.sources import open_source
 from fastdiff.data.loading.batches import Batches, Tensors
+from fastdiff.data.loading.cut_captions import CutCaptions
 from fastdiff.data.loading.order import RankPositions, SampleOrder, subset
 from fastdiff.data.selection import Counted, Selection
 from fastdiff.data.shards.format import (
@@ -192,6 +194,11 @@ class OnlineBatches(Batches):
     def __init__(self, images: OnlineImages, order: SampleOrder, own: RankPositions, **options: Any) -> None:
         super().__init__(images, order, own, **options)
         self.images = images
+        self._cut = CutCaptions(images.encoder.lost, own.rank, own.ranks)
+
+    def release(self) -> None:
+        """Say which share of the captions was cut."""
+        self._cut.tell()
 
     def load(self, index: int) -> Tensors:
         """Read, decode and encode one micro-batch."""
@@ -235,6 +242,7 @@ class OnlineBatches(Batches):
         # In fp64, as in the reader of shards: less than the number of captions for every share below 1.
         numbers = [int(share * len(item.captions)) for item, share in zip(items, shares.tolist(), strict=True)]
         chosen = [item.captions[number] for item, number in zip(items, numbers, strict=True)]
+        self._cut.add([item.name for item in items], chosen)
         unique = list(dict.fromkeys(chosen))
         row = torch.tensor([unique.index(caption) for caption in chosen], device=self.device)
         embedded = without_padding(self.images.encoder.embed(unique))

@@ -1,6 +1,7 @@
 """Online encoding gives what shards of the same transform give."""
 
 import json
+import re
 import shutil
 import tarfile
 from dataclasses import replace
@@ -16,6 +17,7 @@ from fastdiff.batch import Batch
 from fastdiff.cli.main import main
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.images.items import ImageItem
+from fastdiff.data.loading import cut_captions
 from fastdiff.data.loading.build import build_batches, build_order
 from fastdiff.data.loading.online import OnlineBatches, OnlineImages
 from fastdiff.data.loading.training_set import described_selection
@@ -140,6 +142,30 @@ def test_what_is_not_taken_is_told(images: Path, pipeline: Path, tmp_path: Path)
             archive.add(folder / source, name)
     with open_images(config(tar), pipeline) as online:
         assert "note: other members, not read: 1 (first: b.md)" in described_selection(online)
+
+
+def test_cut_captions_are_counted_and_told(
+    images: Path, pipeline: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first one, early on, and at the end; the limit of CLIP is 77 tokens, one per character here."""
+    folder = Path(shutil.copytree(images, tmp_path / "source"))
+    rows = [{"file_name": f"{n:02d}.png", "text": "x" * (100 if n % 3 == 1 else 5)} for n in range(IMAGES)]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(cut_captions, "_EARLY", IMAGES)
+    with open_images(config(folder), pipeline) as online:
+        draw(online, config(folder), count=2 * IMAGES // MICRO)
+        first, *shares = (record.message for record in caplog.records if "cut" in record.message)
+        assert re.search(r"\d\d\.png: its caption is longer than the 77 tokens that the text encoder reads", first)
+        # Both encoders of SDXL read as many. Batches that were loaded ahead are counted, too.
+        assert shares[0] == "33.3% of the captions drawn (4 of 12) were cut after 77 tokens; 100 tokens were not read"
+        drawn = int(re.search(r"of (\d+)\)", shares[-1])[1])  # type: ignore[index]
+        assert drawn >= 2 * IMAGES
+        caplog.clear()
+        draw(online, config(folder), count=IMAGES // MICRO, rank=1, ranks=2)
+        draw(online, config(folder), count=IMAGES // MICRO, rank=0, ranks=2)
+        told = [record.message for record in caplog.records if "drawn" in record.message]
+        assert told
+        assert all("drawn on rank 0 of 2 (" in line for line in told)
 
 
 def test_a_random_subset_is_that_of_the_seed(images: Path, pipeline: Path) -> None:
