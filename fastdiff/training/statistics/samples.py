@@ -1,7 +1,7 @@
 """Statistics of a micro-batch that add up over samples: latents, noise levels, conditions and targets of the loss."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from fastdiff.diffusion.snr_bins import BINS, SNR_EDGES
 
 GROUPS = 8
 """Groups of consecutive channels whose latents are told apart; fewer channels make as many groups."""
+_ELEMENTS = 2**20
+"""Elements of the latents that are measured at a time."""
 _LARGEST = 20.0
 """Bound of a log SNR: data without noise and noise without data have infinite ones."""
 
@@ -26,8 +28,22 @@ def columns_of(batch: Batch, objective: Objective) -> Columns:
     """Return the numbers of each sample of a micro-batch, on its device and without waiting for it.
 
     The noise levels, the dropped conditions and the loss are those of the training step: all of them are functions of
-    the position. DREAM's correction, which needs the network, is left out.
+    the position. DREAM's correction, which needs the network, is left out. Little memory is taken beside that of the
+    step: a few samples are measured at a time.
     """
+    size = max(1, _ELEMENTS // batch.latents[0].numel())
+    parts = [_columns(part, objective) for part in _split(batch, size)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _split(batch: Batch, size: int) -> Iterator[Batch]:
+    for first in range(0, len(batch.position), size):
+        rows = slice(first, first + size)
+        condition = {name: value[rows] for name, value in batch.condition.items()}
+        yield Batch(batch.latents[rows], batch.position[rows], condition)
+
+
+def _columns(batch: Batch, objective: Objective) -> Columns:
     corruption = objective.add_noise(batch)
     found = {"count": torch.ones_like(batch.position)}
     found |= _of_latents(objective.clean(batch)) | _of_levels(corruption)

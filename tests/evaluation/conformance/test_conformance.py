@@ -84,6 +84,10 @@ def test_a_run_may_be_compared_as_it_goes() -> None:
     assert few.compared == 32
     of_few, of_all = ({one.name for one in found.deviations} for found in (few, all_of_them))
     assert of_few <= of_all == set(NAMES)
+    (first,) = compare({("loss_snr_00", 100): whole["loss_snr_00", 100]}, expected).once
+    assert first.p == pytest.approx(80 * two_sided(first.sigmas, 4 * 5.0)), (
+        "of 80, with five degrees at each of 4 steps"
+    )
 
 
 def test_one_run_is_compared_by_its_own_errors_alone() -> None:

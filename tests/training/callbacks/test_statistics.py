@@ -14,6 +14,7 @@ from fastdiff.parallel.world import World
 from fastdiff.rng import Stream, uniform
 from fastdiff.training.callbacks.statistics import is_recorded
 from fastdiff.training.loop import train
+from fastdiff.training.statistics import samples
 from fastdiff.training.statistics.weights import group_of
 from tests.support.inputs.captioned_digits import captioned_run, encode_captioned
 from tests.support.processes import run_ranks
@@ -91,6 +92,15 @@ def test_any_number_of_ranks_records_the_same(digits: Path, tmp_path: Path) -> N
                 assert two[step][name][0] == pytest.approx(pair[0], rel=1e-3), name
             else:
                 assert two[step][name] == pair, name
+
+
+def test_samples_are_measured_a_few_at_a_time(
+    digits: Path, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, elements in (("whole", 2**20), ("parts", 5 * 64)):
+        monkeypatch.setattr(samples, "_ELEMENTS", elements)
+        train(tiny(digits, tmp_path / name, 2, timesteps__stratified=True), launch(0), world)
+    assert recorded(tmp_path / "whole") == recorded(tmp_path / "parts")
 
 
 def test_a_run_on_captions_tells_of_its_masks(digits: Path, tmp_path: Path, world: World) -> None:
