@@ -153,13 +153,9 @@ def _check_conditions(network: ModelConfig, path: str, info: DatasetInfo) -> Non
     expected = fixed_sizes({n: shape for n, shape in network.conditions.items() if n in (*CAPTIONED, *OF_IMAGE)})
     found = fixed_sizes({n: info.columns[n].shape for n in (*CAPTIONED, *expected) if n in info.columns})
     if found != expected:
-        remedy = (
-            "encode captions with `fastdiff encode --pretrained` and the pipeline of the model"
-            if expected
-            else "train a network of text, or encode without captions: --classes-from folder, or none"
-        )
         raise ConfigError(
-            f"{address(path)} holds {_described(found)}; the model takes {_described(expected)}; {remedy}"
+            f"{address(path)} holds {_described(found)}; the model takes {_described(expected)}; encode captions with "
+            "`fastdiff encode --pretrained` and the pipeline of the model"
         )
 
 

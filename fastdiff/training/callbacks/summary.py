@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 
 import torch
 
+from fastdiff.conditions import of_source
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.config.networks.registry import ModelConfig
@@ -19,6 +20,7 @@ from fastdiff.data.loading.build import choose_loader
 from fastdiff.models import kernel_choice
 from fastdiff.models.family import family_of
 from fastdiff.plurals import counted
+from fastdiff.sanitize import address
 from fastdiff.training.state import TrainState
 
 
@@ -26,6 +28,9 @@ def announce(state: TrainState, launch: Launch, batches: Batches, chosen: str) -
     """Log the first line of a run, and record the run in its folder."""
     if state.world.is_first:
         log.info(summary(state, batches, chosen))
+        model, path = state.config.model, address(state.config.data.path)
+        if of_source("caption", state.reader.info.columns) and not model.text_conditional:
+            log.warning(f"the captions of {path} are not read: {model.title} takes none; a PixArt does, for example")
     record(state, launch)
 
 

@@ -2,9 +2,11 @@
 
 import re
 import shlex
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +14,9 @@ from fastdiff.cli.main import _parser
 from fastdiff.config.presets import preset
 from fastdiff.data import dali_trial
 from fastdiff.data.loading import build
+from fastdiff.data.shards.format import DatasetInfo, condition_columns
+from fastdiff.data.shards.reader import LatentReader
+from fastdiff.data.shards.writer import ShardWriter
 from fastdiff.parallel.world import World
 from fastdiff.training.callbacks.log import _shown
 from fastdiff.training.callbacks.summary import _counted_network, _tf32, time_left
@@ -57,6 +62,26 @@ def test_the_end_says_where_everything_is_and_what_is_next(
     again = capsys.readouterr().err
     assert f"loading the weights of {folder}/checkpoints/step-00000002" in again
     assert f"{folder}: done, 2 steps\n" in again, "there was nothing to train"
+
+
+def test_captions_that_the_network_does_not_take_are_told(
+    world: World, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = DatasetInfo.read(digits)
+    columns = {"latent": info.latent, **condition_columns({"context": (2, 3)}, "float16")}
+    given = replace(info, columns=columns, shards=(), classes=None, class_names=(), captions=1, selection=None, null={})
+    context = {"context": np.zeros((2, 3), np.float16)}
+    with (
+        LatentReader(digits) as reader,
+        ShardWriter(tmp_path / "data", given, samples_per_shard=16, null=context) as to,
+    ):
+        for number, latent in enumerate(reader.read(np.arange(16))["latent"]):
+            to.add(f"{number}", {"latent": latent, **context})
+    train(tiny(tmp_path / "data", tmp_path / "run", steps=1), launch(1), world)
+    told = f"the captions of {tmp_path / 'data'} are not read: a DiT takes none; a PixArt does, for example"
+    assert told in capsys.readouterr().err
+    train(tiny(digits, tmp_path / "of_classes", steps=1), launch(1), world)
+    assert "are not read" not in capsys.readouterr().err
 
 
 def test_the_time_left() -> None:
