@@ -178,7 +178,10 @@ def _use(config: RunConfig, place: Place, step: int) -> str:
     same = SAME_TIMES.rstrip()
     if whole:
         load = f'pipeline = DiTPipeline.from_pretrained("{place}")\nmodel = pipeline.transformer\n{same}\n'
-        draw = 'image = pipeline([0], guidance_scale=4.0).images[0]\nimage.save("image.png")'
+        own = config.sampling
+        steps = "" if own.steps is None else f", num_inference_steps={own.steps}"
+        draw = f"image = pipeline([0], guidance_scale={4.0 if own.cfg is None else own.cfg}{steps}).images[0]"
+        draw += '\nimage.save("image.png")'
         code = f"from diffusers import DiTPipeline\n\n{load}\n{draw}"
     else:
         load = f'model = DiTTransformer2DModel.from_pretrained("{place}", subfolder="{FOLDER}")\n{same}'

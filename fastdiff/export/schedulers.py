@@ -89,12 +89,15 @@ def told(config: RunConfig) -> str:
     """Say in Markdown what the scheduler does, and what others need; empty without a sampler."""
     if (content := sampler_config(config)) is None:
         return ""
+    own = config.sampling.scheduler or "ddim"
+    other = "" if own == "ddim" else f" The run's own sampler is {own}, which `fastdiff sample` draws with."
     if not content.get("thresholding"):
-        return f"\n`{FOLDER}/` has the noise and the prediction of the run; x0 is not clamped (`clip_sample=False`).\n"
+        noise = f"\n`{FOLDER}/` has the noise and the prediction of the run; x0 is not clamped (`clip_sample=False`)."
+        return f"{noise}{other}\n"
     return (
         "\nEach step clamps its estimate of the image, and takes the noise from the clamped estimate. "
         f"`{FOLDER}/` does so: it is DDIM, as the first order of DPM-Solver++. DDIMScheduler needs "
-        "`step(..., use_clipped_model_output=True)` for it: without it most pixels differ.\n"
+        f"`step(..., use_clipped_model_output=True)` for it: without it most pixels differ.{other}\n"
     )
 
 
@@ -108,7 +111,8 @@ def drawing_loop(config: RunConfig, place: Place, classes: bool) -> tuple[str, s
     model, kind = config.model, str(content["_class_name"])
     given = ", torch.tensor([0])" if classes else ""
     code = (
-        f'\n\nscheduler = {kind}.from_pretrained("{place}", subfolder="{FOLDER}")\nscheduler.set_timesteps(50)\n'
+        f'\n\nscheduler = {kind}.from_pretrained("{place}", subfolder="{FOLDER}")\n'
+        f"scheduler.set_timesteps({config.sampler().steps})\n"
         f"image = torch.randn(1, {model.channels}, {model.size}, {model.size})\nwith torch.no_grad():\n"
         "    for time in scheduler.timesteps:\n"
         f"        predicted = model(image, time.expand(1){given}).sample[:, :{model.channels}]\n"

@@ -1,6 +1,10 @@
 """``fastdiff evaluate RUN --reference REAL``: the sweep over averages, guidance scales and intervals."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -142,6 +146,28 @@ def test_the_command_prints_a_table_and_draws_a_picture(
     assert max(map(len, lines[:5])) <= 80
     assert picture.read_text().count("EMA std") >= 2
     assert str(run / "sweep.json") in shown
+
+
+def test_many_processes_draw_one_sweep(run: Path, reference: Path, tmp_path: Path) -> None:
+    """Rank 0 measures; the other one draws, and waits for its figures."""
+    shutil.copytree(run, tmp_path / "alone")
+    alone = list(sweep(tmp_path / "alone", reference, widths=(0.08,)).rows())
+    command = f"evaluate {run} --reference {reference} --features pixels --widths 0.08 --scales 1 3 --few 40"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "fastdiff", *command.split(), "--num", "100", "--batch", "16"],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    first, second = (rank.communicate(timeout=200)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert "EMA std" in first
+    assert second == "", "only rank 0 tells the result"
+    rows = json.loads((run / "sweep.json").read_text())["rows"]
+    assert [row["fid"] for row in rows] == [row["fid"] for row in alone]
 
 
 def test_statistics_serve_as_the_reference(run: Path, reference: Path, tmp_path: Path) -> None:

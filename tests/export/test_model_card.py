@@ -19,6 +19,8 @@ from fastdiff.config.sections.sampler import SamplingConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.export.card_text import Place
 from fastdiff.export.model_card import objective_facts, sampling_facts, use_of
+from fastdiff.export.schedulers import drawing_loop
+from fastdiff.export.schedulers import told as told_of_scheduler
 
 UNIFORM = TimestepConfig()
 
@@ -94,6 +96,15 @@ def test_the_card_says_how_the_recipe_is_sampled() -> None:
     }
     unguided = SamplingConfig(scheduler="heun", shift="latent", cfg=1.0, labels="balanced")
     assert list(sampling_facts(unguided).values()) == ["heun, shift latent, guidance 1, balanced classes"]
+
+
+def test_the_code_of_a_card_draws_as_the_recipe_does() -> None:
+    own = SamplingConfig(scheduler="dpmsolver++", steps=12)
+    plain, drawn = (RunConfig(sampling=each) for each in (SamplingConfig(), own))
+    assert "sampler is" not in told_of_scheduler(plain)
+    assert "The run's own sampler is dpmsolver++, which `fastdiff sample` draws with." in told_of_scheduler(drawn)
+    assert "scheduler.set_timesteps(50)\n" in drawing_loop(plain, Place(Path("out")), classes=True)[0]
+    assert "scheduler.set_timesteps(12)\n" in drawing_loop(drawn, Place(Path("out")), classes=True)[0]
 
 
 @pytest.mark.parametrize("format_", ["dit", "safetensors"])
