@@ -145,7 +145,7 @@ def test_jit_and_rit_are_trained_as_their_scripts_say(
 
 
 def test_the_samplers_of_the_recipes_are_those_of_their_evaluations() -> None:
-    """In our time, which is 1 for noise: an interval of guidance [a, b] of theirs is [1 - b, 1 - a], JiT's without ends."""
+    """In our time, which is 1 for noise: an interval of guidance [a, b] of theirs is [1 - b, 1 - a]; JiT's is open."""
     samplers = {name: preset(name).sampling for name in ["sit-xl-2-256", *IMAGENET]}
     lightning, jit, rit, sit = (samplers[name] for name in (*IMAGENET, "sit-xl-2-256"))
     assert (sit.scheduler, sit.steps, sit.cfg) == ("euler-maruyama", 250, 1.0)
