@@ -5,6 +5,7 @@ Shards, loaders, objective, sampling and passes without data read here what a co
 another. A new condition is one row.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +18,7 @@ BITS: Mapping[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 Source = Literal["caption", "class", "image", "encoder", "step"]
 Shape = tuple[int, ...]
 Size = tuple[int, int]
+_ROWS = 8
 
 
 def time_ids(original_size: Size, crop: Size, size: Size) -> tuple[float, ...]:
@@ -129,6 +131,16 @@ def fixed_sizes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         name: tuple(size for size, symbol in zip(shape, CONDITIONS[name].shape, strict=True) if symbol != "tokens")
         for name, shape in shapes.items()
     }
+
+
+def padded_tokens(longest: int | None, most: int) -> int:
+    """Return the tokens that captions with masks have in a batch: a multiple of 8, as kernels prefer, up to ``most``.
+
+    Args:
+        longest: tokens of the longest caption of the data set; None: unknown.
+        most: tokens that the encoder reads.
+    """
+    return most if longest is None else min(most, math.ceil(longest / _ROWS) * _ROWS)
 
 
 def problem_of_shapes(shapes: Mapping[str, Shape]) -> str | None:

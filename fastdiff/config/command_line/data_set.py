@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from fastdiff.conditions import padded_tokens
 from fastdiff.config.arguments.types import Parser
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.presets import PATCHES
@@ -35,7 +36,7 @@ def read_description(path: str) -> Any:
 def network_flags(
     flags: Sequence[str], in_file: Mapping[str, Any], default: RunConfig, preset: str | None, *, resumes: bool = True
 ) -> list[str]:
-    """Return the ``--model`` flags that follow from the data set: channels, size, classes, widths of the captions.
+    """Return the ``--model`` flags that follow from the data set: channels, size, classes, width, length of captions.
 
     What a flag or a file gives is left as it is, and so is the network of pretrained weights. A run that is resumed
     keeps its own values, wherever its data lie now. The patch of some presets follows from the size, also from one
@@ -96,6 +97,8 @@ def _decided(info: Any, model: ModelConfig) -> dict[str, int]:
     for column, field in model.text_fields.items():
         if column in columns and column in model.conditions:
             decided[field] = columns[column]["shape"][-1]
+    if model.text_length and "context" in columns:
+        decided[model.text_length] = padded_tokens(info.get("longest_caption"), columns["context"]["shape"][0])
     if any(type(value) is not int or value < 1 for value in decided.values()):
         raise ValueError(f"{decided}: expected positive whole numbers")
     return decided
@@ -104,6 +107,7 @@ def _decided(info: Any, model: ModelConfig) -> dict[str, int]:
 def _of_resumed(folder: Path, model: ModelConfig, *, patch: bool) -> dict[str, int]:
     """Return the values of the run in a folder that has a committed checkpoint; one without starts anew."""
     names = {"channels", "size", "classes", *model.text_fields.values(), *(["patch"] if patch else [])}
+    names |= {model.text_length} - {""}
     with suppress(*_UNREADABLE):
         if any((folder / "checkpoints").glob(_COMMITTED)):
             own = json.loads(read_inside(folder, "run.json", _LARGEST))["config"]["model"]

@@ -40,7 +40,7 @@ class PixArtConfig(ModelConfig):
     caption_dim: int = 4096
     """Width of the text embeddings (caption_channels in diffusers' configurations)."""
     caption_tokens: int = 300
-    """Length of a caption for plans and passes without data; the network takes any (alpha has 120, Sigma 300)."""
+    """Length of a caption, by which operations are counted; the network takes any (alpha has 120, Sigma 300)."""
     pe_interpolation: float = 1.0
     """Divisor of the positions: that of Sigma is 0.5 at 256 px, 1 at 512 px, 2 at 1024 px (interpolation_scale in
     diffusers' configurations)."""
@@ -58,6 +58,7 @@ class PixArtConfig(ModelConfig):
     former_diffusers_classes: ClassVar[tuple[str, ...]] = ("Transformer2DModel",)
     diffusers_call: ClassVar[Mapping[str, bool]] = {"use_resolution_binning": False, "clean_caption": False}
     text_fields: ClassVar[Mapping[str, str]] = {"context": "caption_dim"}
+    text_length: ClassVar[str] = "caption_tokens"
 
     def __post_init__(self) -> None:
         for name in ("depth", "hidden", "heads", "patch", "channels", "size", "caption_dim", "caption_tokens"):

@@ -82,6 +82,8 @@ class ModelConfig:
 
     text_fields: ClassVar[Mapping[str, str]] = {}
     """Field with the width of each caption embedding, by the name of the condition."""
+    text_length: ClassVar[str] = ""
+    """Field with the tokens of a caption, of a network that takes captions of any length with masks; empty: none."""
 
     @property
     def smallest_factor(self) -> int:

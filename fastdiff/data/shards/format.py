@@ -38,6 +38,7 @@ from fastdiff.conditions import (
     Shape,
     StoredDtype,
     image_shape,
+    padded_tokens,
     problem_of_shapes,
     stored_dtype,
     stored_dtypes,
@@ -64,8 +65,6 @@ MAX_INFO_BYTES = 2**27
 MAX_SAMPLE_BYTES = 2**30
 MAX_SHARD_SAMPLES = 2**20
 MAX_VARIANTS = 1000
-
-_ROWS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,17 +239,12 @@ class DatasetInfo:
         return columns
 
     def batch_columns(self, bucket: int) -> dict[str, Column]:
-        """Return the columns of a batch: captions with masks are padded to the longest one of the data set.
-
-        They have a multiple of 8 rows, which kernels prefer, up to those of ``columns_of``.
-        """
-        columns = self.columns_of(bucket)
-        if self.longest_caption is None:
-            return columns
-        rows = math.ceil(self.longest_caption / _ROWS) * _ROWS
+        """Return the columns of a batch: captions with masks are padded to the longest one of the data set."""
         return {
-            name: column.first(min(rows, column.shape[0])) if self.is_masked(name) or name in MASKS else column
-            for name, column in columns.items()
+            name: column.first(padded_tokens(self.longest_caption, column.shape[0]))
+            if self.is_masked(name) or name in MASKS
+            else column
+            for name, column in self.columns_of(bucket).items()
         }
 
     def variants(self, column: str) -> tuple[str, ...]:

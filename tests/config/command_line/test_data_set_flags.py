@@ -11,6 +11,7 @@ from fastdiff.checkpoint.manifest import MANIFEST
 from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.pixart import PixArtConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.presets.small_images import patch_of
@@ -89,6 +90,18 @@ def test_captions_decide_the_width_of_the_text_and_the_size_follows(tmp_path: Pa
     assert model.pooled_dim == 0, "a network without that input"
     odd = described(tmp_path / "odd", (8, 33, 33), kind="posterior", columns=columns)
     assert run_of("--preset", "sd15-512", "--data.path", odd).model.size == 64, "the check before the start explains it"
+
+
+@pytest.mark.parametrize(
+    ("longest", "tokens"), [({"longest_caption": 19}, 24), ({"longest_caption": 118}, 120), ({}, 120)]
+)
+def test_the_longest_caption_decides_what_is_counted(tmp_path: Path, longest: dict[str, int], tokens: int) -> None:
+    """The tokens of a batch, by which operations and memory are counted."""
+    columns = {"context": {"shape": (120, 64)}, "context_mask": {"shape": (120,)}}
+    path = described(tmp_path / "data", (8, 32, 32), kind="posterior", columns=columns, **longest)
+    model = run_of("--preset", "pixart-256", "--data.path", path).model
+    assert isinstance(model, PixArtConfig)
+    assert (model.caption_dim, model.caption_tokens) == (64, tokens)
 
 
 def test_buckets_and_pretrained_weights_leave_the_network_alone(tmp_path: Path) -> None:
