@@ -7,7 +7,7 @@ A file marks a table with two lines::
 
 The table of that kind, from the records in these folders (relative to the root of the repository), is written between
 them. Kinds: ``peers``, ``readers``, ``reader-speed-ups``, ``kernels``, ``steps``, ``emission``,
-``predictions``, ``predicted-shares``, ``objectives``.
+``predictions``, ``predicted-shares``, ``objectives``, ``features``, ``features-by-level``.
 """
 
 import re
@@ -190,6 +190,45 @@ def _objectives(measurements: Sequence[Measurement]) -> list[Row]:
     return [head, *body] if body else []
 
 
+_AT_A_LEVEL = ", log SNR "
+
+
+def _differences(measurements: Sequence[Measurement]) -> list[Row]:
+    """Tabulate mean differences of losses of pairs of runs, with the least p of their noise levels."""
+    head = ("runs", "", "against", "seeds", "difference, %", "standard error", "p", "least p of a level")
+    least: dict[tuple[str, str, str], float] = {}
+    for m in measurements:
+        quantity, level, _ = m.quantity.partition(_AT_A_LEVEL)
+        if level:
+            key = (m.case, m.provider, quantity)
+            least[key] = min(least.get(key, 1.0), float(str(m.facts["p_corrected"])))
+    body: list[Row] = []
+    for m in measurements:
+        if (key := (m.case, m.provider, m.quantity)) in least:
+            error, p = (float(str(m.facts[name])) for name in ("standard_error", "p"))
+            figures = (f"{m.value:+.3f}", f"{error:.3f}", _p(p), _p(least[key]))
+            other = m.quantity.removeprefix("difference from ")
+            body.append((m.case, m.provider, other, str(m.facts["seeds"]), *figures))
+    return [head, *body] if body else []
+
+
+def _differences_by_level(measurements: Sequence[Measurement]) -> list[Row]:
+    """Tabulate differences between predictions by noise level, in percent with standard errors, a column per case."""
+    cells: dict[str, dict[str, str]] = {}
+    for m in measurements:
+        quantity, _, level = m.quantity.partition(_AT_A_LEVEL)
+        prediction, other = (name.partition(",")[0] for name in (m.provider, quantity.removeprefix("difference from ")))
+        if level and prediction != other:
+            cells.setdefault(level, {})[m.case] = f"{m.value:+.1f} ± {float(str(m.facts['standard_error'])):.1f}"
+    cases = list(dict.fromkeys(case for row in cells.values() for case in row))
+    body = [(level, *(row.get(case, "") for case in cases)) for level, row in cells.items()]
+    return [("log SNR", *cases), *body] if body else []
+
+
+def _p(probability: float) -> str:
+    return "< 0.001" if probability < 0.001 else f"{probability:.3f}"
+
+
 def _emission(measurements: Sequence[Measurement]) -> list[Row]:
     """Tabulate the code of the first block of each kind, forward and backward, and of all blocks of a network."""
     head = ("block", "", "blocks with this code", "kernels", "launches", "bytes", "copies", "saved, MB per sample")
@@ -261,5 +300,7 @@ _KINDS: dict[str, tuple[str, Callable[[Sequence[Measurement]], list[Row]]]] = {
     "predictions": ("emit", _predictions),
     "predicted-shares": ("emit", _predicted_shares),
     "objectives": ("objectives", _objectives),
+    "features": ("features", _differences),
+    "features-by-level": ("features", _differences_by_level),
     "steps": ("step", _providers("step time", "throughput", "peak allocated", "peak resident", "mfu", "of matmul")),
 }

@@ -1,5 +1,6 @@
 """``bench features``: real features and runs, and a test of losses that finds a difference where there is one."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,23 @@ from fastdiff.data.loading.batches import Normaliser
 from fastdiff.data.shards import int8_latents
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
+from fastdiff.evaluation import validation_files
 from fastdiff.evaluation.comparison import MeasuredRun, compare
 from fastdiff.evaluation.validation_files import Validated
 from fastdiff.parallel.world import World
 from fastdiff_bench.__main__ import main
-from fastdiff_bench.commands.features import BASELINE, comparisons
-from fastdiff_bench.records import record
+from fastdiff_bench.commands.features import BASELINE, comparisons, report
+from fastdiff_bench.records import readme, record
+from fastdiff_bench.records.fingerprint import ROOT
+from fastdiff_bench.records.record import Log
 from fastdiff_bench.trainers import crops, features
 from fastdiff_bench.trainers.crops import EXACT, HELD_OUT, STORAGES
 from fastdiff_bench.trainers.features import Trained, Trial, in_velocity
 
+TEXT = (ROOT / "docs" / "objectives.md").read_text(encoding="utf-8")
+BASE, X = f"velocity, {BASELINE}", f"x, {BASELINE}"
+CHANGES = {BASE: 0.0, "velocity, int8": 0.0, "velocity, 3 bits": 0.1, X: -0.2}
+"""Shares of the loss by which made-up runs differ from the first."""
 TINY = Trial(width=32, depth=1, steps=4, batch=16, seed=0, prediction="velocity", storage="int8")
 
 
@@ -58,7 +66,7 @@ def test_a_run_leaves_errors_of_the_velocity(world: World, root: Path) -> None:
     found = features.finished(TINY, root)
     assert found is not None
     # A velocity has this error already; the weight of small t alone is another one.
-    as_trained = features.validation_files.read(TINY.folder(root), TINY.steps)
+    as_trained = validation_files.read(TINY.folder(root), TINY.steps)
     above = as_trained.log_snr < 2 * np.log(0.95 / 0.05)
     np.testing.assert_allclose(found.validated.loss[above], as_trained.loss[above], rtol=1e-4)
     assert (found.validated.loss[~above] < as_trained.loss[~above]).all()
@@ -78,15 +86,42 @@ def trained(seed: int, name: str, change: float) -> Trained:
 
 
 def test_storages_and_predictions_are_compared_by_the_same_loss() -> None:
-    changes = {f"velocity, {BASELINE}": 0.0, "velocity, int8": 0.0, "velocity, 3 bits": 0.1, f"x, {BASELINE}": -0.2}
-    runs = [trained(seed, name, change) for seed in range(3) for name, change in changes.items()]
+    runs = [trained(seed, name, change) for seed in range(3) for name, change in CHANGES.items()]
     found = {(name, other): one for (_, name, other), one in comparisons(runs, Path()).items()}
-    assert set(found) == {(name, f"velocity, {BASELINE}") for name in list(changes)[1:]}
+    assert set(found) == {(name, f"velocity, {BASELINE}") for name in list(CHANGES)[1:]}
     assert found["velocity, int8", f"velocity, {BASELINE}"].faults == []
     assert found["velocity, 3 bits", f"velocity, {BASELINE}"].differs
     assert found[f"x, {BASELINE}", f"velocity, {BASELINE}"].total.mean == pytest.approx(-20, abs=0.5)
     a, b = (MeasuredRun(Path(), runs[place].validated) for place in (0, 3))
     assert compare(a, b).unit.startswith("loss (squared error of the velocity")
+
+
+def test_the_tables_have_the_numbers_of_the_record(tmp_path: Path) -> None:
+    runs = [trained(seed, name, change) for seed in range(3) for name, change in CHANGES.items()]
+    with Log(tmp_path / "features.jsonl") as log:
+        report(runs, tmp_path, log)
+    found = {m.quantity: m for m in record.read(tmp_path / "features.jsonl").measurements if m.provider == X}
+    total, level = found[f"difference from {BASE}"], found[f"difference from {BASE}, log SNR 0.00 to 1.25"]
+    kinds = ("features", "features-by-level")
+    markers = "".join(f"<!-- bench: {kind} . -->\n<!-- end bench -->\n" for kind in kinds)
+    text = readme.rendered(markers, tmp_path)
+    figures = f"3 | {total.value:+.3f} | {total.facts['standard_error']:.3f} | < 0.001 | < 0.001 |"
+    assert f"| {runs[0].trial.case} | {X} | {BASE} | {figures}" in text
+    assert f"| 0.00 to 1.25 | {level.value:+.1f} ± {level.facts['standard_error']:.1f} |" in text
+    assert "3 bits | velocity" in text.partition("log SNR")[0]
+
+
+def test_the_documented_record_says_what_int8_does() -> None:
+    (folder,) = set(re.findall(r"^<!-- bench: features\S* (.+) -->$", TEXT, re.MULTILINE))
+    rows = [m for one in record.read_all([ROOT / folder]) for m in one.measurements]
+    found = {(m.provider, m.case): m for m in rows if m.quantity.startswith("difference") and "SNR" not in m.quantity}
+    assert {name for name, _ in found} == {"velocity, int8", "velocity, 3 bits", X, "x, int8"}
+    assert len({case for _, case in found}) == 2, "narrower and wider than the channels"
+    for (name, _), m in found.items():
+        assert int(str(m.facts["seeds"])) >= 3
+        if name.endswith("int8"):
+            assert abs(m.value) < 0.1
+            assert float(str(m.facts["p"])) > 0.05
 
 
 @pytest.mark.nightly
