@@ -210,14 +210,18 @@ def _evaluate_images(arguments: argparse.Namespace) -> None:
     from fastdiff.evaluation.image_comparison import evaluate_images
 
     out = arguments.out
-    if out:
-        is_other = out.is_file() and out.suffix != ".json"
-        require(not is_other, f"--out {out}: it exists and is no JSON by its name; name a new file, or one with .json")
-        require_output(out)
+    _require_out(out)
     result = evaluate_images(arguments.subject, arguments.reference, _comparison_options(arguments))
     if out:
         write_output(out, json.dumps(result, indent=2).encode() + b"\n")
     print(json.dumps(result))
+
+
+def _require_out(out: Path | None) -> None:
+    if out:
+        is_other = out.is_file() and out.suffix != ".json"
+        require(not is_other, f"--out {out}: it exists and is no JSON by its name; name a new file, or one with .json")
+        require_output(out)
 
 
 def _comparison_options(arguments: argparse.Namespace) -> ImageComparisonOptions:
@@ -256,10 +260,15 @@ def _sweep(arguments: argparse.Namespace) -> None:
     from fastdiff.evaluation.sweep_figures import as_table, draw
     from fastdiff.parallel.launcher import place_in_any_job
 
+    for name in ("ema", "ema_std"):
+        flag = f"--{name.replace('_', '-')} {getattr(arguments, name)}"
+        one = arguments.widths is None or getattr(arguments, name) is None
+        require(one, f"{flag} with --widths, which are the averages to compare; leave one of them out")
     published = parse_published(arguments.subject, arguments.preset, arguments.fields)
     if arguments.png:
         require_matplotlib()
         require_output(arguments.png)
+    _require_out(arguments.out)
     lists = _given(arguments, "widths", "scales", "intervals")
     single = _given(arguments, "few", "num", "labels", "precision", "autoencoder", "step", "batch", "ema", "ema_std")
     compared: dict[str, Any] = {name: tuple(values) for name, values in lists.items()}

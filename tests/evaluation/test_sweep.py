@@ -206,6 +206,8 @@ def test_refusals(run: Path, reference: Path, tmp_path: Path) -> None:
         ("{run} --scales 2", "--scales needs a run and --reference"),
         ("{run} --reference {real} --samples 3", "--samples needs --nll"),
         ("{run} --reference {real} --intervals 0.9:0.1", "0.9:0.1: expected LOW:HIGH from 0"),
+        ("{run} --reference {real} --widths 0.1 --ema-std 0.1", "--ema-std 0.1 with --widths, which are the averages"),
+        ("{run} --reference {real} --out {real}", "it exists and is no JSON by its name"),
         ("{run} --reference {real} --widths 0", "0: expected a number above 0"),
     ],
 )
