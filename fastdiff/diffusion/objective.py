@@ -117,6 +117,13 @@ class Objective:
                 training step, without a gradient. None: no correction.
             native: ``[B]`` native levels of the process; None: draw them.
         """
+        corruption = self.corrupted(batch, native)
+        if model is None or not self.config.takes_two_passes:
+            return corruption
+        return self._dream(corruption, batch, model)
+
+    def corrupted(self, batch: Batch, native: Tensor | None = None) -> Corruption:
+        """Return what ``add_noise`` does without a model: for the step itself, and for its statistics."""
         importance = None
         if native is None and not self.timesteps.in_kernel:
             native, importance = self.timesteps.draw(batch.position)
@@ -125,10 +132,8 @@ class Objective:
         condition = self._drop(batch) | self._made(batch)
         corruption = Corruption(noisy, levels, condition, importance=importance)
         if self.config.multires_noise_iterations:
-            corruption = self._add_pyramid(corruption, batch)
-        if model is None or not self.config.takes_two_passes:
-            return corruption
-        return self._dream(corruption, batch, model)
+            return self._add_pyramid(corruption, batch)
+        return corruption
 
     @torch.no_grad()
     def _dream(self, corruption: Corruption, batch: Batch, model: Callable[..., Tensor]) -> Corruption:
@@ -170,7 +175,7 @@ class Objective:
                 f"{doubled if self.config.learns_variance else f'{expected} or twice the channels'}; check "
                 "--model.channels, --model.size and --model.learn_sigma against the data and the objective"
             )
-        losses = self._losses(prediction, batch, corruption)
+        losses = self.losses(prediction, batch, corruption)
         if recorded:
             self.timesteps.observe(corruption.levels.row, losses.detach(), batch.position)
         return losses if corruption.importance is None else losses * corruption.importance
@@ -204,7 +209,8 @@ class Objective:
             clean=self._reads_clean,
         )
 
-    def _losses(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
+    def losses(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
+        """Return the losses as ``loss``, not weighted by importance, of a prediction of the right shape."""
         if self.variational is not None and self.variational.config.is_bound:
             return self._bound(prediction, batch, corruption, self.variational)
         if self._own_loss is None:

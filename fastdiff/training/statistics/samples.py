@@ -44,7 +44,7 @@ def _split(batch: Batch, size: int) -> Iterator[Batch]:
 
 
 def _columns(batch: Batch, objective: Objective) -> Columns:
-    corruption = objective.add_noise(batch)
+    corruption = objective.corrupted(batch)
     found = {"count": torch.ones_like(batch.position)}
     found |= _of_latents(objective.clean(batch)) | _of_levels(corruption)
     found |= _of_conditions(corruption.condition, objective.null) | _of_targets(batch, corruption, objective)
@@ -134,7 +134,7 @@ def _of_targets(batch: Batch, corruption: Corruption, objective: Objective) -> C
     member = bins.unsqueeze(1) == torch.arange(BINS, device=noisy.device)  # [B, BINS]
     found = {f"in.{n:02d}": member[:, n] for n in range(BINS)}
     for name, prediction in given.items():
-        losses = objective.loss(prediction, batch, corruption, recorded=False).double()
+        losses = objective.losses(prediction, batch, corruption).double()
         found |= {f"{name}.{n:02d}": torch.where(member[:, n], losses, 0.0) for n in range(BINS)}
     objective.parts = parts
     return found
