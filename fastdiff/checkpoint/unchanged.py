@@ -158,12 +158,9 @@ def config_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
     ``FREE`` and ``allowed`` fields do not count, nor does the length of the run under a constant learning rate.
     """
     free = (*FREE, "samples") if str(now["optim"]["schedule"]).startswith("constant") else FREE
-    defaults = flatten(as_json(with_kind(RunConfig(), saved, "the checkpoint")))
-    new = _OBJECTIVE | flatten(now)
-    # Fields newer than the run, and fields that its process lacks, have their defaults.
-    old = _OBJECTIVE | {key: value for key, value in defaults.items() if key in new} | flatten(saved)
-    old[_SUMS] = old[_SUMS] or old["performance.precision"]  # runs older than the field added up in their precision
-    new[_SUMS] = new[_SUMS] or old[_SUMS]
+    old, new = _with_fields_of(saved, now, "the checkpoint"), _with_fields_of(now, saved, "the run")
+    old[_SUMS] = old.get(_SUMS) or old["performance.precision"]  # runs older than the field added up in their precision
+    new[_SUMS] = new.get(_SUMS) or old[_SUMS]
     compared = old.keys() | new.keys()
     if old[_OPTIMIZER] != new[_OPTIMIZER]:  # hyper-parameters that only one of them has differ with the name
         compared -= {key for key in old.keys() ^ new.keys() if key.startswith("optim.")}
@@ -172,6 +169,12 @@ def config_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
         for key in sorted(compared)
         if old.get(key) != new.get(key) and key not in allowed and not _is_free(key, free)
     }
+
+
+def _with_fields_of(config: dict[str, Any], other: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return the leaves of a configuration; what only the other one has, or another process, has its default."""
+    defaults, wanted = flatten(as_json(with_kind(RunConfig(), config, source))), flatten(other)
+    return _OBJECTIVE | {key: value for key, value in defaults.items() if key in wanted} | flatten(config)
 
 
 def of_result(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

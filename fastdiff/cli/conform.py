@@ -127,7 +127,7 @@ def _reference(name: str) -> "Reference":
     from fastdiff.evaluation.conformance import reference
 
     path = local_path(name)
-    if path.exists():
+    if path.is_file():
         return reference.read(path)
     if (found := reference.shipped(name)) is not None:
         return found

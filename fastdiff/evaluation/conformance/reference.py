@@ -71,7 +71,7 @@ def make(runs: Sequence[Path]) -> Reference:
     require(
         bool(windows),
         f"{', '.join(map(str, runs))}: fewer than 5 lines of metrics.jsonl in common; train them longer, with equal "
-        "--output.log-every",
+        "--output.log_every",
     )
     found = [read_numbers(run, windows) for run in runs]
     places = [place for place in found[0] if all(place in numbers for numbers in found)]
