@@ -43,6 +43,7 @@ _WIDE = 1 << 20
 
 
 _OF_TYRO = (
+    (r"no type matching (.*?) could be instantiated from \[(.*?)\]\. .*", r"expected \1, given \2"),
     (r"could not convert string to float: (.*)", r"expected a number, given \1"),
     (r"invalid literal for int\(\) with base 10: (.*)", r"expected a whole number, given \1"),
     (r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)", r"\2: expected one of \3, given \1"),

@@ -100,11 +100,12 @@ class SamplingConfig:
             f"--sampling.cfg_channels {self.cfg_channels}: at least 1",
         )
         _check_interval("--sampling.cfg_interval", self.cfg_interval)
-        for name in ("cfg_channels", "cfg_interval"):
-            require(
-                self.cfg != 1.0 or getattr(self, name) is None,
-                f"--sampling.{name} {getattr(self, name)}: there is no guidance with --sampling.cfg 1; leave it out",
-            )
+        idle = [f"--sampling.{name}" for name in ("cfg_channels", "cfg_interval") if getattr(self, name) is not None]
+        require(
+            self.cfg != 1.0 or not idle,
+            f"{' and '.join(idle)}: there is no guidance with --sampling.cfg 1; set "
+            f"{' '.join(f'{flag} None' for flag in idle)}, or another --sampling.cfg",
+        )
 
     def check(self, process: Process) -> None:
         """Raise ConfigError for a solver or a shift that the process lacks."""

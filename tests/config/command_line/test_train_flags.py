@@ -100,6 +100,7 @@ def test_a_missing_preset_lists_them() -> None:
             "true: unexpected, --model.learn-sigma takes no value; write --model.learn-sigma or --model.no-learn-sigma",
         ),
         ("--performance.compile true", "--performance.compile: expected one of "),
+        ("--sampling.shift latents", "--sampling.shift: expected {None}|FLOAT|{latent}, given 'latents'"),
         (
             "--learning_rate 1e-4 --hiddn 3",
             "diffusers' --learning_rate is --optim.lr 1e-4; --hiddn: unknown flag, did ",

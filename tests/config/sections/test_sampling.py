@@ -92,7 +92,11 @@ def test_another_process_has_other_solvers() -> None:
         ({"cfg": float("inf")}, r"--sampling.cfg inf: a finite number"),
         ({"cfg_channels": 0}, r"--sampling.cfg_channels 0: at least 1"),
         ({"cfg_interval": (0.9, 0.1)}, r"--sampling.cfg_interval 0.9 0.1: the lowest and the highest"),
-        ({"cfg": 1.0, "cfg_channels": 3}, r"--sampling.cfg_channels 3: there is no guidance with --sampling.cfg 1"),
+        (
+            {"cfg": 1.0, "cfg_channels": 3, "cfg_interval": (0.0, 0.9)},
+            r"--sampling.cfg_channels and --sampling.cfg_interval: there is no guidance with --sampling.cfg 1; "
+            r"set --sampling.cfg_channels None --sampling.cfg_interval None, or another --sampling.cfg",
+        ),
     ],
 )
 def test_wrong_values_are_refused(fields: dict[str, Any], message: str) -> None:
