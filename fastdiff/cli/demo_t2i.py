@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastdiff.cli.demo.training import Training, run_killed
-from fastdiff.config.arguments.types import Parser, count, local_path, picture
+from fastdiff.config.arguments.types import Parser, local_path, picture
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.networks.pixart import PixArtConfig
 from fastdiff.config.presets.digits import text_dit
 from fastdiff.console import show
@@ -167,12 +168,14 @@ def _reconstruct(vae: Any, pixels: Tensor) -> tuple[float, float]:
     return float((decoded - pixels).square().mean().sqrt()), float(means.std())
 
 
-def train(folder: Path, flags: Sequence[str], steps: int) -> None:
+def train(folder: Path, flags: Sequence[str]) -> None:
     """Train with a SIGKILL at half of the steps, and resume; a run past its half has had it, and goes on.
 
     Raises:
+        ConfigError: a flag is wrong.
         FastdiffError: the training failed.
     """
+    steps = parse(flags)[1].steps
     training = Training(folder, flags, steps)
     if 2 * max(training.checkpoints(), default=0) < steps:
         show(run_killed(training))
@@ -186,7 +189,7 @@ def _prepare(arguments: Namespace) -> None:
 
 
 def _train(arguments: Namespace) -> None:
-    train(arguments.folder, arguments.flags[arguments.flags[:1] == ["--"] :], arguments.steps)
+    train(arguments.folder, arguments.flags[arguments.flags[:1] == ["--"] :])
 
 
 def _judge(arguments: Namespace) -> None:
@@ -204,7 +207,6 @@ def main() -> int:
         command.add_argument("folder", type=local_path)
         command.set_defaults(run=run)
     preparing.add_argument("--model", choices=PIPELINES, default="unet", help="network; default: %(default)s")
-    training.add_argument("--steps", type=count, default=1000, metavar="N", help="default: %(default)s")
     training.add_argument("flags", nargs=REMAINDER, metavar="-- TRAIN FLAGS", help="flags of `fastdiff train`")
     judging.add_argument("--guidance", type=float, default=GUIDANCE, metavar="SCALE", help="default: %(default)s")
     judging.add_argument(

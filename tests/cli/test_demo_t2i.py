@@ -81,7 +81,7 @@ def test_the_training_is_killed_and_resumes(digits: Path, tmp_path: Path) -> Non
     run, small = tmp_path / "run", ("--model.depth", "1", "--model.hidden", "32", "--model.heads", "2")
     flags = ["--preset", "digits", "--data.path", str(digits), *small, "--output.sample-every", "0"]
     flags += ["--output.checkpoint-every", "20", "--output.log-every", "2", "--output.callbacks", HOLD]
-    words = ["train", str(run), "--steps", "120", "--", *flags]
+    words = ["train", str(run), "--", "--steps", "120", *flags]
     log = tmp_path / "run.log"
     with ExitStack() as held:
         held.enter_context(held_at(100, run))

@@ -188,6 +188,7 @@ def test_nobody_imports_the_entry_point_bench_or_tests() -> None:
         "fastdiff.cluster.supervisor.main",
         "fastdiff.cli.compat.run",
         "fastdiff.cli.completion",
+        "fastdiff.cli.demo_t2i",
         "fastdiff.cli.machines.plan",
         "fastdiff.cli.published_weights",
     }

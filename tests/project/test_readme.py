@@ -41,10 +41,15 @@ def test_the_readme_shows_the_commands_of_the_preset() -> None:
 
 @pytest.mark.parametrize(
     ("preset", "record"),
-    [("digits", "2026-11-21_digits"), ("digits-adm", "2026-11-22_digits-adm"), ("digits-t2i", "2026-11-21_digits-t2i")],
+    [
+        ("digits", "2026-11-21_digits"),
+        ("digits-adm", "2026-11-22_digits-adm"),
+        ("digits-t2i", "2026-11-21_digits-t2i"),
+        ("digits-t2i-dit", "2026-11-28_digits-t2i-dit"),
+    ],
 )
 def test_the_numbers_of_the_readme_stand_in_the_record(preset: str, record: str) -> None:
-    folder, text = RESULTS / record, preset == "digits-t2i"
+    folder, text = RESULTS / record, preset.startswith("digits-t2i")
     result = json.loads((folder / ("digits.json" if text else "evaluation.json")).read_text())
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     row = re.search(rf"^\| {preset} \|(.*)\|$", BENCHMARKS, re.MULTILINE)

@@ -71,8 +71,11 @@ def text_dit() -> RunConfig:
     make demo-t2i MODEL=dit
     fastdiff train --preset digits-t2i-dit --deepspeed_config zero3
 
-    The demo does both, with a SIGKILL in the middle of the training. It predicts v: with epsilon, whose loss has little
-    weight where the class is decided, the caption is not learned in these steps. Not measured yet.
+    The demo does both, with a SIGKILL in the middle of the training. It predicts v: the loss of epsilon has little
+    weight where the class is decided, and learns the captions far more slowly.
+
+    Measured (bench/results/cpu-2-cores/2026-11-28_digits-t2i-dit): accuracy 1.000 of what diffusers draws, 199 s of
+    processor time.
     """
     return _run(
         "digits-t2i-dit",
