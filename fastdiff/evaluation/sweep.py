@@ -213,6 +213,8 @@ class Sweep:
     def _planned(self, candidate: Candidate) -> PlannedSet:
         options, run = self._options, self._run(candidate.width)
         given = {**options.sampler, "cfg": candidate.scale, "cfg_interval": candidate.interval}
+        if candidate.scale == 1.0:
+            given["cfg_channels"] = None  # a list of scales may begin without guidance
         request = SampleRequest(num=options.num, labels=options.labels)
         common: dict[str, Any] = {
             "batch": options.batch,

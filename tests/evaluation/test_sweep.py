@@ -103,6 +103,12 @@ def test_a_figure_says_how_it_was_made(run: Path, reference: Path, capsys: pytes
     assert "is not the reference of ADM's evaluation" in " ".join(capsys.readouterr().err.split())
 
 
+def test_guided_channels_do_not_keep_a_scale_without_guidance_out(run: Path, reference: Path) -> None:
+    options: dict[str, Any] = {"widths": (), "few": 2, "batch": 2, "sampler": {"cfg_channels": 1}}
+    rows = list(islice(sweep(run, reference, **options).rows(), 2))
+    assert [(row["cfg"], row["samples"]["cfg_channels"]) for row in rows] == [(1.0, None), (3.0, 1)]
+
+
 def test_what_has_been_drawn_and_measured_is_not_drawn_again(run: Path, reference: Path) -> None:
     earlier = list(islice(sweep(run, reference).rows(), 3))
     before = (run / "sweep.json").read_bytes()
