@@ -33,6 +33,7 @@ from fastdiff.sampling.pixels import IDENTITY, PixelDecoder
 from fastdiff.sampling.png_files import PngFiles
 from fastdiff.sampling.run import Run
 from fastdiff.sampling.shared_set import SharedSet
+from fastdiff.sampling.solvers import solver_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,6 +198,9 @@ def _prepared(
     decoder = PixelDecoder(run.config, autoencoder, run.device, run.encoded_by, run.statistics)
     if asked is None:  # the decoder in use decides, not the one of the training data
         sampler = replace(sampler, clip=decoder.name == IDENTITY)
+    model = run.config.model
+    # A wrong option is told before a file is begun, which the next command would find.
+    solver_of(run.config.objective, sampler, (model.channels, model.size, model.size))
     with reproducible():  # for the embeddings of prompts
         return conditions(run, request, sampler.seed), sampler, decoder
 

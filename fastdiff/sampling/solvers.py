@@ -77,6 +77,13 @@ def grid_classes(model: ModelConfig, trained: int | None, most: int = 10) -> Ten
     return torch.arange(min(most, trained)) if trained else torch.full((most,), null)
 
 
+def solver_of(objective: ObjectiveConfig, sampler: SamplerConfig, shape: tuple[int, int, int]) -> Solver:
+    """Return the solver of a sampler for latents of ``(C, H, W)``; the errors are those of ``sample``."""
+    _check_channels(sampler.cfg_channels, shape[0])
+    shift = None if sampler.shift is None else TimestepConfig(shift=sampler.shift).time_shift(prod(shape))
+    return SOLVERS[sampler.scheduler](objective, replace(sampler, shift=shift))
+
+
 @torch.no_grad()
 def sample(
     model: Denoiser,
@@ -110,11 +117,9 @@ def sample(
         ``[N, C, H, W]`` fp32 latents on the device of the condition, not clipped.
 
     Raises:
-        ConfigError: Invalid steps or channels, or epsilon prediction from pure noise.
+        ConfigError: Invalid steps or channels, a solver of another process, or epsilon prediction from pure noise.
     """
-    _check_channels(sampler.cfg_channels, shape[0])
-    shift = None if sampler.shift is None else TimestepConfig(shift=sampler.shift).time_shift(prod(shape))
-    solver = SOLVERS[sampler.scheduler](objective, replace(sampler, shift=shift))
+    solver = solver_of(objective, sampler, shape)
     guidance = Guidance(
         scale=1.0 if sampler.cfg is None else sampler.cfg,
         channels=sampler.cfg_channels or shape[0],
