@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fastdiff.config.run import RunConfig
     from fastdiff.evaluation.image_comparison import ImageComparisonOptions
 
-_OF_RUN = ("ema", "ema_std", "preset")
+_OF_RUN = ("ema", "ema_std")
 _OF_SOLVER = ("scheduler", "steps", "shift", "cfg_channels")
 _OF_SWEEP = ("widths", "scales", "intervals", "few", "num", "labels", "precision", "autoencoder", "step")
 _OF_NLL = ("samples", "data", "clip_denoised")
