@@ -160,7 +160,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         _refuse(arguments, _OF_NLL, "needs --nll")
         _sweep(arguments)
         return
-    _refuse(arguments, (*_OF_SWEEP, *_OF_SOLVER), "needs a run and --reference")
+    none = f": {arguments.subject} is no run, and no published file with --preset" if arguments.reference else ""
+    _refuse(arguments, (*_OF_SWEEP, *_OF_SOLVER), f"needs a run and --reference{none}")
     if arguments.reference:
         _refuse(arguments, (*_OF_NLL, "png"), "needs --nll")
         _refuse(arguments, _OF_RUN, "applies to a network, and --reference evaluates images")

@@ -192,6 +192,7 @@ FLAGS = (DIT + PIXELS).split()
         (["evaluate", "FILE", *FLAGS], "give --nll for its likelihood"),
         (["evaluate", "FILE", *FLAGS, "--nll"], "dit.pt is a file of weights: name the data to measure by --data"),
         (["evaluate", "FILE", "--reference", "FOLDER", "--ema", 0.9], "--ema applies to a network"),
+        (["evaluate", "FILE", "--reference", "FOLDER", "--scales", 2], "FOLDER/dit.pt is no run, and no published"),
         (["evaluate", "FILE", "--reference", "FOLDER", "--model.depth", 2], "--model.depth applies to a published"),
         (["export", "FILE", "OUT", *FLAGS, "--format", "dit-training"], "has no optimizer and no averages"),
         (["export", "FILE", "OUT", *FLAGS, "--format", "dit", "--raw"], "--raw: FOLDER/dit.pt is a file of weights"),
