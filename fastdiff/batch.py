@@ -11,6 +11,9 @@ from fastdiff.conditions import BITS, CONDITIONS, MASK_OF, StoredDtype
 Condition = dict[str, Tensor]
 """Conditioning inputs of a model besides the time, as its keyword arguments: ``[B, ...]`` each, with the names, shapes
 and dtypes of ``fastdiff.conditions``."""
+Output = Tensor | tuple[Tensor, Tensor]
+"""Output of a network: the prediction ``[B, C or 2C, H, W]``; with the class token of a teacher
+(``ModelConfig.teacher_width``) also that of the token, ``[B, D]``."""
 DTYPES = {"floating": torch.float32, "float32": torch.float32, "int64": torch.int64, "bool": torch.bool}
 """Dtypes of the conditions of a pass without data, by ``ConditionKind.dtype``."""
 
@@ -47,6 +50,11 @@ def _taken(name: str, value: Tensor) -> Tensor:
         case "floating", torch.uint8:
             return value.view(torch.float8_e4m3fn).to(torch.bfloat16)
     return value
+
+
+def split(output: Output) -> tuple[Tensor, Tensor | None]:
+    """Return the prediction of the latents and that of the class token of a teacher; None: there is none."""
+    return (output, None) if isinstance(output, Tensor) else output
 
 
 def without_padding(condition: Condition) -> Condition:

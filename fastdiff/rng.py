@@ -33,6 +33,7 @@ class Stream(IntEnum):
     """Dropout of block 0 of a network; the other blocks use ``dropout_stream``."""
     LOW_RES = 12
     LOW_RES_LEVEL = 13
+    TEACHER_TOKEN = 14
 
 
 _NAMED = 256

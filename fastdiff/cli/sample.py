@@ -31,7 +31,18 @@ if TYPE_CHECKING:
     from fastdiff.sampling.run import Run
 
 _USUAL = SamplerConfig()
-_OF_SOLVER = "scheduler", "steps", "respacing", "shift", "cfg", "cfg_channels", "cfg_interval", "clip", "seed"
+_OF_SOLVER = (
+    "scheduler",
+    "steps",
+    "respacing",
+    "shift",
+    "cfg",
+    "cfg_channels",
+    "cfg_interval",
+    "clip",
+    "coupled_noise",
+    "seed",
+)
 _OF_SETS = "num", "labels", "low_res", "batch", "precision", "autoencoder", "overwrite"
 
 
@@ -123,6 +134,13 @@ def _add_solver(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=None,
         help="clamp every estimate of the image to [-1, 1]; default: only for pixel-space models",
+    )
+    parser.add_argument(
+        "--coupled-noise",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="begin the class token of a teacher at the mean of the noise of the latents; default: the run's "
+        "--sampling.coupled_noise, off unless set",
     )
 
 

@@ -20,7 +20,7 @@ from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import DataConfig, ValidationConfig
 from fastdiff.config.sections.divergence import DivergenceConfig
 from fastdiff.config.sections.ema import EmaConfig
-from fastdiff.config.sections.objective import DdpmConfig, ObjectiveConfig
+from fastdiff.config.sections.objective import DdpmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
@@ -119,6 +119,27 @@ class RunConfig:
             not self.objective.low_res_noise or self.model.low_res_size > 0,
             f"--objective.low_res_noise {self.objective.low_res_noise} is for super-resolution, an ADM UNet "
             "with --model.low_res_size; set it to 0",
+        )
+
+        self._check_class_token()
+
+    def _check_class_token(self) -> None:
+        require(
+            not self.sampling.coupled_noise or self.model.teacher_width == self.model.channels,
+            f"--sampling.coupled_noise needs --model.teacher_width {self.model.channels}, the channels of the latents: "
+            f"the class token of a teacher begins at the mean of their noise; given {self.model.teacher_width}",
+        )
+        weight = self.objective.teacher_weight if isinstance(self.objective, FlowConfig) else 0.0
+        require(
+            not self.model.teacher_width or weight > 0,
+            f"--model.teacher_width {self.model.teacher_width} needs --objective.process flow and a weight of the loss "
+            "of the class token, --objective.teacher_weight (0.2 in RiT, 0.03 in SR-DiT); given "
+            f"{self.objective.process} and {weight:g}",
+        )
+        require(
+            not weight or self.model.teacher_width > 0,
+            f"--objective.teacher_weight {weight:g} needs --model.teacher_width, the width of the column teacher_token "
+            "of the data: the network predicts no class token of a teacher",
         )
 
     def _check_pretrained(self) -> None:

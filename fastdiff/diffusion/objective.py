@@ -11,9 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fastdiff.batch import Batch, Condition
+from fastdiff.batch import Batch, Condition, Output, split
 from fastdiff.config.sections.objective import DdpmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
+from fastdiff.diffusion.class_token import NAME, ClassToken
 from fastdiff.diffusion.ddpm import Ddpm
 from fastdiff.diffusion.levels import SIGMA, TARGET_NOISE, TARGET_X0, Corruption, Levels
 from fastdiff.diffusion.noise_shaping import pyramid, small_images, unit_scale
@@ -93,7 +94,9 @@ class Objective:
         )
         self.variational = Variational(config, device) if isinstance(config, DdpmConfig) and config.has_bound else None
         hybrid = self.variational is not None and not self.variational.config.is_bound
-        self.part_names = ("mse", "vb") if hybrid else ()
+        weight = config.teacher_weight if isinstance(config, FlowConfig) else 0.0
+        self._token = ClassToken(weight, seed=seed, dtype=dtype) if weight else None
+        self.part_names = ("mse", "vb") if hybrid else ("loss_latents", "loss_teacher") if self._token else ()
         self.parts: tuple[Tensor, ...] = ()
         """Parts of the last losses, ``[B]`` fp32 each, in the order of ``part_names``; unlike these, not weighted by
         the importance of the timesteps."""
@@ -104,7 +107,7 @@ class Objective:
         self._reads_clean = config.predicted not in ("epsilon", "score")
 
     def add_noise(
-        self, batch: Batch, model: Callable[..., Tensor] | None = None, *, native: Tensor | None = None
+        self, batch: Batch, model: Callable[..., Output] | None = None, *, native: Tensor | None = None
     ) -> Corruption:
         """Draw a noise level and noise for each sample and add the noise.
 
@@ -129,21 +132,22 @@ class Objective:
             native, importance = self.timesteps.draw(batch.position)
         levels = None if native is None else self.process.levels(native)
         noisy, levels = self._mix(batch, levels)
-        condition = self._drop(batch) | self._made(batch)
+        condition = self._drop(batch) | self._made(batch, levels)
         corruption = Corruption(noisy, levels, condition, importance=importance)
         if self.config.multires_noise_iterations:
             return self._add_pyramid(corruption, batch)
         return corruption
 
     @torch.no_grad()
-    def _dream(self, corruption: Corruption, batch: Batch, model: Callable[..., Tensor]) -> Corruption:
+    def _dream(self, corruption: Corruption, batch: Batch, model: Callable[..., Output]) -> Corruption:
         """Move input and target towards the model's own noise estimate, to align training with sampling.
 
         DREAM (Zhou et al. 2023, arXiv:2312.00210, eqs. 8 to 10): ``d = sigma^p * (noise - estimate)`` is added to the
         target, and ``sigma * d`` to the input.
         """
         shape = corruption.noisy.shape
-        estimate = model(corruption.noisy, corruption.time, **corruption.condition)[:, : shape[1]].float()
+        estimate, _ = split(model(corruption.noisy, corruption.time, **corruption.condition))
+        estimate = estimate[:, : shape[1]].float()
         sigma = corruption.levels.coefficient(SIGMA)
         correction = sigma**self._preserved_detail * (self._noise(batch, shape[1:]) - estimate)
         noisy = (corruption.noisy.float() + sigma * correction).to(corruption.noisy.dtype)
@@ -151,22 +155,24 @@ class Objective:
             correction = correction + corruption.correction
         return replace(corruption, noisy=noisy, correction=correction)
 
-    def loss(self, prediction: Tensor, batch: Batch, corruption: Corruption, *, recorded: bool = True) -> Tensor:
+    def loss(self, output: Output, batch: Batch, corruption: Corruption, *, recorded: bool = True) -> Tensor:
         """Return the loss of each sample, averaged over its elements.
 
         Args:
-            prediction: ``[B, C, H, W]`` of fp32, bf16 or fp16, or ``[B, 2C, H, W]`` of a model that also predicts a
-                variance; for a fixed variance the second half is not trained.
+            output: ``[B, C, H, W]`` of fp32, bf16 or fp16, or ``[B, 2C, H, W]`` of a model that also predicts a
+                variance; for a fixed variance the second half is not trained. With it the prediction of the class token
+                of a teacher ``[B, D]``, if the objective has one.
             batch: the clean latents.
             corruption: what ``add_noise`` returned for ``batch``.
             recorded: whether a loss-aware timestep sampler records it.
 
         Returns:
-            ``[B]`` fp32, weighted by ``corruption.importance``; the gradient flows to ``prediction``.
+            ``[B]`` fp32, weighted by ``corruption.importance``; the gradient flows to ``output``.
 
         Raises:
-            ValueError: the prediction has another shape.
+            ValueError: a prediction has another shape.
         """
+        prediction, of_token = split(output)
         expected = tuple(corruption.noisy.shape)
         doubled = (expected[0], 2 * expected[1], *expected[2:])
         if prediction.shape not in ((doubled,) if self.config.learns_variance else (expected, doubled)):
@@ -176,15 +182,21 @@ class Objective:
                 "--model.channels, --model.size and --model.learn_sigma against the data and the objective"
             )
         losses = self.losses(prediction, batch, corruption)
+        if self._token is not None:
+            if of_token is None:
+                raise ValueError("the model predicts no class token of a teacher; check --model.teacher_width")
+            of_teacher = self._token.loss(of_token, batch, corruption.levels)
+            self.parts = losses.detach(), of_teacher.detach()
+            losses = losses + of_teacher
         if recorded:
             self.timesteps.observe(corruption.levels.row, losses.detach(), batch.position)
         return losses if corruption.importance is None else losses * corruption.importance
 
-    def squared_error(self, prediction: Tensor, batch: Batch, corruption: Corruption, weights: Tensor) -> Tensor:
+    def squared_error(self, output: Output, batch: Batch, corruption: Corruption, weights: Tensor) -> Tensor:
         """Return the squared error of the prediction: mean over the elements of each sample times its level's weight.
 
         Args:
-            prediction: as in ``loss``.
+            output: as in ``loss``; a class token does not count.
             batch: the clean latents.
             corruption: what ``add_noise`` returned for ``batch``.
             weights: ``[R]`` fp32, one per row of the levels' table.
@@ -193,6 +205,7 @@ class Objective:
             ``[B]`` fp32.
         """
         levels, unit = corruption.levels, self._unit(corruption.noisy.shape[1:])
+        prediction, _ = split(output)
         if corruption.correction is not None:  # subtracting it from the prediction adds it to the target
             prediction = prediction[:, : corruption.noisy.shape[1]].float() - corruption.correction
         return weighted_mse(
@@ -324,9 +337,11 @@ class Objective:
         drop = uniform(self.seed, Stream.LABEL_DROP, batch.position, 1)[:, 0] < self.config.condition_dropout
         return {name: self._dropped(name, value, drop) for name, value in wanted.items()}
 
-    def _made(self, batch: Batch) -> Condition:
-        """Make the inputs that are not columns of the data: the dropout's position and low-resolution images."""
+    def _made(self, batch: Batch, levels: Levels) -> Condition:
+        """Make the inputs that are no columns of the data: dropout's position, small images, the noisy class token."""
         made: Condition = {}
+        if self._token is not None:
+            made[NAME] = self._token.noisy(batch, levels)
         if self.inputs is not None and "position" in self.inputs:
             made["position"] = batch.position
         if self.low_res_size:

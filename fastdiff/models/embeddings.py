@@ -137,7 +137,7 @@ def timestep_sinusoids(time: Tensor, width: int, dtype: torch.dtype = torch.floa
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
-def position_table(hidden: int, side: int) -> Tensor:
+def position_table(hidden: int, side: int, leading: int = 0) -> Tensor:
     """Return the fixed 2-D sine-cosine position embedding of a square grid of tokens, as in MAE and DiT.
 
     The first half of the features encodes the column, the second half the row; each has all sines, then all cosines.
@@ -146,9 +146,10 @@ def position_table(hidden: int, side: int) -> Tensor:
     Args:
         hidden: Width of a token, divisible by 4.
         side: Tokens per row and column.
+        leading: Tokens in front of the grid, which have rows of zeros.
 
     Returns:
-        ``[1, side * side, hidden]`` fp32, computed in float64.
+        ``[1, leading + side * side, hidden]`` fp32, computed in float64.
     """
     quarter = hidden // 4
     frequencies = _LONGEST_PERIOD ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
@@ -156,4 +157,5 @@ def position_table(hidden: int, side: int) -> Tensor:
     line = torch.cat([angles.sin(), angles.cos()], dim=1)  # [side, D / 4] -> [side, D / 2]
     column = line[None, :, :].expand(side, side, -1)  # [side, D / 2] -> [side, side, D / 2]
     row = line[:, None, :].expand(side, side, -1)
-    return torch.cat([column, row], dim=2).reshape(1, side * side, hidden).float()
+    grid = torch.cat([column, row], dim=2).reshape(1, side * side, hidden).float()
+    return F.pad(grid, (0, 0, leading, 0))

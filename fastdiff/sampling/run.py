@@ -264,6 +264,7 @@ class Run:
             {name: value.to(self.device) for name, value in condition.items()},
             sampler,
             shape=(model.channels, model.size, model.size),
+            teacher_width=model.teacher_width,
             null=null,
             batch=batch or self.family.sampling_batch,
             first_index=first_index,

@@ -18,11 +18,12 @@ from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.sections.objective import ObjectiveConfig
 from fastdiff.config.sections.sampler import SamplerConfig, SchedulerName
 from fastdiff.config.sections.timesteps import TimestepConfig
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, require
 from fastdiff.progress_bar import Bar
 from fastdiff.sampling.diffusers_solvers import DiffusersSolver
 from fastdiff.sampling.flow_solvers import euler_maruyama_solver, euler_solver, heun_solver, normal
 from fastdiff.sampling.guidance import Denoiser, Guidance, Predict, guided
+from fastdiff.sampling.joint_state import JointState
 
 _LABELS = (1,)
 """Spawn key that makes the random labels independent of the noise."""
@@ -92,6 +93,7 @@ def sample(
     sampler: SamplerConfig,
     *,
     shape: tuple[int, int, int],
+    teacher_width: int = 0,
     null: Condition,
     batch: int = 256,
     first_index: int = 0,
@@ -108,6 +110,7 @@ def sample(
         condition: Inputs of the model besides noisy latents and time, ``[N, ...]`` each; at least one.
         sampler: Solver, levels, guidance and seed; used as they are.
         shape: ``(C, H, W)`` of an image's latents.
+        teacher_width: Width of the class token of a teacher, which is drawn with the latents; 0: none.
         null: One unconditional sample of each input that guidance replaces, as in ``Objective``.
         batch: Images per forward pass (guidance doubles them inside).
         first_index: Number of the first image within a larger set, 0 or above.
@@ -120,9 +123,14 @@ def sample(
         ConfigError: Invalid steps or channels, a solver of another process, or epsilon prediction from pure noise.
     """
     solver = solver_of(objective, sampler, shape)
+    state = JointState(shape, teacher_width)
+    require(
+        not (teacher_width and sampler.clip),
+        "--clip-denoised clamps pixels, and would clamp the class token of a teacher, too; leave it out",
+    )
     guidance = Guidance(
         scale=1.0 if sampler.cfg is None else sampler.cfg,
-        channels=sampler.cfg_channels or shape[0],
+        channels=state.guided(sampler.cfg_channels),
         interval=sampler.cfg_interval or (0.0, 1.0),
     )
     count, device = next((len(value), value.device) for value in condition.values())
@@ -132,8 +140,9 @@ def sample(
             chosen = {name: value[start : start + batch] for name, value in condition.items()}
             index = range(first_index + start, first_index + min(start + batch, count))
             generators = [_generator(sampler.seed, i) for i in index]
-            predict = guided(model, chosen, null, guidance)
-            parts.append(solver(predict, normal(generators, shape, device), generators, bar.update))
+            predict = guided(state.denoiser(model), chosen, null, guidance)
+            noise = state.noise(normal(generators, state.shape, device), coupled=sampler.coupled_noise)
+            parts.append(state.without_token(solver(predict, noise, generators, bar.update)))
     return torch.cat(parts)
 
 

@@ -118,10 +118,10 @@ class _Mlp(Mlp):
 
 
 class _FinalLayer(FinalLayer):
-    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, condition: Tensor) -> tuple[Tensor, None]:
         """See ``FinalLayer``."""
         shift, scale = self.adaLN_modulation(condition).chunk(2, dim=1)
-        return cast(Tensor, self.linear(_modulated(tokens, shift, scale)))
+        return self.linear(_modulated(tokens, shift, scale)), None
 
 
 PlainDiT.block_classes = (_Block,)  # type: ignore[assignment]

@@ -1,9 +1,11 @@
 """Shape of the diffusion transformer (DiT), with the published sizes. This module imports no torch."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from fastdiff.conditions import Shape
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.errors import ConfigError, require
 
@@ -58,6 +60,13 @@ class DiTConfig(ModelConfig):
     """First block that has the class tokens, counted from 0."""
     patch_bottleneck: int = 0
     """Width of a patch between the two layers of its embedding (arXiv:2511.13720); 0: one layer."""
+    teacher_width: int = 0
+    """Width of the class token of a teacher, noised and predicted beside the patches (arXiv:2507.01467): that of the
+    column teacher_token of the data; 0: none."""
+    teacher_norm: bool = False
+    """RMSNorm with a weight of the embedded class token of the teacher (SR-DiT)."""
+    teacher_zero: bool = False
+    """Start the layer that predicts the class token of the teacher at zero (SR-DiT), as that of the patches."""
 
     family: ClassVar[str] = "fastdiff.models.dit.family:DIT"
     title: ClassVar[str] = "a DiT"
@@ -66,7 +75,7 @@ class DiTConfig(ModelConfig):
     def __post_init__(self) -> None:
         for name in ("depth", "hidden", "heads", "patch", "channels", "size", "classes"):
             require(getattr(self, name) >= 1, f"--model.{name} {getattr(self, name)}: at least 1")
-        for name in ("head_dim", "in_context", "in_context_from", "patch_bottleneck"):
+        for name in ("head_dim", "in_context", "in_context_from", "patch_bottleneck", "teacher_width"):
             require(getattr(self, name) >= 0, f"--model.{name} {getattr(self, name)}: at least 0")
         for name in ("norm_eps", "qk_norm_eps"):
             given = getattr(self, name)
@@ -87,6 +96,11 @@ class DiTConfig(ModelConfig):
         )
         self._check_positions()
         self._check_in_context()
+        for name in ("teacher_norm", "teacher_zero"):
+            require(
+                self.teacher_width > 0 or not getattr(self, name),
+                f"--model.{name} without --model.teacher_width: there is no token; give its width, or leave it out",
+            )
 
     def _check_positions(self) -> None:
         require(
@@ -132,9 +146,19 @@ class DiTConfig(ModelConfig):
         """Patches per row and column."""
         return self.size // self.patch
 
+    @property
+    def leading(self) -> int:
+        """Tokens in front of the patches in every block."""
+        return 1 if self.teacher_width else 0
+
     def tokens(self, block: int) -> int:
         """Return the tokens per sample in a block, counted from 0."""
-        return self.side**2 + (self.in_context if block >= self.in_context_from else 0)
+        return self.side**2 + self.leading + (self.in_context if block >= self.in_context_from else 0)
+
+    @property
+    def conditions(self) -> Mapping[str, Shape]:
+        """The class, and the noisy class token of the teacher if there is one."""
+        return {"label": (), **({"teacher_token": (self.teacher_width,)} if self.teacher_width else {})}
 
     @property
     def options(self) -> str:
@@ -149,6 +173,7 @@ class DiTConfig(ModelConfig):
 _PLAIN: dict[str, Any] = {
     "head_dim": 0, "norm": "layer", "norm_eps": 1e-6, "mlp": "gelu", "positions": "sincos", "rotary": False,
     "qk_norm": False, "value_residual": False, "modulation": "adaln", "in_context": 0, "patch_bottleneck": 0,
+    "teacher_width": 0,
 }  # fmt: skip
 """Options that the published DiT lacks, as it is."""
 

@@ -57,6 +57,9 @@ class ModelConfig:
     """Whether the output channels are doubled; the second half predicts the variance."""
     low_res_size: int = 0
     """Height and width of the low-resolution input (super-resolution); 0: none."""
+    teacher_width: int = 0
+    """Width of the class token of a teacher, which is noised and predicted beside the latents; 0: none. The condition
+    teacher_token is then the noisy one, and the network returns a prediction of the latents and one of the token."""
 
     family: ClassVar[str]
     """``module:NAME`` of the network's ``fastdiff.models.family.ModelFamily``, imported on first use."""

@@ -333,6 +333,10 @@ class FlowConfig(_OfEveryProcess):
     cosine_weight: float = 0.0
     """Weight of the cosine distance between predicted and true velocity (LightningDiT, which uses 1; flow prediction
     only)."""
+    teacher_weight: float = 0.0
+    """Weight of the loss of the class token of a teacher, which a network with --model.teacher_width predicts beside
+    the latents (0.2 in RiT, 0.03 in SR-DiT). The token has the noise level of its sample and plain noise of its own;
+    plug-in, cosine distance and extra noise act on the latents alone."""
 
     @property
     def usual_weighting(self) -> Weighting:
@@ -345,6 +349,7 @@ class FlowConfig(_OfEveryProcess):
         return CONVENTIONS[self.convention]
 
     def _check_own(self) -> None:
+        _check_size("teacher_weight", self.teacher_weight)
         require(
             1e-3 <= self.velocity_floor < 1.0,
             f"--objective.velocity_floor {self.velocity_floor}: at least 0.001 and below 1; 0.05 is usual",

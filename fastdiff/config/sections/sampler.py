@@ -52,6 +52,10 @@ class SamplerConfig:
     """Clamp every estimate of x0 to [-1, 1], the range of pixels (clip_denoised of Nichol & Dhariwal 2021). For
     prediction previous_x, a step of ddpm to the adjacent level uses the predicted mean unclamped; a longer step clamps.
     None: clamp for models of pixels; for a set of samples, if it is decoded by identity."""
+    coupled_noise: bool = False
+    """Begin the class token of a teacher at the mean of the latents' noise over the pixels instead of noise of its own,
+    as the published evaluation of RiT does (arXiv:2605.21981). Its noise then has the standard deviation 1 / 16 for
+    256 pixels, where training has 1."""
     seed: int = 0
     """Any integer; its low 64 bits count."""
 
@@ -82,6 +86,9 @@ class SamplingConfig:
     """Lowest and highest noise level with guidance, from 0 (data) to 1 (noise): t of flow. None: all levels."""
     clip: bool | None = None
     """Clamp every estimate of the data to [-1, 1]. None: for pixels only."""
+    coupled_noise: bool = False
+    """Begin the class token of a teacher at the mean of the latents' noise over the pixels (RiT's evaluation), which is
+    less noise than in training, instead of noise of its own."""
     labels: Labels = "random"
     """Classes of the images of an evaluation: drawn at random, or balanced: the classes in turn."""
     protocol: Protocol | None = None

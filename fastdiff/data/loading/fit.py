@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fastdiff.conditions import CAPTIONED, OF_IMAGE, Shape, fixed_sizes
+from fastdiff.conditions import CAPTIONED, OF_IMAGE, Shape, fixed_sizes, of_source
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.presets import encode_command
 from fastdiff.config.run import RunConfig
@@ -102,6 +102,7 @@ def require_flips(config: DataConfig, info: DatasetInfo) -> None:
 def require_fit(network: ModelConfig, path: str, info: DatasetInfo) -> None:
     """Raise ConfigError unless the data set ``info`` of ``path`` has the latents and the conditions of the network."""
     _check_latents(network, path, info)
+    _check_columns(network, path, info)
     if network.text_conditional:
         _check_conditions(network, path, info)
     else:
@@ -128,6 +129,22 @@ def _check_latents(network: ModelConfig, path: str, info: DatasetInfo) -> None:
         raise ConfigError(
             f"{address(path)} holds latents of shape {(channels, height, width)}, the model takes "
             f"{(network.channels, network.size, network.size)}; use {remedy}"
+        )
+
+
+def _check_columns(network: ModelConfig, path: str, info: DatasetInfo) -> None:
+    """Require what the network takes of the autoencoder beside the latents."""
+    for name in of_source("encoder", network.conditions):
+        expected, column = network.conditions[name], info.columns.get(name)
+        if column is None:
+            raise ConfigError(
+                f"{address(path)} holds no {name}, the model takes {_described({name: expected})}; encode with an "
+                "autoencoder that gives it (AutoencoderRAE), or use --model.teacher_width 0"
+            )
+        require(
+            column.shape == expected,
+            f"{address(path)} holds {_described({name: column.shape})}, the model takes {expected[0]}; "
+            f"use --model.teacher_width {column.shape[0]}",
         )
 
 

@@ -87,7 +87,9 @@ def trace(config: RunConfig, noisy: Tensor, condition: Condition, device: torch.
         counter: _Counter = stack.enter_context(_Counter(weights.values()))
         prediction = network(*inputs, **condition)
         saved = counter.alive
-        torch.autograd.backward(prediction, torch.empty_like(prediction))
+        outputs = tree_leaves(prediction)
+        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+        del outputs
         del prediction
         gradients = [weight.grad for weight in weights.values() if weight.grad is not None]
         return counter.result(len(noisy), saved, gradients)

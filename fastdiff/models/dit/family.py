@@ -33,8 +33,9 @@ def _multiply_adds(config: DiTConfig) -> float:
     modulations = {"adaln": 6 * config.depth + 2, "adaln-single": 6}[config.modulation]
     out = config.patch**2 * config.channels * (2 if config.learn_sigma else 1)
     patches = config.side**2 * (sum(_patch_multiply_adds(config)) + config.hidden * out)
+    token = 2 * config.teacher_width * config.hidden
     time = 256 * config.hidden + config.hidden**2
-    return float(blocks + modulations * config.hidden**2 + patches + time)
+    return float(blocks + modulations * config.hidden**2 + patches + token + time)
 
 
 def _block_multiply_adds(config: DiTConfig, tokens: int) -> int:
@@ -50,7 +51,8 @@ def _patch_multiply_adds(config: DiTConfig) -> tuple[int, int]:
 
 
 def _input_multiply_adds(config: DiTConfig) -> float:
-    return float(config.side**2 * _patch_multiply_adds(config)[0] + 256 * config.hidden)
+    patches = config.side**2 * _patch_multiply_adds(config)[0]
+    return float(patches + config.teacher_width * config.hidden + 256 * config.hidden)
 
 
 def _published(config: DiTConfig) -> PublishedClass | None:
@@ -67,7 +69,9 @@ def _published(config: DiTConfig) -> PublishedClass | None:
 
 
 def _buffers(config: DiTConfig) -> dict[str, Tensor]:
-    return {_POSITIONS: position_table(config.hidden, config.side)} if config.positions == "sincos" else {}
+    if config.positions != "sincos":
+        return {}
+    return {_POSITIONS: position_table(config.hidden, config.side, config.leading)}
 
 
 def _tables(config: DiTConfig) -> frozenset[str]:
@@ -87,14 +91,20 @@ def _check_positions(path: Path, weights: Mapping[str, Tensor]) -> None:
     """
     if (table := weights.get(_POSITIONS)) is None:
         return
-    tokens, hidden = table.shape[1:] if table.dim() == 3 else (0, 0)
-    side = math.isqrt(tokens)
-    possible = table.numel() > 0 and table.shape == (1, side**2, hidden) and hidden % 4 == 0
-    if not possible or not torch.allclose(table.float(), position_table(hidden, side), rtol=0, atol=_ROUNDED):
+    ours = _positions_like(table.float()) if table.dim() == 3 and table.shape[2] % 4 == 0 else None
+    if ours is None or not torch.allclose(table.float(), ours, rtol=0, atol=_ROUNDED):
         raise ConfigError(
             f"{path}: its pos_embed, of shape {tuple(table.shape)}, is not the fixed sine-cosine table of a DiT; "
             "this network has no other, so give weights that were trained with that table"
         )
+
+
+def _positions_like(table: Tensor) -> Tensor | None:
+    """Return the position table of a grid of this size, behind as many rows of zeros; None: no grid."""
+    leading = int((table[0].abs().amax(1) < _ROUNDED).long().cumprod(0).sum()) if table.numel() else 0
+    side = math.isqrt(table.shape[1] - leading)
+    ours = position_table(table.shape[2], side, leading)
+    return ours if side and ours.shape == table.shape else None
 
 
 def _check_angles(path: Path, weights: Mapping[str, Tensor]) -> None:

@@ -5,16 +5,18 @@ from typing import cast
 import torch
 from torch import nn
 
+from fastdiff.models.dit.final_layer import FinalLayer
 from fastdiff.models.dit.modulation import AdaLNModulation, SharedModulation, TableModulation
 from fastdiff.models.embeddings import LabelEmbedder, TimestepEmbedder
 from fastdiff.models.initial import STD, draw_layers, draw_table, zero
 
 
-def initialise(model: nn.Module, last: nn.Linear) -> None:
-    """Draw Xavier-uniform layers and normal embeddings, with zeros in the modulations and in ``last``, the output.
+def initialise(model: nn.Module, last: FinalLayer) -> None:
+    """Draw Xavier-uniform layers and normal embeddings, with zeros in the modulations and in the output.
 
     Tables of adaLN-single are normal with the variance 1 / D, and their shared layer is normal (PixArt), so that gates
-    are not zero there. Norms and shares of values have their initial constants already.
+    are not zero there. The layer that predicts the class token of a teacher is zero only where ``starts_at_zero`` says
+    so. Norms and shares of values have their initial constants already.
     """
     modules = list(model.modules())
     draw_layers(model)
@@ -33,7 +35,9 @@ def initialise(model: nn.Module, last: nn.Linear) -> None:
             zero(cast(nn.Linear, module[1]))
         elif isinstance(module, TableModulation):
             draw_table(module.scale_shift_table)
-    zero(last)
+    zero(last.linear)
+    if last.linear_cls is not None and last.starts_at_zero:
+        zero(last.linear_cls)
 
 
 def learned_positions(count: int, hidden: int) -> nn.Parameter:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.errors import require
 from fastdiff.models.blockwise import BlockwiseModel, run_block
 from fastdiff.models.dit.block import DiTBlock
 from fastdiff.models.dit.final_layer import FinalLayer
@@ -17,6 +18,9 @@ from fastdiff.models.dit.modulation import MODULATIONS
 from fastdiff.models.dit.rotary import rotary_table
 from fastdiff.models.embeddings import LabelEmbedder, TimestepEmbedder, patch_embedder, position_table
 from fastdiff_kernels.names import AttentionBackend
+
+_TOKEN_EPS = 1e-6
+"""Number that the norm of an embedded class token of a teacher adds to the mean square."""
 
 
 class DiT(BlockwiseModel):
@@ -32,6 +36,10 @@ class DiT(BlockwiseModel):
     config: DiTConfig
     pos_embed: Tensor | None
     """``[1, T, D]``, a buffer: part of every checkpoint, never trained."""
+    cls_projectors: nn.Linear | None
+    """Embedding of the class token of a teacher."""
+    wg_norm: nn.RMSNorm | None
+    """Norm of this embedding."""
     in_context_posemb: nn.Parameter | None
     """Positions of the class tokens, ``[1, N, D]``."""
 
@@ -42,34 +50,59 @@ class DiT(BlockwiseModel):
         self.x_embedder = patch_embedder(config)
         self.t_embedder = TimestepEmbedder(config.hidden)
         self.y_embedder = LabelEmbedder(config.classes, config.hidden)
+        self.cls_projectors = nn.Linear(config.teacher_width, config.hidden) if config.teacher_width else None
+        self.wg_norm = nn.RMSNorm(config.hidden, eps=_TOKEN_EPS) if config.teacher_norm else None
         self.t_block = MODULATIONS[config.modulation].shared(config.hidden)
-        table = position_table(config.hidden, config.side) if config.positions == "sincos" else None
+        table = position_table(config.hidden, config.side, config.leading) if config.positions == "sincos" else None
         self.register_buffer("pos_embed", table)
         count = config.in_context
         self.register_parameter("in_context_posemb", learned_positions(count, config.hidden) if count else None)
         self.blocks = nn.ModuleList(DiTBlock(config, number, attention) for number in range(config.depth))
         self.final_layer = FinalLayer(config)
-        initialise(self, last=self.final_layer.linear)
+        initialise(self, self.final_layer)
 
-    def forward(self, noisy: Tensor, time: Tensor, label: Tensor | None = None) -> Tensor:
+    def forward(
+        self, noisy: Tensor, time: Tensor, label: Tensor | None = None, teacher_token: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Evaluate the network.
 
         Args:
             noisy: ``[B, C, H, W]``, any floating dtype; cast to the dtype of the weights.
             time: ``[B]`` int64 or float timesteps in [0, T).
             label: ``[B]`` int64 classes, ``classes`` being the null class; None: the null class for all.
+            teacher_token: ``[B, W]`` noisy class tokens of a teacher, of a network with ``--model.teacher_width W``.
 
         Returns:
-            ``[B, C, H, W]``, with ``learn_sigma`` ``[B, 2C, H, W]``, in the dtype of the weights.
+            ``[B, C, H, W]``, with ``learn_sigma`` ``[B, 2C, H, W]``, in the dtype of the weights. With a class token of
+            a teacher also the prediction of it, ``[B, W]``.
+
+        Raises:
+            ConfigError: ``teacher_token`` is missing or unexpected.
         """
         dtype = self.x_embedder.dtype
         tokens = self.x_embedder(noisy.to(dtype))  # [B, C, H, W] -> [B, T, D]
+        tokens = self._behind_token(tokens, teacher_token)
         if self.pos_embed is not None:
             tokens = tokens + self.pos_embed.to(dtype)
         of_class = self.y_embedder(label, noisy.shape[0], noisy.device)
         condition = self.t_embedder(time, dtype) + of_class
         tokens = self._through_blocks(tokens, self.t_block(condition), of_class)
-        return self._unpatchify(self.final_layer(tokens, condition))
+        patches, token = self.final_layer(tokens, condition)
+        return self._unpatchify(patches) if token is None else (self._unpatchify(patches), token)
+
+    def _behind_token(self, patches: Tensor, token: Tensor | None) -> Tensor:
+        """``patches [B, T, D], token [B, W] -> [B, 1 + T, D]``; without a token ``[B, T, D]``."""
+        require(
+            (token is None) == (self.cls_projectors is None),
+            f"--model.teacher_width {self.config.teacher_width}: the noisy class token of a teacher is "
+            f"{'missing' if token is None else 'unexpected'}; set the flag to the width of the column of the data",
+        )
+        if token is None or self.cls_projectors is None:
+            return patches
+        embedded = self.cls_projectors(token.to(patches.dtype))
+        if self.wg_norm is not None:
+            embedded = self.wg_norm(embedded)
+        return torch.cat([embedded.unsqueeze(1), patches], dim=1)
 
     def _through_blocks(self, tokens: Tensor, condition: Tensor, of_class: Tensor) -> Tensor:
         """``tokens [B, T, D], condition [B, D] or [B, 6D], of_class [B, D] -> [B, T, D]``."""
@@ -84,11 +117,12 @@ class DiT(BlockwiseModel):
         return tokens if self.in_context_posemb is None else tokens[:, self.config.in_context :]
 
     def _angles(self, tokens: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Cosines and sines for the class tokens and the patches; None: without rotation."""
+        """Cosines and sines for the tokens of classes and the patches; None: without rotation."""
         config = self.config
         if not config.rotary:
             return None, None
-        return rotary_table(config.side, config.head_width, config.in_context, tokens.dtype, tokens.device)
+        extra = config.in_context + config.leading
+        return rotary_table(config.side, config.head_width, extra, tokens.dtype, tokens.device)
 
     def _unpatchify(self, tokens: Tensor) -> Tensor:
         """``[B, T, p * p * C_out] -> [B, C_out, H, W]``."""

@@ -233,6 +233,7 @@ def draw_together(
                 chosen,
                 sampler,
                 shape=shape,
+                teacher_width=state.config.model.teacher_width,
                 null=null,
                 batch=max(1, state.config.batch.per_rank(world.size) // (1 if sampler.cfg is None else 2)),
                 first_index=mine.start,

@@ -202,7 +202,9 @@ def unit(objective: ObjectiveConfig) -> str:
     weight = "" if objective.weighted == "none" else f", weighted by {objective.weighted}"
     bound = " + variational bound" if objective.learns_variance else ""
     cosine = " + cosine distance" if isinstance(objective, FlowConfig) and objective.cosine_weight else ""
-    return f"squared error of {objective.predicted}{weight}{bound}{cosine}"
+    token = objective.teacher_weight if isinstance(objective, FlowConfig) else 0.0
+    teacher = f" + {token:g} times that of the class token" if token else ""
+    return f"squared error of {objective.predicted}{weight}{bound}{cosine}{teacher}"
 
 
 def _record(total: Mean, bins: Sequence[Mean]) -> Record:

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from fastdiff.batch import Output
 from fastdiff.config.deepspeed import DsConfig
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes
 from fastdiff.parallel.world import World
@@ -42,7 +43,7 @@ class Engine(ABC):
         """The network."""
 
     @abstractmethod
-    def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor, **condition: Tensor) -> Output:
         """Run the model's forward pass."""
 
     def rehearse(self, loss: Callable[[], Tensor], *, accumulates: bool) -> None:

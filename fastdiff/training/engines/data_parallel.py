@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from fastdiff.batch import Output
 from fastdiff.training.buffers import Gradients, Place
 
 _BUCKET_MIB = 64
@@ -36,7 +37,7 @@ class DataParallel:
         # Not a method of this object: nothing would find that cycle, and DDP's hooks would stay on the parameters.
         self._ddp.register_comm_hook(None, lambda state, bucket: buckets.reduce(bucket))
 
-    def __call__(self, *inputs: Tensor, reduces: bool, **condition: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor, reduces: bool, **condition: Tensor) -> Output:
         """Run the forward pass; ``reduces``: its backward pass is the last of a step."""
         self._ddp.require_backward_grad_sync = reduces
         return self._ddp(*inputs, **condition)  # type: ignore[no-any-return]
@@ -76,6 +77,6 @@ class _WithUnused(nn.Module):
         self.network = network
         self.unused = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
 
-    def forward(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor, **condition: Tensor) -> Output:
         """Run the network."""
         return self.network(*inputs, **condition)  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from torch import Tensor, nn
 
+from fastdiff.batch import Output
 from fastdiff.config.deepspeed import DsConfig, with_sums, zero_stage
 from fastdiff.config.engine import require_loss_scale
 from fastdiff.config.optimizers.registry import family_of
@@ -139,7 +140,7 @@ class DeepSpeedEngine(Engine):
         """The network."""
         return self._engine.module  # type: ignore[no-any-return]
 
-    def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor, **condition: Tensor) -> Output:
         """Run the model's forward pass."""
         return self._engine(*inputs, **condition)  # type: ignore[no-any-return]
 

@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 import torch
 from torch import Tensor
 
+from fastdiff.batch import Output
 from fastdiff.config.deepspeed import DsConfig, zero_stage
 from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.run import RunConfig
@@ -96,7 +97,7 @@ class FlatEngine(Engine):
         """The network."""
         return self._model
 
-    def __call__(self, *inputs: Tensor, **condition: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor, **condition: Tensor) -> Output:
         """Run the model's forward pass."""
         if self._ranks is None:
             return self._model(*inputs, **condition)  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json
+from fastdiff.config.sections.objective import DdpmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import ConfigError
@@ -29,7 +30,7 @@ from fastdiff.models.fp8 import inner_blocks
 from fastdiff.models.load import build_network
 from fastdiff_kernels import dispatch
 from tests.support.nights import by_day
-from tests.support.references.recipes_reference import Shape, jit, lightning, single, speedrun
+from tests.support.references.recipes_reference import Shape, jit, lightning, rit, single, speedrun
 
 PLAIN = DiTConfig(depth=2, hidden=24, heads=2, patch=2, size=6, channels=3, classes=5)
 
@@ -37,7 +38,7 @@ PLAIN = DiTConfig(depth=2, hidden=24, heads=2, patch=2, size=6, channels=3, clas
 @dataclass(frozen=True)
 class Recipe:
     config: DiTConfig
-    rendering: Callable[..., Tensor]
+    rendering: Callable[..., Tensor | tuple[Tensor, Tensor]]
 
     @property
     def shape(self) -> Shape:
@@ -62,6 +63,20 @@ RECIPES = {
         ),
         jit,
     ),
+    "rit": Recipe(
+        replace(
+            PLAIN, depth=3, norm="rms-weight", mlp="swiglu", rotary=True, qk_norm=True, in_context=3, in_context_from=1,
+            teacher_width=10,
+        ),
+        rit,
+    ),
+    "speedrun-token": Recipe(
+        replace(
+            PLAIN, depth=3, norm="rms", rotary=True, qk_norm=True, qk_norm_eps=2**-23, value_residual=True,
+            teacher_width=10, teacher_norm=True, teacher_zero=True,
+        ),
+        speedrun,
+    ),
     "single": Recipe(replace(PLAIN, modulation="adaln-single"), single),
 }  # fmt: skip
 
@@ -77,11 +92,22 @@ def trained(config: DiTConfig, **options: Any) -> DiT:
     return model
 
 
-def inputs(config: DiTConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Noisy latents, times, classes, and a target."""
+def inputs(config: DiTConfig) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Noisy latents, times, classes, noisy class tokens of a teacher if the network has them; and a target."""
     generator = torch.Generator().manual_seed(1)
     noisy, target = torch.randn(2, 3, config.channels, config.size, config.size, generator=generator)
-    return noisy, torch.tensor([0.0, 0.3, 0.9]), torch.tensor([0, config.classes, 2]), target
+    given, target = (noisy, torch.tensor([0.0, 0.3, 0.9]), torch.tensor([0, config.classes, 2])), target.flatten(1)
+    if not config.teacher_width:
+        return given, target
+    token, of_token = torch.randn(2, 3, config.teacher_width, generator=generator)
+    return (*given, token), torch.cat([target, of_token], dim=1)
+
+
+def whole(output: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """The prediction of the latents, and of the token behind it."""
+    if isinstance(output, Tensor):
+        return output.flatten(1)
+    return torch.cat([part.flatten(1) for part in output], dim=1)
 
 
 @dataclass
@@ -92,8 +118,8 @@ class Pass:
 
 
 def run(model: DiT) -> Pass:
-    *given, target = inputs(model.config)
-    output = model(*given)
+    given, target = inputs(model.config)
+    output = whole(model(*given))
     loss = (output - target).square().mean()
     model.zero_grad()
     loss.backward()
@@ -104,14 +130,23 @@ def run(model: DiT) -> Pass:
 def render(recipe: Recipe, **traps: bool) -> Pass:
     """The same in float64 by the equations."""
     weights = {name: p.detach().double().requires_grad_() for name, p in trained(recipe.config).named_parameters()}
-    noisy, time, label, target = inputs(recipe.config)
-    rows = zip(noisy.double(), time.tolist(), label.tolist(), strict=True)
-    output = torch.stack([recipe.rendering(weights, replace(recipe.shape, **traps), *row) for row in rows])
+    (noisy, time, label, *token), target = inputs(recipe.config)
+    rows = zip(noisy.double(), time.tolist(), label.tolist(), *(value.double() for value in token), strict=True)
+    rendered = [recipe.rendering(weights, replace(recipe.shape, **traps), *row) for row in rows]
+    output = torch.cat([whole(_batch_of_one(one)) for one in rendered])
     loss = (output - target.double()).square().mean()
     loss.backward()
     found = {name: value.grad for name, value in weights.items() if value.grad is not None}
     assert found.keys() == weights.keys()
     return Pass(output.detach(), loss.detach(), found)
+
+
+def objective_of(config: DiTConfig) -> ObjectiveConfig:
+    return FlowConfig(teacher_weight=0.2) if config.teacher_width else DdpmConfig()
+
+
+def _batch_of_one(output: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+    return output[None] if isinstance(output, Tensor) else (output[0][None], output[1][None])
 
 
 def close(ours: Tensor, exact: Tensor, name: str) -> None:
@@ -210,7 +245,8 @@ def lightning_file(path: Path) -> dict[str, Tensor]:
 
 def started(path: Path, config: DiTConfig) -> dict[str, Tensor]:
     start = PretrainedConfig(path=str(path), weights=True)
-    return build_network(RunConfig(model=config, pretrained=start, output=OutputConfig(sample_every=0))).state_dict()
+    run = RunConfig(model=config, objective=objective_of(config), pretrained=start, output=OutputConfig(sample_every=0))
+    return build_network(run).state_dict()
 
 
 def test_a_published_lightning_dit_loads_and_other_angles_are_refused(tmp_path: Path) -> None:
@@ -228,9 +264,28 @@ def test_a_published_lightning_dit_loads_and_other_angles_are_refused(tmp_path: 
             started(path, config)
 
 
+def test_the_tables_of_rit_begin_with_the_class_token(tmp_path: Path) -> None:
+    """Its row of the position table is zero, and those of class tokens do not turn."""
+    config, path = RECIPES["rit"].config, tmp_path / "model.safetensors"
+    state = trained(config).state_dict()
+    rows = state["pos_embed"]
+    assert torch.equal(rows, torch.cat([torch.zeros(1, 1, 24), position_table(24, 3)], dim=1))
+    cos, sin = (table.repeat_interleave(2, dim=1) for table in rotary_table(3, 12, extra=1))
+    tables = {"feat_rope.freqs_cos": cos, "feat_rope.freqs_sin": sin}
+    save_file(state | tables, path)
+    found = started(path, config)
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    for wrong in (rows.flip(1), torch.zeros(1, 10, 24)):
+        save_file(state | tables | {"pos_embed": wrong.contiguous()}, path)
+        with pytest.raises(ConfigError, match=r"its pos_embed, of shape \(1, 10, 24\), is not the fixed sine-cosine"):
+            started(path, config)
+
+
 def test_fresh_weights_have_the_published_scales() -> None:
     """Constants of norms, shares and zeros; class tokens of 0.02; tables of adaLN-single of 1 / sqrt(D)."""
     wide = {"hidden": 384, "heads": 6, "size": 8}
+    last = "final_layer.linear.weight"
+    zero = {False: (last,), True: (last, "final_layer.linear_cls.weight")}
     for recipe in RECIPES.values():
         config = replace(recipe.config, **wide, **({"head_dim": 0} if recipe.config.head_dim else {}))
         for name, parameter in build_model(config).named_parameters():
@@ -241,7 +296,7 @@ def test_fresh_weights_have_the_published_scales() -> None:
                 assert value == 0.5
             elif "scale_shift_table" in name:
                 assert value.std() == pytest.approx(384**-0.5, rel=0.05), name
-            elif name.endswith("bias") or "adaLN" in name or name.startswith("final_layer.linear"):
+            elif name.endswith("bias") or "adaLN" in name or name in zero[config.teacher_zero]:
                 assert torch.count_nonzero(value) == 0, name
             elif name.startswith(("t_embedder", "y_embedder", "in_context", "t_block")):
                 assert value.std() == pytest.approx(0.02, rel=0.05), name
@@ -256,9 +311,10 @@ def test_parameters_and_operations_are_those_of_the_built_network(name: str) -> 
     with torch.device("meta"):
         model = build_model(config, attention="reference")
         given = torch.empty(2, 3, 6, 6), torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+        token = (torch.empty(2, config.teacher_width),) if config.teacher_width else ()
         with FlopCounterMode(display=False) as both:
             with FlopCounterMode(display=False) as forward:
-                prediction = model(*given)
+                prediction = whole(model(*given, *token))
             prediction.sum().backward()
     assert forward_flops(config) == forward.get_total_flops() / 2
     assert training_flops(config) == both.get_total_flops() / 2
@@ -285,6 +341,9 @@ def test_weights_drawn_one_by_one_are_those_of_the_constructor(name: str) -> Non
         ),
         ({"in_context": -1}, "--model.in_context -1: at least 0"),
         ({"norm_eps": 0.0}, "--model.norm_eps 0.0: a number between 0 and 1"),
+        ({"teacher_width": -1}, "--model.teacher_width -1: at least 0"),
+        ({"teacher_norm": True}, "--model.teacher_norm without --model.teacher_width: there is no token"),
+        ({"teacher_zero": True}, "--model.teacher_zero without --model.teacher_width: there is no token"),
         ({"mlp": "swiglu", "mlp_ratio": 0.05}, "--model.mlp_ratio 0.05: a number above 0"),
     ],
 )
@@ -310,7 +369,7 @@ def test_what_has_the_published_network_alone_refuses_the_options_in_words() -> 
 def test_the_record_of_a_run_has_every_option_as_it_is(name: str) -> None:
     """None of their names looks like that of a secret."""
     config = RECIPES[name].config
-    assert as_json(RunConfig(model=config))["model"] == asdict(config)
+    assert as_json(RunConfig(model=config, objective=objective_of(config)))["model"] == asdict(config)
 
 
 @pytest.mark.parametrize("adaln", ["reference", "triton"])

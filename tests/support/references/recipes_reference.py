@@ -1,8 +1,9 @@
 """Published recipes of a DiT in float64 without modules, one sample and one head after the other.
 
 Each is written from the description of its authors: LightningDiT (Yao et al. 2025, arXiv:2501.01423), SR-DiT without
-its routing, JiT (Li & He 2025, arXiv:2511.13720), and the block of PixArt (Chen et al. 2023, arXiv:2310.00426) with a
-class in place of the text.
+its routing, JiT (Li & He 2025, arXiv:2511.13720), RiT (arXiv:2605.21981), and the block of PixArt (Chen et al. 2023,
+arXiv:2310.00426) with a class in place of the text. Those with the class token of a teacher return its prediction
+behind that of the image.
 """
 
 import math
@@ -128,6 +129,13 @@ def last(w: Weights, x: Tensor, condition: Tensor, norm: Norm, shape: Shape) -> 
     return image_of(linear(w, "final_layer.linear", out), shape)
 
 
+def last_of_token(w: Weights, x: Tensor, condition: Tensor, norm: Norm, shape: Shape) -> tuple[Tensor, Tensor]:
+    """The image of all but the first token, and the class token of the teacher that the first one predicts."""
+    shift, scale = linear(w, "final_layer.adaLN_modulation.1", reference_silu(condition)).reshape(2, -1)
+    first = norm("final_layer.norm_final", x[:1]) * (1 + scale) + shift
+    return last(w, x[1:], condition, norm, shape), linear(w, "final_layer.linear_cls", first)[0]
+
+
 def tokens_of(w: Weights, image: Tensor, shape: Shape) -> Tensor:
     kernel = w["x_embedder.proj.weight"].flatten(1)
     x = patches(image, shape) @ kernel.T + w["x_embedder.proj.bias"]
@@ -152,10 +160,18 @@ def lightning(w: Weights, shape: Shape, image: Tensor, time: float, label: int) 
     return last(w, x, condition, norm, shape)
 
 
-def speedrun(w: Weights, shape: Shape, image: Tensor, time: float, label: int) -> Tensor:
-    """RMSNorm without weight, GELU, rotation, norm of queries and keys with torch's epsilon, values of block 0."""
-    x, condition = tokens_of(w, image, shape), sum(embedded(w, time, label))
+def speedrun(
+    w: Weights, shape: Shape, image: Tensor, time: float, label: int, token: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """RMSNorm without weight, GELU, rotation, norm of queries and keys with torch's epsilon, values of block 0.
+
+    The embedded class token of a teacher has a norm with a weight.
+    """
+    x, condition, where = tokens_of(w, image, shape), sum(embedded(w, time, label)), places(shape)
     assert isinstance(condition, Tensor)
+    if token is not None:
+        x = torch.cat([rms(linear(w, "cls_projectors", token[None]), 1e-6) * w["wg_norm.weight"], x])
+        where = [None, *where]
     kept: list[Tensor] = []
     for n in range(shape.depth):
         name = f"blocks.{n}.attn"
@@ -170,25 +186,47 @@ def speedrun(w: Weights, shape: Shape, image: Tensor, time: float, label: int) -
             return share * kept[0] + (1 - share) * value
 
         heads = attention(
-            qkv, shape, places(shape), lambda q, name=name: rms(q, 2.0**-23) * w[f"{name}.q_norm.weight"],  # type: ignore[misc]
+            qkv, shape, where, lambda q, name=name: rms(q, 2.0**-23) * w[f"{name}.q_norm.weight"],  # type: ignore[misc]
             lambda k, name=name: rms(k, 2.0**-23) * w[f"{name}.k_norm.weight"], mixed,  # type: ignore[misc]
         )  # fmt: skip
         x = x + gate_a * linear(w, f"{name}.proj", heads)
         x = x + gate_m * gelu_mlp(w, f"blocks.{n}.mlp", rms(x, 1e-6) * (1 + scale_m) + shift_m)
+    if token is not None:
+        return last_of_token(w, x, condition, lambda name, x: rms(x, 1e-6), shape)
     return last(w, x, condition, lambda name, x: rms(x, 1e-6), shape)
 
 
 def jit(w: Weights, shape: Shape, image: Tensor, time: float, label: int) -> Tensor:
-    """RMSNorm with weight, SwiGLU, rotation, norm of queries and keys, narrow patches, class tokens from a block on."""
-
-    def norm(name: str, x: Tensor) -> Tensor:
-        return rms(x, shape.qk_norm_eps if "attn" in name else shape.norm_eps) * w[name + ".weight"]
-
+    """The blocks of RiT behind patches that are embedded by two layers, the first one narrow."""
     narrow = patches(image, shape) @ w["x_embedder.proj1.weight"].flatten(1).T
     x = narrow @ w["x_embedder.proj2.weight"].flatten(1).T + w["x_embedder.proj2.bias"]
     x = x + reference_position(shape.side, x.shape[1])
-    of_time, of_class = embedded(w, time, label)
-    condition, where = of_time + of_class, places(shape)
+    x, condition = in_context(w, shape, x, places(shape), *embedded(w, time, label))
+    return last(w, x, condition, lambda name, x: weighted(w, shape, name, x), shape)
+
+
+def rit(
+    w: Weights, shape: Shape, image: Tensor, time: float, label: int, token: Tensor
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The class token of a teacher in front of the patches, behind the tokens of the class."""
+    x = torch.cat([linear(w, "cls_projectors", token[None]), tokens_of(w, image, shape)])
+    x, condition = in_context(w, shape, x, [None, *places(shape)], *embedded(w, time, label))
+    return last_of_token(w, x, condition, lambda name, x: weighted(w, shape, name, x), shape)
+
+
+def weighted(w: Weights, shape: Shape, name: str, x: Tensor) -> Tensor:
+    return rms(x, shape.qk_norm_eps if "attn" in name else shape.norm_eps) * w[name + ".weight"]
+
+
+def in_context(
+    w: Weights, shape: Shape, x: Tensor, where: list[tuple[int, int] | None], of_time: Tensor, of_class: Tensor
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm with weight, SwiGLU, rotation, norm of queries and keys, class tokens from a block on, cut off again."""
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return weighted(w, shape, name, x)
+
+    condition = of_time + of_class
     for n in range(shape.depth):
         name = f"blocks.{n}.attn"
         if n == shape.in_context_from:
@@ -203,7 +241,7 @@ def jit(w: Weights, shape: Shape, image: Tensor, time: float, label: int) -> Ten
         x = x + gate_a * linear(w, f"{name}.proj", heads)
         inner = norm(f"blocks.{n}.norm2", x) * (1 + scale_m) + shift_m
         x = x + gate_m * swiglu(w, f"blocks.{n}.mlp", inner, shape)
-    return last(w, x[shape.in_context :], condition, norm, shape)
+    return x[shape.in_context :], condition
 
 
 def single(w: Weights, shape: Shape, image: Tensor, time: float, label: int) -> Tensor:
