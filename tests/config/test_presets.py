@@ -140,6 +140,8 @@ def test_jit_and_rit_are_trained_as_their_scripts_say(
     assert isinstance(objective, FlowConfig)
     assert (objective.path, objective.predicted, objective.convention) == ("linear", "x0", "sit")
     assert (objective.weighted, objective.velocity_floor, objective.condition_dropout) == ("velocity", 0.05, 0.1)
+    token = (384, 0.2) if name.startswith("rit") else (0, 0.0)
+    assert (config.model.teacher_width, objective.teacher_weight) == token, "--use_cls --cls_loss_weight 0.2"
     assert config.timesteps == timesteps
     assert config.time_shift == pytest.approx(4.899 if name.startswith("rit") else 1.0, abs=1e-3)
 
@@ -161,6 +163,7 @@ def test_the_samplers_of_the_recipes_are_those_of_their_evaluations() -> None:
         assert (one.scheduler, one.steps, one.cfg, one.cfg_interval) == ("heun", steps, cfg, interval)
         assert (one.cfg_channels, one.labels, one.protocol) == (None, "balanced", "torch-fidelity")
         assert one.shift is None, "as in training"
+    assert (rit.coupled_noise, jit.coupled_noise) == (True, False)
     assert jit.clip is False, "its estimates of the image are not clamped"
 
 

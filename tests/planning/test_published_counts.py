@@ -32,6 +32,8 @@ class Transformer:
     qk_norm: bool = False
     class_tokens: int = 0
     class_tokens_from: int = 0
+    teacher: int = 0
+    """Width of a class token of a teacher beside the patches; 0: none."""
     bottleneck: int = 0
     text: tuple[int, int] | None = None
     """Tokens of a caption and width of their embeddings: one modulation for all blocks, and cross-attention."""
@@ -51,6 +53,7 @@ class Transformer:
         outside = linear(FREQUENCIES, d) + linear(d, d) + linear(d, self.outputs) + self.class_tokens * d
         outside += self.inputs * self.bottleneck + linear(self.bottleneck or self.inputs, d)
         outside += d * self.norm_weights
+        outside += linear(self.teacher, d) + linear(d, self.teacher) if self.teacher else 0
         if self.text is None:
             block += linear(d, 6 * d)
             outside += CLASSES * d + linear(d, 2 * d)
@@ -66,14 +69,14 @@ class Transformer:
         matrices = 4 * d * d + (3 if self.swiglu else 2) * d * self.mlp
         forward = 0
         for block in range(self.depth):
-            tokens = self.tokens + (self.class_tokens if block >= self.class_tokens_from else 0)
+            tokens = self.tokens + bool(self.teacher) + (self.class_tokens if block >= self.class_tokens_from else 0)
             forward += tokens * matrices + 2 * tokens**2 * d
             if self.text is None:
                 forward += 6 * d * d
             else:
                 forward += 2 * tokens * d * d + 2 * self.text[0] * d * d + 2 * tokens * self.text[0] * d
         patch = self.inputs * self.bottleneck + (self.bottleneck or self.inputs) * d
-        forward += self.tokens * (patch + d * self.outputs) + FREQUENCIES * d + d * d
+        forward += self.tokens * (patch + d * self.outputs) + 2 * self.teacher * d + FREQUENCIES * d + d * d
         forward += 2 * d * d if self.text is None else self.text[0] * (self.text[1] * d + d * d) + 6 * d * d
         return 3.0 * 2.0 * forward
 
@@ -88,10 +91,10 @@ PUBLISHED = {
     "sit-xl-2-256": Transformer(**XL, inputs=16, outputs=32),
     # lightningdit_xl_vavae_f16d32.yaml: use_swiglu, use_rmsnorm, in_chans 32; use_qknorm off.
     "lightningdit-xl-1-256": Transformer(**XL, inputs=32, outputs=32, swiglu=True, norm_weights=True),
-    # RiT-XL/16 of its model.py, on 384 channels of DINOv2-S, without use_cls.
+    # RiT-XL/16 of its model.py, on 384 channels of DINOv2-S, with use_cls.
     "rit-xl-256": Transformer(
         **XL, inputs=384, outputs=384, swiglu=True, norm_weights=True, qk_norm=True, class_tokens=32,
-        class_tokens_from=8,
+        class_tokens_from=8, teacher=384,
     ),
     # JiT-B/16: patches of 16 x 16 x 3 through 128 channels.
     "jit-b-16-256": Transformer(
