@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastdiff.cli.published_weights import add_plugin
 from fastdiff.config.arguments.types import Parser, Subcommands, local_path
 from fastdiff.console import show
 from fastdiff.errors import ConfigError, FastdiffError, require
@@ -36,6 +37,7 @@ def add(commands: Subcommands) -> None:
     )
     make.add_argument("runs", type=local_path, nargs="+", metavar="RUN", help="run folder")
     make.add_argument("out", type=local_path, metavar="OUT.json", help="file to write")
+    add_plugin(make)
     make.set_defaults(run=_make)
     _add_conform(commands)
 
@@ -55,6 +57,7 @@ def _add_conform(commands: Subcommands) -> None:
         help="file of `fastdiff reference make`, preset that has one, or .csv with the columns step and loss",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_plugin(parser)
     parser.set_defaults(run=_conform)
 
 

@@ -181,6 +181,7 @@ def sampling_facts(sampling: SamplingConfig) -> dict[str, str]:
         f"of the first {sampling.cfg_channels} channels": sampling.cfg_channels,
         f"at noise levels {low:g} to {high:g}": sampling.cfg_interval,
         "estimates clamped": sampling.clip,
+        "estimates not clamped": sampling.clip is False,
         f"{sampling.labels} classes": sampling.labels != SamplingConfig().labels,
         f"reference of {sampling.protocol}": sampling.protocol,
     }

@@ -94,8 +94,10 @@ def test_the_card_says_how_the_recipe_is_sampled() -> None:
         "Sampler (`fastdiff sample`)": "euler, 249 steps, shift 3.33333, guidance 10, of the first 3 channels, at "
         "noise levels 0 to 0.9, reference of adm"
     }
-    unguided = SamplingConfig(scheduler="heun", shift="latent", cfg=1.0, labels="balanced")
-    assert list(sampling_facts(unguided).values()) == ["heun, shift latent, guidance 1, balanced classes"]
+    unguided = SamplingConfig(scheduler="heun", shift="latent", cfg=1.0, clip=False, labels="balanced")
+    assert list(sampling_facts(unguided).values()) == [
+        "heun, shift latent, guidance 1, estimates not clamped, balanced classes"
+    ]
 
 
 def test_the_code_of_a_card_draws_as_the_recipe_does() -> None:

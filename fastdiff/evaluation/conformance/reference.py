@@ -124,6 +124,7 @@ def read(path: Path) -> Reference:
     try:
         content = parsed(read_bounded(path, _LARGEST))
         version = content["fastdiff_reference"]
+        require(version == _FORMAT, f"{path}: format {version} of references; this fastdiff reads {_FORMAT}")
         expected = {
             (str(name), int(step)): Expected(*_row(row))
             for name, rows in content["numbers"].items()
@@ -137,7 +138,6 @@ def read(path: Path) -> Reference:
             f"{path}: no reference ({type(error).__name__}: {error}); expected the file of `fastdiff reference make`, "
             "or a .csv with the columns step and loss"
         ) from None
-    require(version == _FORMAT, f"{path}: format {version} of references; this fastdiff reads {_FORMAT}")
     return found
 
 

@@ -122,10 +122,10 @@ def test_a_users_network_is_the_same_run_on_two_ranks_and_another_file_does_not_
     moved.mkdir()
     again = [str(word).replace(str(own), str(moved / "own.py")) for word in words]
     (moved / "own.py").write_text(OWN)
-    done = run_job(TRAIN, *again, "--steps", "4", "--output.folder", folder, ranks=1)
+    done = run_job(TRAIN, *again, "--steps", "5", "--output.folder", folder, ranks=1)
     assert "resuming from step 3" in done.output, done.output
     (moved / "own.py").write_text(OWN + "# edited\n")
-    done = run_job(TRAIN, *again, "--steps", "5", "--output.folder", folder, ranks=1)
+    done = run_job(TRAIN, *again, "--steps", "6", "--output.folder", folder, ranks=1)
     assert done.code == 2
     assert "--plugin.network: " in done.output
     assert "accept it with --allow-change plugin.network --allow-change plugin.objective" in done.output
@@ -138,6 +138,12 @@ def test_a_users_network_is_the_same_run_on_two_ranks_and_another_file_does_not_
     done = run_script(COMMAND, "sample", folder, "--grid", grid, "--steps", "2", "--plugin", f"{own}:Mlp")
     assert done.code == 0, done.output
     assert grid.is_file()
+    for words in (
+        ["reference", "make", folder, moved / "reference.json"],
+        ["conform", folder, moved / "reference.json"],
+    ):
+        done = run_script(COMMAND, *words, "--plugin", f"{own}:Mlp")
+        assert done.code == 0, done.output
     with pytest.raises(ConfigError, match=r"names code: .*squared"):
         _ = fastdiff.Run(folder).config
     training = [f"{moved / 'own.py'}:{name}" for name in ("squared", "Watch")]
