@@ -98,19 +98,19 @@ def select_for_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.skipped and "gpu" not in report.keywords and not torch.cuda.is_available():
+    if report.skipped and not {"gpu", "shell"} & report.keywords.keys() and not torch.cuda.is_available():
         _skipped_without_reason.append(report.nodeid)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail if a test was skipped, which proves nothing, except tests marked ``gpu`` on a machine without one."""
+    """Fail if a test was skipped, which proves nothing, except for want of a GPU or of another shell."""
     if _skipped_without_reason:
         session.exitstatus = 1
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for name in _skipped_without_reason:
-        terminalreporter.write_line(f"ERROR {name} was skipped; only tests marked gpu may be")
+        terminalreporter.write_line(f"ERROR {name} was skipped; only tests marked gpu or shell may be")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -29,6 +29,7 @@ def test_the_numbering_of_the_streams_is_frozen():
         "DROPOUT": 11,
         "LOW_RES": 12,
         "LOW_RES_LEVEL": 13,
+        "TEACHER_TOKEN": 14,
     }
 
 

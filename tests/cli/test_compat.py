@@ -310,7 +310,7 @@ def test_dit(classes: Path) -> None:
     given = _parser().parse_args(sample[1:])
     assert (str(given.folder), str(given.npz)) == (config.output.folder, f"{config.output.folder}/samples-30.npz")
     assert (given.scheduler, given.respacing, given.cfg, given.cfg_channels) == ("ddpm", "250", 4.0, 3)
-    assert (given.classes, given.per_class, given.clip_denoised) == ("207,360,387,974,88,979,417,279", 1, False)
+    assert (given.classes, given.per_class, given.clip) == ("207,360,387,974,88,979,417,279", 1, False)
     notes = "\n".join(done.notes)
     for word in ("EXIF rotation", "16-bit gray", "incomplete last batch", "their sample.py", "--dtype float32"):
         assert word in notes, word

@@ -275,7 +275,7 @@ def test_the_other_commands_are_ones_that_fastdiff_has() -> None:
         assert (str(given.run_folder), given.format) == (folder, "iddpm")
         given = _parser().parse_args(sample[1:])
         assert (str(given.folder), str(given.npz)) == (folder, f"{folder}/samples-{steps}.npz")
-        assert (given.scheduler, given.respacing, given.clip_denoised) == ("ddpm", "4000", None)
+        assert (given.scheduler, given.respacing, given.clip) == ("ddpm", "4000", None)
         wanted = (10_000, None) if script == "iddpm" else (None, Path("base.npz").absolute())
         assert (given.num, given.low_res) == wanted
     with_classes = translate("iddpm", [*DATA, "--class_cond", "True"], gpus=1).commands[0]

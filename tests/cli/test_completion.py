@@ -53,12 +53,14 @@ def test_bash_completes_commands_flags_values_and_files(scripts: Path, line: str
     assert _answer(["bash", "--norc", "-c", _BASH, "bash", "./bash", line], scripts) == _ASKED[line]
 
 
+@pytest.mark.shell
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
 @pytest.mark.parametrize("line", _ASKED)
 def test_fish_does(scripts: Path, line: str) -> None:
     assert _answer(["fish", "--no-config", "-c", _FISH, "fish", line], scripts) == _ASKED[line]
 
 
+@pytest.mark.shell
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
 def test_zsh_reads_its_script(scripts: Path) -> None:
     subprocess.run(["zsh", "--no-rcs", "-n", "zsh"], cwd=scripts, check=True, timeout=60)

@@ -39,9 +39,9 @@ def dry_run(capsys: pytest.CaptureFixture[str], *flags: str) -> Any:
 
 
 def as_in_data(model: ModelConfig) -> dict[str, Any]:
-    """The network of the recipe, for the two classes of the pictures, or the width of a tiny T5."""
+    """The network of the recipe, for the two classes of the pictures, or the width and the captions of a tiny T5."""
     found = asdict(model)
-    return found | ({"caption_dim": 32} if model.text_conditional else {"classes": 2})
+    return found | ({"caption_dim": 32, "caption_tokens": 16} if model.text_conditional else {"classes": 2})
 
 
 @pytest.mark.parametrize("name", INPUTS)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what `make test-cluster` needs, and Chromium for the tests of the page, with apt-get; does nothing where it is there.
+# Installs what `make test-cluster` needs, Chromium for the tests of the page, and fish and zsh, with apt-get; does nothing where it is there.
 set -euo pipefail
 PATH=$PATH:/usr/sbin:/sbin
 
@@ -14,7 +14,7 @@ unshare --net --uts --ipc --mount --pid --fork true ||
 
 declare -A package_of=(
     [slurmctld]=slurm-wlm [slurmd]=slurm-wlm [sbatch]=slurm-wlm [munged]=munge [sshd]=openssh-server
-    [ssh]=openssh-client [pdsh]=pdsh [ip]=iproute2 [ps]=procps [strace]=strace [chromium]=chromium
+    [ssh]=openssh-client [pdsh]=pdsh [ip]=iproute2 [ps]=procps [strace]=strace [chromium]=chromium [fish]=fish [zsh]=zsh
 )
 missing=""
 for program in "${!package_of[@]}"; do

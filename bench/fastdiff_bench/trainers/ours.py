@@ -150,6 +150,7 @@ class Observed(Callbacks):
     def on_step(self, state: TrainState) -> None:
         """Call all of them."""
         self._own.on_step(state)
+        state.inputs.wanted = False  # the few steps that measure their inputs are not the usual ones
         super().on_step(state)
 
 

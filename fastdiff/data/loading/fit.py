@@ -139,7 +139,7 @@ def _check_columns(network: ModelConfig, path: str, info: DatasetInfo) -> None:
         if column is None:
             raise ConfigError(
                 f"{address(path)} holds no {name}, the model takes {_described({name: expected})}; encode with an "
-                "autoencoder that gives it (AutoencoderRAE), or use --model.teacher_width 0"
+                "autoencoder that gives it (a representation autoencoder), or use --model.teacher_width 0"
             )
         require(
             column.shape == expected,

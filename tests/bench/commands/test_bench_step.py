@@ -285,7 +285,7 @@ def test_captures_and_steps_before_fp8_are_not_measured(
         ("--sweep compile=perhaps", "valid boolean, .* given 'perhaps'"),
         ("--sweep batch=8 --sweep batch=16", "each name once"),
         ("--sweep precision=fp32,fp17", "performance.precision: Input should be 'fp32', 'bf16' or 'fp16'"),
-        ("--sweep preset=digit", "did you mean digits?"),
+        ("--sweep preset=digist", "did you mean digits?"),
         ("--batch 0", "--batch.samples 0: at least 1"),
         ("--batch 8 --micro 3", "8 is not divisible by 3"),
         ("--kernels fast", "'fast' is none of auto"),
