@@ -258,3 +258,26 @@ def test_code_of_torch_is_compiled_again_after_a_kill_past_the_first_step(tmp_pa
     assert done.code == 0, done.output
     other, taken, kernels = done.output.split()
     assert (other != folder, taken, kernels) == (True, "1", "2")
+
+
+COMPILE_AFTERWARDS = """
+import shutil
+import torch
+from fastdiff.models.compile_cache.cache import open_cache
+
+with open_cache({"device": "cpu"}) as cache:
+    torch.compile(lambda x: x.sin() * 2)(torch.ones(64))
+headers = list(cache.folder.parent.glob("headers-*"))
+assert any(header.rglob("*.h") for header in headers), headers
+for header in headers:
+    shutil.rmtree(header)
+torch.compile(lambda x: x.cos() * 3)(torch.ones(64))
+"""
+
+
+def test_a_process_compiles_after_a_run_whose_headers_are_gone(tmp_path: Path) -> None:
+    """A notebook does, for one, after another process of the folder was killed."""
+    (tmp_path / "script.py").write_text(COMPILE_AFTERWARDS)
+    places = {"FASTDIFF_CACHE": str(tmp_path / "home"), "TMPDIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    done = run([sys.executable, tmp_path / "script.py"], **places)
+    assert done.code == 0, done.output

@@ -34,6 +34,8 @@ def without_compiler(folder: Path, headers: Path | None) -> Iterator[None]:
     if headers is not None:
         patched = {"_HEADER_DIR": str(headers), "_HEADER_LOCK_DIR": str(headers / "locks")}
     before, asked = {name: codes[name] for name in patched}, builder["subprocess"]
+    forget = codes["_precompile_header"].cache_clear  # torch keeps the paths for the process; ours may be deleted
+    forget()
     builder["subprocess"] = _Answers(folder / _ANSWERS)
     codes.update(patched)
     try:
@@ -41,6 +43,7 @@ def without_compiler(folder: Path, headers: Path | None) -> Iterator[None]:
     finally:
         builder["subprocess"] = asked
         codes.update(before)
+        forget()
 
 
 def _as_it_is(header: str, *_: Any, **__: Any) -> str:
