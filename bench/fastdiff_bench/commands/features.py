@@ -5,8 +5,7 @@ channels, is trained on the features. Runs of a seed have equal samples, noise a
 storage of the features or in the prediction. At the end each is validated on crops of the other halves of the photos,
 whose features are exact, under the same noise. The loss, the squared error of the velocity, is compared in percent,
 with its standard error over the seeds, for all samples and for each noise level; the probabilities of the levels are
-corrected for their number (Holm). A control, stored in 8 levels, shows what the test
-finds.
+corrected for their number (Holm). A control, stored in 8 levels, shows what the test finds.
 
 Each run is a process of its own. A second start in the same folder skips finished runs; the record names the commit of
 each.
@@ -20,9 +19,9 @@ from pathlib import Path
 from fastdiff.evaluation.comparison import MeasuredRun
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_output, open_log
-from fastdiff_bench.measure.paired_runs import HEAD, Tested, differences, in_processes, of_other_code, tested
+from fastdiff_bench.measure.paired_runs import HEAD, Tested, differences, of_other_code, run_all, tested
 from fastdiff_bench.records.fingerprint import ROOT
-from fastdiff_bench.records.record import Fact, Failure, Log, Measurement
+from fastdiff_bench.records.record import Fact, Log, Measurement
 from fastdiff_bench.records.tables import table
 from fastdiff_bench.trainers import crops, features
 from fastdiff_bench.trainers.crops import CHANNELS, STORAGES
@@ -68,15 +67,16 @@ def _run(given: argparse.Namespace) -> int:
     wanted = trials(given)
     with open_log(given, "features") as log:
         log.write(_of_autoencoder(root))
-        done: list[Trained] = []
-        for found in finish(wanted, root, given.processes):
-            if isinstance(found, Trained):
-                log.write(measured(found))
-                done.append(found)
-                print(f"{len(done)} of {len(wanted)}: {_words(found)}", flush=True)
-            else:
-                log.write(found)
-                print(f"{found.case}, {found.provider}: {found.reason}", flush=True)
+        done = run_all(
+            "features",
+            wanted,
+            finished=partial(features.finished, root=root),
+            run=partial(features.run, root=root),
+            processes=given.processes,
+            log=log,
+            rows=measured,
+            words=_words,
+        )
         report(done, root, log)
         for line in of_other_code([one.commit for one in done], log.fingerprint.git):
             print(line)
@@ -100,29 +100,12 @@ def _storages(prediction: str) -> list[str]:
     return [name for name in trained if prediction == _CONTROLLED or not STORAGES[name].is_control]
 
 
-def finish(wanted: Sequence[Trial], root: Path, processes: int) -> Iterator[Trained | Failure]:
-    """Run what is not finished; yield each as soon as it is."""
-    left = []
-    for trial in wanted:
-        found = features.finished(trial, root)
-        if found is None:
-            left.append(trial)
-        else:
-            yield found
-    for trial, error in in_processes(partial(features.run, root=root), left, processes):
-        found = features.finished(trial, root)
-        if error is not None or found is None:
-            yield Failure(bench="features", case=trial.case, provider=trial.name, reason=f"seed {trial.seed}: {error}")
-        else:
-            yield found
-
-
-def measured(one: Trained) -> Measurement:
-    """Return the measurement of a run."""
+def measured(one: Trained) -> Iterator[Measurement]:
+    """Yield the measurement of a run."""
     trial, loss = one.trial, one.validated.loss
     facts: dict[str, Fact] = {"seed": trial.seed, "commit": one.commit, "samples": len(loss)}
     quantity = f"validation loss, seed {trial.seed}"
-    return Measurement.of("features", trial.case, trial.name, quantity, "1", float(loss.mean()), "lower", facts=facts)
+    yield Measurement.of("features", trial.case, trial.name, quantity, "1", float(loss.mean()), "lower", facts=facts)
 
 
 def _of_autoencoder(root: Path) -> Measurement:

@@ -15,13 +15,12 @@ from functools import partial
 from pathlib import Path
 
 from fastdiff.data.encoding.builtin import encode_digits
-from fastdiff.errors import FastdiffError
 from fastdiff.evaluation.comparison import MeasuredRun
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_output, open_log
-from fastdiff_bench.measure.paired_runs import HEAD, Pair, Tested, differences, in_processes, of_other_code, tested
+from fastdiff_bench.measure.paired_runs import HEAD, Pair, Tested, differences, of_other_code, run_all, tested
 from fastdiff_bench.records.fingerprint import ROOT
-from fastdiff_bench.records.record import Fact, Failure, Log, Measurement
+from fastdiff_bench.records.record import Fact, Log, Measurement
 from fastdiff_bench.records.tables import table
 from fastdiff_bench.trainers import in_fp8
 from fastdiff_bench.trainers.in_fp8 import ARITHMETICS, BASELINE, Trained, Trial
@@ -63,15 +62,16 @@ def _run(given: argparse.Namespace) -> int:
             encode_digits(root / split, split=split)
     wanted = trials(given)
     with open_log(given, "fp8") as log:
-        done: list[Trained] = []
-        for found in finish(wanted, root, given.processes):
-            if isinstance(found, Trained):
-                log.write(*measured(found))
-                done.append(found)
-                print(f"{len(done)} of {len(wanted)}: {_words(found)}", flush=True)
-            else:
-                log.write(found)
-                print(f"{found.case}, {found.provider}: {found.reason}", flush=True)
+        done = run_all(
+            "fp8",
+            wanted,
+            finished=partial(in_fp8.finished, root=root),
+            run=partial(in_fp8.run, root=root),
+            processes=given.processes,
+            log=log,
+            rows=measured,
+            words=_words,
+        )
         report(done, root, log)
         for line in of_other_code([one.commit for one in done], log.fingerprint.git):
             print(line)
@@ -88,27 +88,6 @@ def trials(given: argparse.Namespace) -> list[Trial]:
         for name in chosen
         for seed in range(2 if given.smoke else given.seeds)
     ]
-
-
-def finish(wanted: Sequence[Trial], root: Path, processes: int) -> Iterator[Trained | Failure]:
-    """Run what is not finished; yield each as soon as it is."""
-    left = []
-    for trial in wanted:
-        found = in_fp8.finished(trial, root)
-        if found is None:
-            left.append(trial)
-        else:
-            yield found
-    for trial, error in in_processes(partial(in_fp8.run, root=root), left, processes):
-        yield _outcome(trial, root, error)
-
-
-def _outcome(trial: Trial, root: Path, error: FastdiffError | None) -> Trained | Failure:
-    if error is not None:
-        return Failure(bench="fp8", case=trial.case, provider=trial.arithmetic, reason=f"seed {trial.seed}: {error}")
-    found = in_fp8.finished(trial, root)
-    assert found is not None
-    return found
 
 
 def measured(one: Trained) -> Iterator[Measurement]:

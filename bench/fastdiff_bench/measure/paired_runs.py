@@ -2,21 +2,40 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from fastdiff.errors import FastdiffError
 from fastdiff.evaluation.comparison import MeasuredRun, compare
 from fastdiff_bench.records.paired import SIGNIFICANT, Difference, difference, holm
-from fastdiff_bench.records.record import Fact, Measurement
+from fastdiff_bench.records.record import Fact, Failure, Log, Measurement
 
 LIMIT_PERCENT = 0.5
 """Mean difference of the loss that does not count."""
 
-Trial = TypeVar("Trial")
 Pair = tuple[MeasuredRun, MeasuredRun]
+
+
+class Study(Protocol):
+    """A run of a pair."""
+
+    @property
+    def case(self) -> str:
+        """What runs that are compared have in common, but for the seed."""
+
+    @property
+    def name(self) -> str:
+        """What differs."""
+
+    @property
+    def seed(self) -> int:
+        """Of the samples, the noise and the initial weights."""
+
+
+Trial = TypeVar("Trial", bound=Study)
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +103,51 @@ def differences(bench: str, case: str, name: str, other: str, one: Tested) -> It
             "standard_error": found.error, "p": found.p, "p_corrected": corrected, "seeds": one.seeds
         }  # fmt: skip
         yield Measurement.of(bench, case, name, quantity, "%", found.mean, "neither", facts=facts)
+
+
+def run_all(
+    bench: str,
+    wanted: Sequence[Trial],
+    *,
+    finished: Callable[[Trial], Found | None],
+    run: Callable[[Trial], None],
+    processes: int,
+    log: Log,
+    rows: Callable[[Found], Iterable[Measurement]],
+    words: Callable[[Found], str],
+) -> list[Found]:
+    """Run what is not finished; record and print each as soon as it is, or why it failed. Return the finished ones.
+
+    Args:
+        bench: name in the record.
+        wanted: the runs.
+        finished: reads what a run has left; None: it is not finished.
+        run: trains; called in a process of its own.
+        processes: at a time.
+        log: the record.
+        rows: of a finished run, in the record.
+        words: of a finished run, printed.
+    """
+    left = [trial for trial in wanted if finished(trial) is None]
+    done: list[Found] = []
+
+    def keep(trial: Trial) -> None:
+        found = finished(trial)
+        assert found is not None
+        done.append(found)
+        log.write(*rows(found))
+        print(f"{len(done)} of {len(wanted)}: {words(found)}", flush=True)
+
+    for trial in wanted:
+        if trial not in left:
+            keep(trial)
+    for trial, error in in_processes(run, left, processes):
+        if error is None:
+            keep(trial)
+        else:
+            log.write(Failure(bench=bench, case=trial.case, provider=trial.name, reason=f"seed {trial.seed}: {error}"))
+            print(f"{trial.case}, {trial.name}: seed {trial.seed}: {error}", flush=True)
+    return done
 
 
 def in_processes(

@@ -110,6 +110,11 @@ class Trial:
         """What runs that are compared have in common, but for the seed."""
         return f"digits, width {self.width}, depth {self.depth}, {self.steps} steps of {self.batch}"
 
+    @property
+    def name(self) -> str:
+        """The arithmetic."""
+        return self.arithmetic
+
     def folder(self, root: Path) -> Path:
         """Return the folder of the run."""
         parts = (self.case, f"seed {self.seed}", self.arithmetic)
