@@ -273,7 +273,7 @@ def _sweep(arguments: argparse.Namespace) -> None:
     lists = _given(arguments, "widths", "scales", "intervals")
     single = _given(arguments, "few", "num", "labels", "precision", "autoencoder", "step", "batch", "ema", "ema_std")
     compared: dict[str, Any] = {name: tuple(values) for name, values in lists.items()}
-    options = SweepOptions(**compared, **single, sampler=_given(arguments, *_OF_SOLVER))
+    options = SweepOptions(**compared, **single, sampler=_given(arguments, *_OF_SOLVER, "seed"))
     place = place_in_any_job()
     comparison = Comparison(arguments.reference, _comparison_options(arguments))
     sweep = Sweep(arguments.subject, arguments.reference, comparison, options, place, published)

@@ -81,7 +81,7 @@ def features_of(images: ImageSet, extractor: Extractor, batch: int, what: str) -
     done = 0
     with Bar(what, len(images), "images") as bar:
         for pixels in images.batches(batch):
-            features = _checked(extractor.function(pixels), len(pixels), extractor.name)
+            features = features_of_batch(pixels, extractor)
             if found is None:
                 found = np.empty((len(images), features.shape[1]), np.float32)
             if features.shape[1:] != found.shape[1:]:
@@ -93,6 +93,11 @@ def features_of(images: ImageSet, extractor: Extractor, batch: int, what: str) -
             bar.update(len(pixels))
     assert found is not None, "no set of images is empty"
     return found
+
+
+def features_of_batch(pixels: Pixels, extractor: Extractor) -> npt.NDArray[np.float32]:
+    """Compute the features ``[B, D]`` float32 of images ``[B, H, W, C]``; ConfigError as in ``features_of``."""
+    return _checked(extractor.function(pixels), len(pixels), extractor.name)
 
 
 def _checked(result: Any, images: int, name: str) -> npt.NDArray[np.float32]:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fastdiff.console import log
 from fastdiff.errors import ConfigError, require
-from fastdiff.evaluation.features import Extractor, features_of, open_extractor
+from fastdiff.evaluation.features import Extractor, features_of, features_of_batch, open_extractor
 from fastdiff.evaluation.image_metrics import NEIGHBOURS, Features, Gaussian, kernel_distance, precision_recall
 from fastdiff.evaluation.image_sets import ImageSet, Reference, open_images, open_reference
 from fastdiff.evaluation.user_metrics import open_metrics
@@ -72,6 +74,11 @@ class Comparison:
             **({"metrics": {each.name: each.plugin.identity for each in self._metrics}} if self._metrics else {}),
             "seed": self._options.seed,
         }
+
+    def check(self, shape: tuple[int, int, int]) -> None:
+        """Raise ConfigError if images of ``shape`` (H, W, C) cannot be measured; one is tried, before any is drawn."""
+        features = features_of_batch(np.zeros((1, *shape), np.uint8), self._extractor)
+        _check_dimension(features, self._features, self._real, self._extractor)
 
     def measure(self, path: Path, drawn: ImageSet, *, only_fid: bool = False) -> dict[str, Any]:
         """Measure samples, see ``evaluate_images``; ``path`` names them in messages. ``only_fid``: the FID alone."""

@@ -144,6 +144,7 @@ class Sweep:
         """
         every = candidates(self._options)
         self._check_protocol(self._run(every[0].width).config)
+        self._comparison.check(self._planned(every[0]).decoder.shape)
         best: tuple[float, Candidate] | None = None
         kept: NpzParts | None = None
         for number, candidate in enumerate(every if len(every) > 1 else [], 1):
@@ -153,7 +154,7 @@ class Sweep:
             is_best = best is None or row["fid"] < best[0]
             loser = kept if is_best else parts
             if loser is not None and self._place.rank == 0:
-                loser.discard()
+                loser.discard()  # also what an interrupted sweep has left
             if is_best:
                 best, kept = (row["fid"], candidate), parts
         yield self._of_all(every[0] if best is None else best[1])
@@ -167,14 +168,14 @@ class Sweep:
         is_file = self._published is not None
         return self._folder.with_name(f"{self._folder.stem}.{name}") if is_file else self._folder / name
 
-    def _of_few(self, candidate: Candidate) -> tuple[Row, NpzParts | None]:
-        """Return the row of a combination, and its images if they were drawn now."""
+    def _of_few(self, candidate: Candidate) -> tuple[Row, NpzParts]:
+        """Return the row of a combination, and its images."""
         drawing = self._planned(candidate)
         batch = self._options.batch
         count = min(-(-self._options.few // batch) * batch, self._options.num)
         made = self._made(drawing, candidate, count)
         if (row := self._found(made)) is not None:
-            return row, None
+            return row, drawing.npz()
         parts = drawing.draw_first(count, self._place)
         if self._place.rank:
             return self._awaited(made), parts

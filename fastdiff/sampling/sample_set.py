@@ -35,6 +35,9 @@ from fastdiff.sampling.run import Run
 from fastdiff.sampling.shared_set import SharedSet
 from fastdiff.sampling.solvers import solver_of
 
+_LATER = "cfg_interval", "coupled_noise"
+"""Fields of a sampler that are newer than the first plans."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetOptions:
@@ -89,8 +92,7 @@ class PlannedSet:
 
         Only rank 0 waits for the batches of others. Errors are those of ``draw_set``.
         """
-        parts = self._parts()
-        assert isinstance(parts, NpzParts), "single files are not drawn in part"
+        parts = self.npz()
         if not parts.complete:
             with self._drawing(parts):
                 end = parts.batches_of(count)
@@ -98,6 +100,12 @@ class PlannedSet:
                 while place.rank == 0 and not all(map(parts.has, range(end))):
                     parts.wait()
                     self._draw_missing(parts, place, end)
+        return parts
+
+    def npz(self) -> NpzParts:
+        """Open the npz, with what has been drawn of it."""
+        parts = self._parts()
+        assert isinstance(parts, NpzParts), "single files are not drawn in part"
         return parts
 
     def _parts(self) -> SharedSet:
@@ -212,6 +220,8 @@ def _plan(
     how = asdict(sampler)
     if sampler.shift == run.config.time_shift:
         del how["shift"]  # the checkpoint determines it
+    for name in [name for name in _LATER if not how[name]]:
+        del how[name]  # sets of earlier versions lack it
     return {
         "checkpoint": run.digest,
         "weights": run.description,

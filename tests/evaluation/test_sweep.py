@@ -115,7 +115,7 @@ def test_what_has_been_drawn_and_measured_is_not_drawn_again(run: Path, referenc
     found = list(sweep(run, reference).rows())
     assert found[:3] == earlier
     assert (run / "sweep.json").read_bytes().startswith(before.rstrip().removesuffix(b"]\n}").rstrip())
-    (kept,) = (run / "sweep").glob("*.npz")
+    (kept,) = (run / "sweep").iterdir()
     drawn_at = kept.stat().st_mtime_ns
     assert list(sweep(run, reference).rows()) == found
     assert kept.stat().st_mtime_ns == drawn_at
@@ -127,27 +127,13 @@ def test_the_command_prints_a_table_and_draws_a_picture(
 ) -> None:
     picture, out = tmp_path / "fid.svg", tmp_path / "best.json"
     command = f"evaluate {run} --reference {reference} --features pixels --widths 0.08 0.12 --scales 1 3"
-    words = [
-        *command.split(),
-        "--few",
-        "32",
-        "--num",
-        "64",
-        "--batch",
-        "16",
-        "--labels",
-        "random",
-        "--png",
-        str(picture),
-        "--out",
-        str(out),
-    ]
-    assert main(words) == 0
+    options = f"--few 32 --num 64 --batch 16 --labels random --seed 5 --png {picture} --out {out}"
+    assert main([*command.split(), *options.split()]) == 0
     shown = capsys.readouterr().out
     head, *lines = shown.splitlines()
     assert head.split() == ["EMA", "std", "cfg", "images", "FID", "KID", "precision", "recall"]
     best: Row = json.loads(out.read_text())
-    assert best["labels"] == "random"
+    assert (best["labels"], best["samples"]["seed"], best["comparison"]["seed"]) == ("random", 5, 5)
     assert lines[4].split()[:4] == [f"{best['width']:g}", f"{best['cfg']:g}", "64", f"{best['fid']:.2f}"]
     assert max(map(len, lines[:5])) <= 80
     assert picture.read_text().count("EMA std") >= 2
@@ -200,6 +186,10 @@ def test_refusals(run: Path, reference: Path, tmp_path: Path) -> None:
         Candidate(None, (0.0, 0.5), 2.0),
         Candidate(None, (0.0, 0.9), 2.0),
     ]
+    np.savez(tmp_path / "other.npz", mu=np.zeros(3), sigma=np.eye(3))
+    with pytest.raises(ConfigError, match=r"the statistics of the reference are of 3 features, pixels gives 64"):
+        list(sweep(run, tmp_path / "other.npz").rows())
+    assert not (run / "sweep").exists(), "nothing was drawn"
     (run / "sweep.json").write_text("[]")
     with pytest.raises(StorageError, match=r"is no record of a sweep; rename it"):
         list(sweep(run, reference).rows())

@@ -30,7 +30,7 @@ from fastdiff.sampling.conditions import SampleRequest
 from fastdiff.sampling.npz import read_npz
 from fastdiff.sampling.npz_parts import NpzParts
 from fastdiff.sampling.run import Run
-from fastdiff.sampling.sample_set import SetOptions, draw_set
+from fastdiff.sampling.sample_set import SetOptions, draw_set, planned
 from fastdiff.sampling.solvers import uniform_labels
 from fastdiff.sampling.text import as_bytes
 from fastdiff.training.loop import train
@@ -78,6 +78,17 @@ def interrupted(batches: int) -> Iterator[None]:
 def draw_part(folder: Path, out: Path, batches: int, num: int = IMAGES, batch: int = BATCH) -> None:
     with interrupted(batches):
         draw(folder, out, Place(), num, batch)
+
+
+def test_an_unfinished_set_of_an_earlier_version_goes_on(trained: Path, tmp_path: Path) -> None:
+    """Its plan has these fields alone."""
+    run = Run(trained)
+    request, options = SampleRequest(num=IMAGES), SetOptions(out=tmp_path / "set.npz")
+    of_sampler = {"scheduler", "steps", "respacing", "cfg", "cfg_channels", "clip", "seed"}
+    found = planned(run, request, SamplerConfig(steps=4), options).plan.keys()
+    assert found == {"checkpoint", "weights", "classes", "images", "batch", "precision", "autoencoder", *of_sampler}
+    newer = SamplerConfig(steps=4, cfg=1.5, cfg_interval=(0.1, 0.9))
+    assert "cfg_interval" in planned(run, request, newer, options).plan
 
 
 def flags(folder: Path, out: Path) -> list[str]:
