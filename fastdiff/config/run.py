@@ -108,6 +108,7 @@ class RunConfig:
         return self.objective.prediction == "auto" and bool(self.pretrained.path) and not self.pretrained.is_file
 
     def _check_objective(self) -> None:
+        self._check_convention()
         self.timesteps.check(self.objective)
         self.sampling.check(self.objective.process)
         require(
@@ -122,6 +123,17 @@ class RunConfig:
         )
 
         self._check_class_token()
+
+    def _check_convention(self) -> None:
+        expected, objective = self.model.flow_convention, self.objective
+        if expected is not None:
+            convention = objective.convention if isinstance(objective, FlowConfig) else "none"
+            require(
+                convention == expected,
+                f"{self.model.title} is trained by flow matching with the time and velocity of {expected}; given "
+                f"--objective.process {objective.process} and convention {convention}; set --objective.process flow "
+                f"--objective.convention {expected}",
+            )
 
     def _check_class_token(self) -> None:
         require(

@@ -18,7 +18,7 @@ _RECOMPILES = 1024
 class BlockwiseModel(nn.Module):
     """Base class of the networks."""
 
-    block_classes: ClassVar[tuple[type[nn.Module], ...]] = ()
+    block_classes: tuple[type[nn.Module], ...] = ()
     """Classes of the blocks. Blocks are not nested, and do not draw from a random generator."""
     channels_last: ClassVar[bool] = False
     """Whether its feature maps are channels_last; an engine may lay out its convolution weights so."""

@@ -36,7 +36,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from importlib import import_module, metadata
@@ -312,6 +312,38 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, backend: AttentionBa
         return out.transpose(1, 2)
     with sdpa_kernel(_order(backend, case), set_priority=True):
         return F.scaled_dot_product_attention(query, key, value)
+
+
+def kernels(
+    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, head_dim: int, query_length: int,
+    key_length: int,
+) -> AbstractContextManager[None]:  # fmt: skip
+    """Return a context in which ``F.scaled_dot_product_attention`` of other code runs the kernel of a backend.
+
+    Masks are allowed: ``auto`` then takes the first kernel with masks.
+
+    Args:
+        backend: as for ``attention``, but for ``xformers``.
+        device: of the tensors.
+        dtype: of the tensors.
+        head_dim: channels of a head.
+        query_length: queries per sample.
+        key_length: keys per sample.
+
+    Raises:
+        RuntimeError: the backend cannot run there; the message says why.
+    """
+    if backend == "reference":
+        return sdpa_kernel(SDPBackend.MATH)
+    backend = "auto" if backend == "short" else backend
+    here: Machine = machine(device, backend)
+    if backend == "sdpa" or (backend == "auto" and here.device != "cuda"):
+        return nullcontext()
+    case = (dtype, head_dim, query_length, key_length, here)
+    why = "is no kernel of torch" if backend == "xformers" else reasons(backend, *case)
+    if why:
+        raise _refused(backend, why)
+    return sdpa_kernel(_order(backend, case), set_priority=True)
 
 
 def _chosen_by_torch(query: Tensor, key: Tensor, backend: AttentionBackend, case: _Case) -> str:

@@ -20,6 +20,7 @@ from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from fastdiff.conditions import Shape, of_source
+from fastdiff.config.sections.objective import FlowConvention
 from fastdiff.errors import ConfigError, require
 from fastdiff.plugins.user_code import Group, Installed, load_installed
 
@@ -28,6 +29,8 @@ _BUILT_IN = (
     "fastdiff.config.networks.unet:UNetConfig",
     "fastdiff.config.networks.adm:AdmConfig",
     "fastdiff.config.networks.pixart:PixArtConfig",
+    "fastdiff.config.networks.flux2:Flux2Config",
+    "fastdiff.config.networks.z_image:ZImageConfig",
 )
 ENTRY_POINTS: Group = "fastdiff.networks"
 """Group of the entry points (``module:CONFIGURATION``) of networks from other packages."""
@@ -71,6 +74,8 @@ class ModelConfig:
     """Whether the network works on pixels. If the data are not at hand, its samples are treated as images."""
     needs_classes: ClassVar[bool] = False
     """Whether a class-conditional network needs data with classes, because it has no weights for the null class."""
+    flow_convention: ClassVar[FlowConvention | None] = None
+    """Time and velocity of the network in flow matching, its only process; None: it takes any process."""
     any_size: ClassVar[bool] = False
     """Whether the network takes any height and width divisible by ``smallest_factor``, not only ``size``."""
 

@@ -1,0 +1,1 @@
+"""Transformers that diffusers computes, one file per family."""

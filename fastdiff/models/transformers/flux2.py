@@ -1,0 +1,63 @@
+"""Flux.2-klein: its inputs are tokens with four rotary ids each (image number, row, column, text position).
+
+Captions have no mask: a token of padding is read as text, so cached captions keep the padding of the encoder.
+"""
+
+import torch
+from torch import Tensor
+
+from fastdiff.config.networks.flux2 import Flux2Config
+from fastdiff.models.family import ModelFamily
+from fastdiff.models.transformers.adapter import Cost, DiffusersTransformer
+
+
+class Flux2(DiffusersTransformer[Flux2Config]):
+    """``Flux2Transformer2DModel`` on maps."""
+
+    def forward(self, noisy: Tensor, time: Tensor, context: Tensor) -> Tensor:
+        """Evaluate the network.
+
+        Args:
+            noisy: ``[B, C, H, W]``, any floating dtype; cast to the dtype of the weights.
+            time: ``[B]`` noise levels, from 0 (the data) to 1.
+            context: ``[B, L, joint_attention_dim]`` embeddings of the tokens of captions and padding.
+
+        Returns:
+            ``[B, C, H, W]`` velocity from data to noise, in the dtype of the weights.
+        """
+        height, width = noisy.shape[2:]
+        dtype, length = self.x_embedder.weight.dtype, context.shape[1]
+        with self.attending(noisy, length):
+            velocity: Tensor = self.network(
+                hidden_states=noisy.to(dtype).flatten(2).transpose(1, 2),  # [B, C, H, W] -> [B, H * W, C]
+                encoder_hidden_states=context.to(dtype),
+                timestep=time,
+                img_ids=_ids(noisy.device, rows=height, columns=width),
+                txt_ids=_ids(noisy.device, text=length),
+                guidance=None,
+                return_dict=False,
+            )[0]
+        return velocity.transpose(1, 2).reshape(noisy.shape)  # [B, H * W, C] -> [B, C, H, W]
+
+
+def _ids(device: torch.device, *, rows: int = 1, columns: int = 1, text: int = 1) -> Tensor:
+    """Return the rotary ids of a grid, ``[rows * columns * text, 4]`` int64."""
+    axes = [torch.arange(length, device=device) for length in (1, rows, columns, text)]
+    return torch.cartesian_prod(*axes)
+
+
+_COST = Cost(Flux2, ("x_embedder", "context_embedder", "time_guidance_embed.timestep_embedder.linear_1"))
+
+FLUX2 = ModelFamily(
+    config=Flux2Config,
+    build=lambda config, /, *, recompute, attention, seed: Flux2(config, recompute=recompute, attention=attention),
+    multiply_adds=_COST.total,
+    input_multiply_adds=_COST.of_inputs,
+    draws_on_meta=True,
+    subject=lambda config: "A Flux.2 text-to-image transformer",
+    library="diffusers",
+    script_format="diffusers",
+    formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS"},
+    usual_guidance=4.0,
+    sampling_batch=4,
+)

@@ -1,0 +1,199 @@
+"""diffusers' transformers as networks of a run: the same step, compiled, recomputed and drawn as every network."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastdiff.config.networks.diffusers_transformer import DiffusersTransformerConfig
+from fastdiff.config.networks.flux2 import Flux2Config
+from fastdiff.config.networks.registry import networks
+from fastdiff.config.networks.z_image import ZImageConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.objective import DdpmConfig, FlowConfig
+from fastdiff.diffusion.levels import TARGET_NOISE, TARGET_X0
+from fastdiff.diffusion.processes import build_process
+from fastdiff.errors import ConfigError
+from fastdiff.models.blockwise import BlockwiseModel
+from fastdiff.models.build import build_deferred, build_model, load_model
+from fastdiff.models.family import family_of
+from tests.support.references.transformer_families import (
+    FAMILIES,
+    SIZES,
+    Family,
+    built,
+    conditions,
+    noisy,
+    theirs,
+)
+from tests.support.references.unet_reference import difference
+
+families = pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+_SIGMA = torch.tensor([0.1, 0.45, 0.98])
+
+
+def ours(model: BlockwiseModel, latents: Tensor, noise: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return output and target of a step at the levels ``_SIGMA`` by the objective of a run."""
+    convention = model.config.flow_convention
+    assert convention is not None
+    levels = build_process(FlowConfig(convention=convention), "cpu").levels(_SIGMA)
+    sigma = _SIGMA[:, None, None, None]
+    out = model((1 - sigma) * latents + sigma * noise, levels.time, **given)
+    of_x0, of_noise = (levels.table[:, column, None, None, None] for column in (TARGET_X0, TARGET_NOISE))
+    return out, of_x0 * latents + of_noise * noise
+
+
+def test_every_adapter_has_a_family_of_tests() -> None:
+    known = {kind for kind, config in networks().items() if issubclass(config, DiffusersTransformerConfig)}
+    assert set(FAMILIES) == known
+
+
+@families
+@pytest.mark.parametrize("size", SIZES, ids=["square", "bucket"])
+def test_a_step_is_that_of_the_class(family: Family, size: tuple[int, int]) -> None:
+    """Output, loss and every gradient, in float64 arithmetic but for what the class itself keeps in fp32."""
+    model = built(family.config)
+    other = theirs(family.config, model.state_dict())
+    latents, noise = noisy(family.config, size), torch.randn(3, family.config.channels, *size)
+    given = conditions(family.config)
+    found, target = ours(model, latents, noise, given)
+    expected, their_target = family.step(other, latents, noise, _SIGMA, given)
+    assert found.std() > 0.1
+    assert difference(found, expected) < 1e-5
+    losses = [(found - target).square().mean(), (expected - their_target).square().mean()]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+    for loss in losses:
+        loss.backward()  # type: ignore[no-untyped-call]
+    gradients = {name: parameter.grad for name, parameter in other.named_parameters()}
+    for name, parameter in model.named_parameters():
+        expected_gradient = gradients[name]
+        if expected_gradient is None or parameter.grad is None:
+            assert expected_gradient is None, name
+            assert parameter.grad is None or not parameter.grad.any(), name
+        elif expected_gradient.abs().max() > 1e-6:
+            assert difference(parameter.grad, expected_gradient) < 1e-5, name
+        else:
+            assert parameter.grad.abs().max() < 2e-6, name
+
+
+@families
+def test_recomputation_changes_no_bit(family: Family) -> None:
+    results = []
+    for recompute in (False, True):
+        model = built(family.config, recompute=recompute)
+        out = model(noisy(family.config), _SIGMA, **conditions(family.config))
+        out.square().mean().backward()
+        results.append([out, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@families
+def test_one_graph_serves_each_shape(family: Family) -> None:
+    """No break in a block, none compiled again for another batch of a known shape, whatever its captions."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain, model = built(family.config), built(family.config)
+    model.compile_blocks(backend="aot_eager")
+    graphs = []
+    for turn in range(2):
+        for size in SIZES:
+            given = conditions(family.config)
+            if turn and "context_mask" in given:
+                given["context_mask"] = torch.ones_like(given["context_mask"])
+            latents = noisy(family.config, size)
+            out = model(latents, _SIGMA, **given)
+            out.square().mean().backward()
+            assert difference(out, plain(latents, _SIGMA, **given)) < 1e-5
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert graphs[1] == graphs[0]
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@families
+def test_weights_are_drawn_and_loaded_one_by_one(family: Family) -> None:
+    expected = build_model(family.config, seed=5).state_dict()
+    deferred = build_deferred(family.config, seed=5)
+    found = dict(deferred.weights())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    parameters = {name for name, _ in deferred.network.named_parameters()}
+    loaded = load_model(family.config, {name: value for name, value in found.items() if name in parameters})
+    assert not [name for name, value in loaded.state_dict().items() if value.is_meta]
+    given = conditions(family.config)
+    first, second = (model(noisy(family.config), _SIGMA, **given) for model in (loaded, theirs_as_ours(family, found)))
+    assert torch.equal(first, second)
+
+
+def theirs_as_ours(family: Family, weights: dict[str, Tensor]) -> BlockwiseModel:
+    """An adapter that was never on ``meta``, with these weights."""
+    model = build_model(family.config)
+    model.load_state_dict(weights)
+    return model
+
+
+@families
+def test_the_configuration_is_that_of_the_file(family: Family) -> None:
+    config = family.config
+    file = {"_class_name": config.diffusers_class, "_diffusers_version": "0.42.1", **config.to_diffusers()}
+    written = theirs(config, build_model(config).state_dict()).config
+    entries = {name: value for name, value in written.items() if not name.startswith("_")}
+    assert json.loads(json.dumps(entries)) == config.to_diffusers()
+    read = type(config).from_diffusers(file)
+    default = type(config)()
+    own = {name: getattr(default, name) for name in config.own if name not in config.renamed}
+    assert read == replace(config, **own)
+    with pytest.raises(ConfigError, match=rf"config.json has strange 1, expected no such entry, for {config.title}"):
+        type(config).from_diffusers({**file, "strange": 1})
+
+
+@families
+def test_another_convention_is_refused(family: Family) -> None:
+    expected = family.config.flow_convention
+    assert expected is not None
+    RunConfig(model=family.config, objective=FlowConfig(convention=expected))
+    others = (FlowConfig(convention="sit" if expected != "sit" else "repa"), DdpmConfig())
+    for objective in others:
+        with pytest.raises(ConfigError, match=f"set --objective.process flow --objective.convention {expected}"):
+            RunConfig(model=family.config, objective=objective)
+
+
+@families
+def test_attention_takes_what_torch_has(family: Family) -> None:
+    with pytest.raises(ConfigError, match=r"--performance.attention xformers: .* use auto, cudnn or flash"):
+        build_model(family.config, attention="xformers")
+    plain, other = built(family.config), built(family.config, attention="reference")
+    given = conditions(family.config)
+    assert difference(other(noisy(family.config), _SIGMA, **given), plain(noisy(family.config), _SIGMA, **given)) < 1e-5
+    with pytest.raises(RuntimeError, match="attention backend 'flash': needs a CUDA device"):
+        built(family.config, attention="flash")(noisy(family.config), _SIGMA, **given)
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (Flux2Config(), 3.876e9),
+        (Flux2Config(num_layers=8, num_single_layers=24, num_attention_heads=32, joint_attention_dim=12288), 9.079e9),
+        (ZImageConfig(), 6.155e9),
+    ],
+    ids=["flux2-4b", "flux2-9b", "z-image"],
+)
+def test_published_sizes(config: DiffusersTransformerConfig, parameters: float) -> None:
+    """Parameters as published; a token takes about one multiply-add per weight of its stream, and attention."""
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in build_model(config).parameters())
+    assert count == pytest.approx(parameters, rel=2e-4)
+    counted = family_of(config)
+    total, of_inputs = counted.multiply_adds(config), counted.input_multiply_adds(config)
+    assert 0 < of_inputs < 0.01 * total
+    tokens = (config.size // config.smallest_factor) ** 2 + conditions_of(config)
+    assert 0.75 * parameters * tokens < total < 1.6 * parameters * tokens
+
+
+def conditions_of(config: DiffusersTransformerConfig) -> int:
+    """Return the tokens of a caption."""
+    shape: Any = config.conditions["context"]
+    return int(shape[0])
