@@ -108,6 +108,8 @@ def test_every_format_that_a_family_names_is_there() -> None:
         "unet": ["diffusers", "single-file", "lora", "lora-diffusers", "safetensors"],
         "adm": ["diffusers", "iddpm", "safetensors"],
         "pixart": ["diffusers", "lora", "safetensors"],
+        "flux2": ["diffusers", "lora", "safetensors"],
+        "z-image": ["diffusers", "lora", "safetensors"],
     }
     for kind, names in found.items():
         for name in names:
