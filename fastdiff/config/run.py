@@ -66,7 +66,7 @@ class RunConfig:
             )
             self._check_sampling("--output.sample_steps", self.output.sample_steps, "--output.sample_every 0")
         if self.validation.draws_prompts:
-            self._check_sampling("--validation.steps", self.validation.steps, "--validation.every 0")
+            self._check_sampling("--validation.steps", self.validation.steps or 1, "--validation.every 0")
         require(
             self.divergence.policy != "rewind" or self.output.checkpoint_every > 0,
             "--divergence.policy rewind reloads a checkpoint, and --output.checkpoint_every 0 writes none; set it "

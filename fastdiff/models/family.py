@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.blockwise import BlockwiseModel
+from fastdiff.models.pipeline_settings import PipelineSettings
 from fastdiff_kernels.names import AttentionBackend
 
 C = TypeVar("C", bound=ModelConfig)
@@ -89,8 +90,8 @@ class ModelFamily(Generic[C]):
     """Classes of the blocks whose frozen linear layers ``--lora.quantize`` stores in 8 or 4 bits; empty: all blocks."""
     fp8_block: Any = None
     """Class of its blocks in FP8 (``models.fp8.Fp8Block``), derived from that of its blocks; None: it has none."""
-    usual_guidance: float = 1.5
-    """Default scale of classifier-free guidance."""
+    drawing: Callable[[C], PipelineSettings] = lambda config: PipelineSettings()
+    """How its published pipeline draws; the guidance is also the default of networks trained from random weights."""
     sampling_batch: int = 256
     """Default number of images per forward pass."""
     buffers: Callable[[C], dict[str, Tensor]] = lambda config: {}

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastdiff.batch import Condition
@@ -26,6 +27,9 @@ class Guidance:
     """Number of leading channels that are guided; the others are the conditional prediction."""
     interval: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest noise level with guidance, both included (Kynkäänniemi et al. 2024, arXiv:2404.07724)."""
+    norm: int | None = None
+    """Side of a square of latents whose guided prediction gets the norm of the conditional one, over all channels
+    (Qwen-Image's pipeline); None: the norm is not changed."""
 
     def applies(self, depth: float) -> bool:
         """Whether a noise level has guidance."""
@@ -53,6 +57,14 @@ def guided(model: Denoiser, condition: Condition, null: Condition, guidance: Gui
         conditional, unconditional = joined.float().chunk(2)  # [2B, C or 2C, H, W] -> 2 x [B, C or 2C, H, W]
         others, unconditional = conditional[:, count:], unconditional[:, :count]
         found = unconditional + guidance.scale * (conditional[:, :count] - unconditional)
+        if guidance.norm is not None:
+            found = found * _norm_ratio(conditional[:, :count], found, guidance.norm)
         return torch.cat([found, others], dim=1)
 
     return predict
+
+
+def _norm_ratio(of: Tensor, to: Tensor, side: int) -> Tensor:
+    """Return the norm of ``of [B, C, H, W]`` over that of ``to`` in squares of latents, ``[B, 1, H, W]``."""
+    energy = [F.avg_pool2d(each.square().sum(1, keepdim=True), side) for each in (of, to)]
+    return (energy[0] / energy[1]).sqrt().repeat_interleave(side, 2).repeat_interleave(side, 3)

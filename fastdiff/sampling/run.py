@@ -34,6 +34,7 @@ from fastdiff.parallel.devices import select_device
 from fastdiff.sampling.class_names import ClassChoice, ClassNames
 from fastdiff.sampling.image_grid import image_grid, save_picture
 from fastdiff.sampling.latent_statistics import open_autoencoder, statistics_in
+from fastdiff.sampling.pipeline_sampler import pipeline_sampler, settings_of, usual_negative, with_scheduler
 from fastdiff.sampling.pixels import IDENTITY, autoencoder_of, shown
 from fastdiff.sampling.solvers import grid_classes, sample
 from fastdiff.sanitize import escape
@@ -175,6 +176,7 @@ class Run:
             raise ConfigError(f"{self.folder} was trained with classes, not captions; use --classes")
         if not self.config.pretrained.path:
             raise ConfigError(f"{self.folder} was trained without --pretrained.path: it has no text encoder")
+        negative = usual_negative(self.config) if negative is None else negative
         return encode_prompts(pretrained(self.config.pretrained), prompts, self.config.model, negative=negative)
 
     @property
@@ -193,13 +195,17 @@ class Run:
         """Return the run's own sampler (``--sampling.*``), with the options ``given`` before it.
 
         Args:
-            usual: values of what neither says; None: the defaults of ``SamplerConfig``.
+            usual: values of what neither says; None: those of the pipeline of a fine-tuned network, or the defaults of
+                ``SamplerConfig``.
             given: fields of a ``SamplerConfig``; None: not given.
 
         Raises:
-            ConfigError: a wrong value.
+            ConfigError: a wrong value, or the pipeline cannot be read.
         """
-        return self.config.sampler(usual, guided=self.can_be_guided, **given)
+        of_ours = given.get("respacing") or given.get("clip") or self.config.sampling.clip
+        usual = usual or (None if of_ours else pipeline_sampler(self.config))
+        found = self.config.sampler(usual, guided=self.can_be_guided, **given)
+        return with_scheduler(found, self.config, shifted=given.get("shift") is not None)
 
     def decided(self, sampler: SamplerConfig) -> SamplerConfig:
         """Return ``sampler`` with guidance, clipping and shift resolved.
@@ -207,7 +213,7 @@ class Run:
         ConfigError: guidance without classes or an unconditional prediction; guided channels or levels without
         guidance.
         """
-        usual = self.family.usual_guidance
+        usual = settings_of(self.config).guidance
         if not self.config.model.text_conditional:
             usual = usual if self.known_classes and self.config.objective.condition_dropout else 1.0
             if not self.known_classes and sampler.cfg not in (None, 1.0):

@@ -35,7 +35,7 @@ from fastdiff.sampling.run import Run
 from fastdiff.sampling.shared_set import SharedSet
 from fastdiff.sampling.solvers import solver_of
 
-_LATER = "cfg_interval", "coupled_noise"
+_LATER = "cfg_interval", "coupled_noise", "cfg_norm", "published"
 """Fields of a sampler that are newer than the first plans."""
 
 

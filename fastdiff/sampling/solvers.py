@@ -1,7 +1,8 @@
 """Sampling from a trained model.
 
 A solver takes latents from noise to data along the noise levels that it visits: those of diffusers
-(``diffusers_solvers``), and those of flow in its own time (``flow_solvers``).
+(``diffusers_solvers``), those of flow in its own time (``flow_solvers``), and that of a published pipeline
+(``pipeline_solver``).
 """
 
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from fastdiff.sampling.diffusers_solvers import DiffusersSolver
 from fastdiff.sampling.flow_solvers import euler_maruyama_solver, euler_solver, heun_solver, normal
 from fastdiff.sampling.guidance import Denoiser, Guidance, Predict, guided
 from fastdiff.sampling.joint_state import JointState
+from fastdiff.sampling.pipeline_solver import PipelineSolver
 
 _LABELS = (1,)
 """Spawn key that makes the random labels independent of the noise."""
@@ -59,6 +61,7 @@ SOLVERS: dict[SchedulerName, Callable[[ObjectiveConfig, SamplerConfig], Solver]]
     "euler": euler_solver,
     "heun": heun_solver,
     "euler-maruyama": euler_maruyama_solver,
+    "pipeline": PipelineSolver,
 }
 """What builds each solver from the objective of the training and a sampler whose shift is a number."""
 
@@ -132,6 +135,7 @@ def sample(
         scale=1.0 if sampler.cfg is None else sampler.cfg,
         channels=state.guided(sampler.cfg_channels),
         interval=sampler.cfg_interval or (0.0, 1.0),
+        norm=sampler.cfg_norm,
     )
     count, device = next((len(value), value.device) for value in condition.values())
     parts = [torch.empty(0, *shape, device=device)]

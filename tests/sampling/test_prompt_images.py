@@ -26,7 +26,7 @@ from tests.support.runs import launch, tiny
 
 PROMPTS = ("a red cat", "two birds")
 DRAWN = ValidationConfig(prompts=PROMPTS, every=1, images_per_prompt=2, steps=3, guidance_scale=3.0)
-SAME = ["--scheduler", "dpmsolver++", "--steps", "3", "--cfg", "3", "--per-prompt", "2", "--seed", "0"]
+SAME = ["--steps", "3", "--cfg", "3", "--per-prompt", "2", "--seed", "0"]
 
 
 def picture(path: Path) -> Any:

@@ -156,7 +156,7 @@ def outcome(flags: Sequence[str], data: Path, folder: Path) -> Outcome:
     assert run.step is not None
     measured = evaluate_run(run)
     # The first of the measured images: an image depends on its seed, its number and its class.
-    sampler = SamplerConfig(scheduler="dpmsolver++", steps=20, cfg=run.family.usual_guidance)
+    sampler = SamplerConfig(scheduler="dpmsolver++", steps=20, cfg=run.family.drawing(run.config.model).guidance)
     images = run.draw(evaluation_labels(1), sampler, progress=False)
     return Outcome(run.step, measured["accuracy"], measured["frechet_distance"], images)
 

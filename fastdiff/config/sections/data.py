@@ -110,15 +110,18 @@ class ValidationConfig:
     """Optimizer step of the first validation. None: as many as between two."""
     images_per_prompt: int = 4
     """Images per prompt."""
-    steps: int = 20
-    """Denoising steps, by --sampling.scheduler or DPM-Solver++."""
+    steps: int | None = None
+    """Denoising steps. None: for a fine-tuned network --sampling.steps, or those of its pipeline; otherwise 20, by
+    --sampling.scheduler or DPM-Solver++."""
     guidance_scale: float | None = None
-    """Classifier-free guidance scale; 1: none. None: --sampling.cfg, or 7.5."""
+    """Classifier-free guidance scale; 1: none. None: --sampling.cfg, or that of the pipeline of a fine-tuned network;
+    otherwise 7.5."""
 
     def __post_init__(self) -> None:
-        counts = (("samples", 1), ("captions", 0), ("every", 0), ("images_per_prompt", 1), ("steps", 1))
+        counts = (("samples", 1), ("captions", 0), ("every", 0), ("images_per_prompt", 1))
         for name, least in counts:
             require(getattr(self, name) >= least, f"--validation.{name} {getattr(self, name)}: at least {least}")
+        require(self.steps is None or self.steps >= 1, f"--validation.steps {self.steps}: at least 1")
         require(self.first is None or self.first >= 1, f"--validation.first {self.first}: at least 1, or None")
         require(self.first is None or self.every > 0, f"--validation.first {self.first} needs --validation.every")
         require(

@@ -7,13 +7,13 @@ from typing import Any, Literal, get_args
 from fastdiff.config.sections.objective import Process
 from fastdiff.errors import require
 
-SchedulerName = Literal["ddim", "dpmsolver++", "ddpm", "euler", "heun", "euler-maruyama"]
+SchedulerName = Literal["ddim", "dpmsolver++", "ddpm", "euler", "heun", "euler-maruyama", "pipeline"]
 Labels = Literal["random", "balanced"]
 Protocol = Literal["adm", "torch-fidelity"]
 
 OF_FLOW: tuple[SchedulerName, ...] = ("euler", "heun", "euler-maruyama")
 """Solvers that integrate the velocity of flow in its own time; the others serve every process."""
-_OF_GUIDANCE = ("cfg", "cfg_channels", "cfg_interval")
+_OF_GUIDANCE = ("cfg", "cfg_channels", "cfg_interval", "cfg_norm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class SamplerConfig:
     """Solver: ddim (Song et al. 2021, arXiv:2010.02502, eta 0), dpmsolver++ (Lu et al. 2022, arXiv:2211.01095, second
     order) or ddpm (Ho et al. 2020, arXiv:2006.11239), the only one that uses the objective's variance. For flow also
     euler, heun (with a last step of euler; Li & He 2025, JiT, arXiv:2511.13720) and euler-maruyama (Ma et al. 2024,
-    SiT, arXiv:2401.08740)."""
+    SiT, arXiv:2401.08740). For the network of a pipeline also pipeline: the pipeline's own scheduler."""
     steps: int = 50
     """Number of noise levels, at least 1, in ddpm at most that of the training. Their spacing is ``trailing``; edm uses
     the sigmas of Karras et al. 2022, and euler-maruyama has its last level at t = 0.04."""
@@ -52,6 +52,10 @@ class SamplerConfig:
     """Clamp every estimate of x0 to [-1, 1], the range of pixels (clip_denoised of Nichol & Dhariwal 2021). For
     prediction previous_x, a step of ddpm to the adjacent level uses the predicted mean unclamped; a longer step clamps.
     None: clamp for models of pixels; for a set of samples, if it is decoded by identity."""
+    cfg_norm: int | None = None
+    """Side of a square of latents whose guided prediction gets the norm of the conditional one. None: no change."""
+    published: str | None = None
+    """Scheduler of the run's pipeline (``fastdiff.sampling.pipeline_solver.describe``), for the solver pipeline."""
     coupled_noise: bool = False
     """Begin the class token of a teacher at the mean of the latents' noise over the pixels instead of noise of its own,
     as the published evaluation of RiT does (arXiv:2605.21981). Its noise then has the standard deviation 1 / 16 for
@@ -71,15 +75,18 @@ class SamplingConfig:
     """Sampler of the recipe and protocol of its figures: the defaults of sample, evaluate, previews and export."""
 
     scheduler: SchedulerName | None = None
-    """Solver: ddim, dpmsolver++ or ddpm; for flow also euler, heun (its last step is euler's) and euler-maruyama. None:
-    ddim, and dpmsolver++ for previews and digits."""
+    """Solver: ddim, dpmsolver++ or ddpm; for flow also euler, heun (its last step is euler's) and euler-maruyama; for
+    the network of a pipeline also pipeline, its own scheduler. None: pipeline for a fine-tuned network; otherwise ddim,
+    and dpmsolver++ for previews and digits."""
     steps: int | None = None
-    """Steps of the solver; None: 50. Previews have --output.sample_steps and --validation.steps."""
+    """Steps of the solver; None: those of the pipeline for a fine-tuned network, otherwise 50. Previews have
+    --output.sample_steps and --validation.steps."""
     shift: float | Literal["latent"] | None = None
     """Time shift towards noise in sampling with flow, as --timesteps.shift in training. latent: the square root of the
     latents' elements over 4096. None: that of the training."""
     cfg: float | None = None
-    """Scale of classifier-free guidance; 1: none. None: 1.5 for classes, 7.5 for prompts."""
+    """Scale of classifier-free guidance; 1: none. None: 1.5 for classes, that of the pipeline for prompts (7.5 in
+    Stable Diffusion)."""
     cfg_channels: int | None = None
     """Number of leading channels that are guided (LightningDiT: 3). None: all."""
     cfg_interval: tuple[float, float] | None = None

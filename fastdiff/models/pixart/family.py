@@ -3,6 +3,7 @@
 from fastdiff.config.networks.pixart import MLP_RATIO, PixArtConfig
 from fastdiff.models.cost.flops import self_attention_multiply_adds
 from fastdiff.models.family import ModelFamily
+from fastdiff.models.pipeline_settings import PipelineSettings
 from fastdiff.models.pixart.network import PixArt
 from fastdiff_kernels.names import AttentionBackend
 
@@ -39,6 +40,6 @@ PIXART = ModelFamily(
     library="diffusers",
     script_format="diffusers",
     formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS"},
-    usual_guidance=4.5,
+    drawing=lambda config: PipelineSettings(steps=20, guidance=4.5),
     sampling_batch=16,
 )

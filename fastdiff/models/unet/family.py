@@ -4,6 +4,7 @@ from fastdiff.config.networks.pretrained import CAPTION_TOKENS
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.models.cost.flops import res_block_multiply_adds, self_attention_multiply_adds
 from fastdiff.models.family import ModelFamily
+from fastdiff.models.pipeline_settings import PipelineSettings
 from fastdiff.models.unet.blocks import TransformerBlock
 from fastdiff.models.unet.network import UNet
 from fastdiff_kernels.names import AttentionBackend
@@ -75,6 +76,6 @@ UNET = ModelFamily(
     },
     pipeline_part="unet",
     quantized_blocks=(TransformerBlock,),
-    usual_guidance=7.5,
+    drawing=lambda config: PipelineSettings(guidance=5.0 if config.pooled_dim else 7.5),
     sampling_batch=4,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Condition
+from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.console import log
 from fastdiff.models.build import Model
@@ -22,6 +24,7 @@ from fastdiff.progress import Every
 from fastdiff.sampling.class_names import ClassNames
 from fastdiff.sampling.image_grid import encoded, image_grid
 from fastdiff.sampling.latent_statistics import open_autoencoder, statistics_in
+from fastdiff.sampling.pipeline_sampler import pipeline_sampler, usual_negative, with_scheduler
 from fastdiff.sampling.pixels import may_be_pixels
 from fastdiff.sampling.solvers import grid_classes, sample
 from fastdiff.sampling.text import as_bytes, encode_prompts, repeated
@@ -58,7 +61,12 @@ class PromptImages(Callback):
         self._drawn = -1
         self._pipeline = pretrained(state.config.pretrained)
         self._condition, self._null = state.world.on_rank0(
-            lambda: encode_prompts(self._pipeline, state.config.validation.prompts, state.config.model)
+            lambda: encode_prompts(
+                self._pipeline,
+                state.config.validation.prompts,
+                state.config.model,
+                negative=usual_negative(state.config),
+            )
         )
         state.world.on_rank0(lambda: self._load_autoencoder(state))
 
@@ -85,17 +93,13 @@ class PromptImages(Callback):
         latents = self._drawn_latents(state, state.config.validation.steps)
         state.world.on_rank0(lambda: self._show(latents, state))
 
-    def _drawn_latents(self, state: TrainState, steps: int) -> Tensor:
+    def _drawn_latents(self, state: TrainState, steps: int | None) -> Tensor:
         config, network = state.config, state.config.model
         return draw_together(
             state,
             averaged_model(state, DTYPES[config.performance.precision]),
             repeated(self._condition, config.validation.images_per_prompt),
-            config.sampler(
-                SamplerConfig(scheduler="dpmsolver++", cfg=7.5, clip=False, seed=config.seed),
-                steps=steps,
-                cfg=config.validation.guidance_scale,
-            ),
+            _prompt_sampler(config, steps),
             null=self._null,
             shape=(network.channels, network.size, network.size),
         )
@@ -114,6 +118,15 @@ class PromptImages(Callback):
         state.files.write(_path(state), encoded(image_grid(pixels, rows=rows), ".png"))
         shown = {prompt: as_bytes(pixels[column :: len(prompts)]) for column, prompt in enumerate(prompts)}
         self._trackers.images(shown, state.progress.steps)
+
+
+def _prompt_sampler(config: RunConfig, steps: int | None) -> SamplerConfig:
+    """Return the sampler of the images of prompts: the pipeline's for a fine-tuned network; None: its usual steps."""
+    usual = pipeline_sampler(config)
+    if usual is None:
+        usual, steps = SamplerConfig(scheduler="dpmsolver++", cfg=7.5), 20 if steps is None else steps
+    usual = replace(usual, clip=False, seed=config.seed)
+    return with_scheduler(config.sampler(usual, steps=steps, cfg=config.validation.guidance_scale), config)
 
 
 class SampleGrid(Callback):

@@ -20,9 +20,11 @@ from fastdiff.export.card_text import Place
 from fastdiff.export.formats import Exported, format_of
 from fastdiff.export.model_card import use_of
 from fastdiff.export.weights import ExportedWeights
-from fastdiff.models.load import build_network, build_on_meta, resolve
+from fastdiff.models.load import build_network, build_on_meta, pretrained, resolve
 from fastdiff.models.pretrained.tiny_pixart import PIPELINES, PIXARTS, Kind, build
+from fastdiff.sampling.pipeline_sampler import pipeline_sampler, with_scheduler
 from fastdiff.sampling.solvers import _generator, sample
+from fastdiff.sampling.text import encode_prompts
 from tests.support.references.pixart_reference import built
 from tests.support.references.unet_reference import difference
 
@@ -115,6 +117,27 @@ def test_the_pipeline_of_a_run_draws_what_we_draw(tmp_path: Path, kind: Kind, he
     card = use_of(config, "diffusers", Place(out))
     assert ", use_resolution_binning=False, clean_caption=False).images[0]" in card
     assert difference(found, expected) < 1e-5
+
+
+@kinds
+def test_a_fine_tuned_network_draws_by_the_defaults_of_its_pipeline(tmp_path: Path, kind: Kind) -> None:
+    from diffusers import DiffusionPipeline
+
+    base = build(tmp_path / "base", kind=kind)
+    config = resolve(run(base))
+    pipeline = DiffusionPipeline.from_pretrained(base)
+    pipeline.set_progress_bar_config(disable=True)
+    prompts, usual = ["a red cat", "two birds"], pipeline_sampler(config)
+    found = pipeline(
+        prompts, output_type="latent", generator=[_generator(0, number) for number in range(2)],
+        use_resolution_binning=False, clean_caption=False, max_sequence_length=_TOKENS,
+    ).images  # fmt: skip
+    sampler = with_scheduler(config.sampler(usual), config)
+    condition, null = encode_prompts(pretrained(config.pretrained), prompts, config.model)
+    shape = config.model.channels, config.model.size, config.model.size
+    expected = sample(build_network(config).eval(), config.objective, condition, sampler, shape=shape, null=null)
+    assert expected.std() > 0.1
+    assert difference(found, expected) < 1e-4
 
 
 @pytest.mark.parametrize(("kind", "size"), [("alpha", 64), ("sigma", 128)])

@@ -1,6 +1,7 @@
 """The family of the toy network."""
 
 from fastdiff.models.family import ModelFamily
+from fastdiff.models.pipeline_settings import PipelineSettings
 from fastdiff_kernels.names import AttentionBackend
 from toy_network.config import ToyConfig
 from toy_network.network import Toy
@@ -21,5 +22,5 @@ TOY = ModelFamily(
     input_multiply_adds=_into,
     subject=lambda config: "A toy",
     formats={"toy": "toy_network.export:NAMES"},
-    usual_guidance=1.25,
+    drawing=lambda config: PipelineSettings(guidance=1.25),
 )
