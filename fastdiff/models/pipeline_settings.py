@@ -25,3 +25,10 @@ class PipelineSettings:
     """Of schedulers with ``use_dynamic_shifting``; None: their shift is in the scheduler's configuration, if any."""
     even_sigmas: bool = False
     """Whether the pipeline gives the scheduler sigmas, even from 1 to 1 / steps, instead of the number of steps."""
+
+
+def linear_mu(scheduler: Mapping[str, Any], tokens: int, steps: int) -> float:
+    """Return a mu that is linear in the tokens, through two points of the scheduler's configuration (Flux.1)."""
+    few, many = scheduler.get("base_image_seq_len", 256), scheduler.get("max_image_seq_len", 4096)
+    low, high = scheduler.get("base_shift", 0.5), scheduler.get("max_shift", 1.15)
+    return float(low + (high - low) * (tokens - few) / (many - few))

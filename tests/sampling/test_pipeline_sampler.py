@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastdiff.config.networks.flux2 import Flux2Config
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, FlowConfig, FlowConvention
 from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.load import build_network, pretrained, resolve
-from fastdiff.models.pipeline_settings import PipelineSettings
+from fastdiff.models.pipeline_settings import PipelineSettings, linear_mu
 from fastdiff.models.pretrained.tiny_pipeline import build
+from fastdiff.models.transformers.flux2 import FLUX2
 from fastdiff.sampling.guidance import Guidance, guided
 from fastdiff.sampling.pipeline_sampler import pipeline_sampler, with_scheduler
 from fastdiff.sampling.pipeline_solver import describe
@@ -151,6 +153,20 @@ def test_flow_is_drawn_by_the_levels_and_the_sign_of_its_scheduler(
         output = velocity(latents, (level / 1000).expand(2))
         latents = theirs.step(output, level, latents, return_dict=False)[0]
     torch.testing.assert_close(found, latents, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [4, 28, 50])
+@pytest.mark.parametrize("tokens", [256, 1024, 4096, 4300, 6000])
+def test_the_dynamic_shift_is_that_of_the_pipelines(tokens: int, steps: int) -> None:
+    from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+    from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+
+    found = FLUX2.drawing(Flux2Config()).mu
+    assert found is not None
+    assert found({}, tokens, steps) == pytest.approx(compute_empirical_mu(tokens, steps))
+    points = {"base_image_seq_len": 256, "max_image_seq_len": 8192, "base_shift": 0.5, "max_shift": 0.9}
+    assert linear_mu(points, tokens, steps) == pytest.approx(calculate_shift(tokens, *points.values()))
+    assert linear_mu({}, tokens, steps) == pytest.approx(calculate_shift(tokens))
 
 
 def test_a_guided_prediction_keeps_the_norm_of_every_token() -> None:

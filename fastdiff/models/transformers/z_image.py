@@ -15,6 +15,7 @@ from fastdiff.config.networks.z_image import MULTIPLE, PATCH, ZImageConfig
 from fastdiff.errors import require
 from fastdiff.models.blockwise import run_block
 from fastdiff.models.family import ModelFamily
+from fastdiff.models.pipeline_settings import PipelineSettings, linear_mu
 from fastdiff.models.transformers.adapter import Cost, DiffusersTransformer
 
 _LAYER = f"{PATCH}-1"
@@ -115,6 +116,6 @@ Z_IMAGE = ModelFamily(
     library="diffusers",
     script_format="diffusers",
     formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS"},
-    usual_guidance=5.0,
+    drawing=lambda config: PipelineSettings(steps=50, guidance=6.0, mu=linear_mu, even_sigmas=True),  # 1 + its 5
     sampling_batch=4,
 )
