@@ -76,3 +76,5 @@ class Batch:
     position: Tensor
     """``[B]`` int64, position of each sample in the run; it keys every random number (design 4.4)."""
     condition: Condition
+    mask: Tensor | None = None
+    """``[B, H, W]`` fp16, weight of each latent position in the loss, 0 to 1; None: 1."""

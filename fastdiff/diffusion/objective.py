@@ -156,7 +156,7 @@ class Objective:
         return replace(corruption, noisy=noisy, correction=correction)
 
     def loss(self, output: Output, batch: Batch, corruption: Corruption, *, recorded: bool = True) -> Tensor:
-        """Return the loss of each sample, averaged over its elements.
+        """Return the loss of each sample, averaged over its elements, whose losses a mask of the batch multiplies.
 
         Args:
             output: ``[B, C, H, W]`` of fp32, bf16 or fp16, or ``[B, 2C, H, W]`` of a model that also predicts a
@@ -220,6 +220,7 @@ class Objective:
             offset=self.config.noise_offset / unit,
             posterior=self.posterior,
             clean=self._reads_clean,
+            mask=self._mask(batch),
         )
 
     def losses(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
@@ -240,7 +241,12 @@ class Objective:
 
     def _bound(self, prediction: Tensor, batch: Batch, corruption: Corruption, variational: Variational) -> Tensor:
         shape = corruption.noisy.shape[1:]
-        return variational.loss(prediction, self.clean(batch), self._noise(batch, shape), corruption.levels.row)
+        noise, mask = self._noise(batch, shape), self._mask(batch)
+        return variational.loss(prediction, self.clean(batch), noise, corruption.levels.row, mask)
+
+    def _mask(self, batch: Batch) -> Tensor | None:
+        """Return the weights of the positions in the loss, ``[B, H, W]`` fp16; None: all are 1."""
+        return None if self.config.masked is False else batch.mask
 
     def _of_user(self, prediction: Tensor, batch: Batch, corruption: Corruption, loss: OwnLoss) -> Tensor:
         """Return the user's loss times the weight of its level: ``[B]`` fp32."""
@@ -261,7 +267,11 @@ class Objective:
         target = self._target(batch, corruption)
         predicted = prediction[:, : target.shape[1]].float()
         # At a prediction of 0, as of a fresh network, the gradient is 1 / eps; torch's 1e-8 would overflow fp16.
-        return 1.0 - torch.cosine_similarity(predicted, target, dim=1, eps=_SHORTEST).mean(dim=(1, 2))  # -> [B]
+        similarity = torch.cosine_similarity(predicted, target, dim=1, eps=_SHORTEST)  # -> [B, H, W]
+        mask = self._mask(batch)
+        if mask is None:
+            return 1.0 - similarity.mean(dim=(1, 2))
+        return ((1.0 - similarity) * mask).mean(dim=(1, 2))
 
     def _mix(self, batch: Batch, levels: Levels | None) -> tuple[Tensor, Levels]:
         """Return ``noisy`` and its levels; without levels the kernel draws them (ddpm, uniform)."""

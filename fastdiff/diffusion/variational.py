@@ -53,7 +53,9 @@ class Variational:
         factors = {"mse": 1.0, "rescaled_mse": config.timesteps / 1000.0, "kl": 1.0, "rescaled_kl": config.timesteps}
         self._factor = factors[config.loss]
 
-    def loss(self, prediction: Tensor, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+    def loss(
+        self, prediction: Tensor, clean: Tensor, noise: Tensor, time: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         """Return the part of ``config.loss`` that is a bound.
 
         With ``mse`` and ``rescaled_mse`` the bound trains only the variance; its mean is detached (Nichol & Dhariwal
@@ -66,6 +68,7 @@ class Variational:
             clean: ``[B, C, H, W]`` fp32 x0.
             noise: ``[B, C, H, W]`` fp32; the model saw ``alpha * clean + sigma * noise``.
             time: ``[B]`` int64 timesteps.
+            mask: ``[B, H, W]``, factor of the bound at each position; None: 1.
 
         Returns:
             ``[B]`` fp32, bits per dimension times the factor.
@@ -74,14 +77,16 @@ class Variational:
         if not self.config.is_bound:
             error = error.detach()
         _, _, mean_per_error, *_ = self._at(time)
-        return self._factor * self.bits(mean_per_error * error, prediction, clean, time)
+        return self._factor * self.bits(mean_per_error * error, prediction, clean, time, mask)
 
     def error(self, prediction: Tensor, clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
         """Return target minus prediction, ``[B, C, H, W]`` fp32; arguments as in ``loss``."""
         a, b, *_ = self._at(time)
         return a * clean + b * noise - prediction[:, : clean.shape[1]].float()
 
-    def bits(self, mean_error: Tensor, prediction: Tensor, clean: Tensor, time: Tensor) -> Tensor:
+    def bits(
+        self, mean_error: Tensor, prediction: Tensor, clean: Tensor, time: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         """Return the term of each sample's timestep, in bits per dimension, averaged over the dimensions.
 
         Args:
@@ -89,6 +94,7 @@ class Variational:
             prediction: as in ``loss``; for a learned variance, its second half is the variance.
             clean: ``[B, C, H, W]`` fp32.
             time: ``[B]`` int64.
+            mask: as in ``loss``.
 
         Returns:
             ``[B]`` fp32.
@@ -101,7 +107,10 @@ class Variational:
         above = torch.where(first, 0.0, above)
         square = mean_error.square() * torch.where(first, 0.0, precision)
         divergence = 0.5 * (_exp_beyond_linear(-above) + torch.exp(-above) * square)
-        return torch.where(first, decoded, divergence).mean(dim=(1, 2, 3)) / math.log(2.0)
+        terms = torch.where(first, decoded, divergence)
+        if mask is not None:
+            terms = terms * mask[:, None]  # [B, H, W] -> [B, 1, H, W]
+        return terms.mean(dim=(1, 2, 3)) / math.log(2.0)
 
     def _log_variance_above_smallest(self, given: Tensor, smallest: Tensor, range_: Tensor, first: Tensor) -> Tensor:
         """Return log(variance of the reverse step / variance of the posterior); the latter is the smallest.

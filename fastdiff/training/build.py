@@ -24,6 +24,7 @@ from fastdiff.console import log
 from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.bucket_order import BucketOrder
 from fastdiff.data.loading.build import build_batches, build_order, choose_loader
+from fastdiff.data.loading.fit import trains_masked
 from fastdiff.data.loading.order import SampleOrder
 from fastdiff.data.loading.training_set import (
     Data,
@@ -312,6 +313,8 @@ def _open_data(config: RunConfig, world: World, stack: ExitStack) -> tuple[Data,
     stack.enter_context(reader)
     if world.is_first and (lines := described_selection(reader)):
         log.info(lines)
+    if world.is_first and trains_masked(config.objective, reader.info):
+        log.info(f"{reader.folder}: its masks weight the loss; --objective.masked False leaves them out")
     world.on_rank0(lambda: check_provenance(config.pretrained, config.data, reader.info))
     world.on_rank0(lambda: note_use(Path(config.data.path), Path(config.output.folder)))
     order = build_order(

@@ -1,9 +1,10 @@
 """Weighted squared error of a diffusion model's prediction; the noise of the target is drawn again, not read.
 
 ``loss_b = weights[t_b] * mean((prediction_b - target_b)^2)`` over the elements of a sample, and its gradient ``2 *
-weights[t_b] / elements * (prediction_b - target_b)`` times that of ``loss_b``. The target is ``target_x0[t] * x0 +
-target_noise[t] * noise`` with the table, the noise and the x0 of ``noising.py`` (Ho et al. 2020, arXiv:2006.11239,
-eq. 14; for v Salimans & Ho 2022, arXiv:2202.00512, section 4).
+weights[t_b] / elements * (prediction_b - target_b)`` times that of ``loss_b``. A mask multiplies each squared error by
+the weight of its pixel before the mean, and the gradient with it: where it is 0, the gradient is 0. The target is
+``target_x0[t] * x0 + target_noise[t] * noise`` with the table, the noise and the x0 of ``noising.py`` (Ho et al. 2020,
+arXiv:2006.11239, eq. 14; for v Salimans & Ho 2022, arXiv:2202.00512, section 4).
 
 Nothing is stored between the passes: the backward kernel reads the prediction that the model has written anyway and
 draws the noise a third time. To store the gradient in the forward pass instead would move 8 bytes, not 6, and round
@@ -15,6 +16,8 @@ Bytes moved per element in bf16, forward and backward:
 * epsilon (no x0 in the target): 2 and 4, 6 together. The limit is 4, for a kernel that knows the gradient of
   ``loss_b`` already in the forward pass. Inductor: 6 and 8, with fp32 noise that is stored.
 * v, x0 and flow matching: 4 and 6; a posterior has 2 more in each pass, uint8 pixels 1 less. Inductor: 12 and 6.
+* a mask: 2 per pixel more in each pass. The programs of all channels of a sample load it, next to each other in time,
+  and all but the first of them find it in the cache.
 The sum of a sample is folded from one partial sum per program, in a fixed order, and in fp64 above four elements: a
 loss is rounded to fp32 once, so that it hardly depends on how the elements are split.
 Limits: contiguous latents. A prediction whose samples are not contiguous (channels_last) is copied first; a slice of
@@ -61,6 +64,7 @@ def weighted_mse_reference(
     offset: float = 0.0,
     posterior: bool = False,
     clean: bool = True,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """``weighted_mse`` in plain torch: in fp32, or in fp64 for a prediction, a table and weights in fp64."""
     dtype = torch.promote_types(prediction.dtype, torch.float32)
@@ -70,7 +74,10 @@ def weighted_mse_reference(
     target = of_noise * noise_reference(seed, streams, position, prediction.shape[1:], offset, dtype)
     if clean:
         target = of_clean * clean_reference(latents, seed, streams, position, posterior, dtype) + target
-    return (prediction - target).square().mean(dim=(1, 2, 3)) * weights[time]
+    squares = (prediction - target).square()
+    if mask is not None:
+        squares = squares * mask[:, None].to(dtype)  # [B, H, W] -> [B, 1, H, W]
+    return squares.mean(dim=(1, 2, 3)) * weights[time]
 
 
 @jit
@@ -90,8 +97,14 @@ def _difference(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _of_pixels(mask_ptr, row, index, segment, element, mask):  # type: ignore[no-untyped-def]
+    """fp32 weights of the pixels of a block within one channel: segment ``index`` of a sample."""
+    return tl.load(mask_ptr + (row - index) * segment + element, mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
 def _weighted_mse_fwd_kernel(  # type: ignore[no-untyped-def]
-    partials_ptr, prediction_ptr, latents_ptr, position_ptr, time_ptr, table_ptr,
+    partials_ptr, prediction_ptr, latents_ptr, position_ptr, time_ptr, table_ptr, mask_ptr,
     seed, offset, stride, elements, segment, segments, tiles,
     NOISE: tl.constexpr, POSTERIOR: tl.constexpr, OFFSET: tl.constexpr, CLEAN: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +115,10 @@ def _weighted_mse_fwd_kernel(  # type: ignore[no-untyped-def]
         prediction_ptr, latents_ptr, position_ptr, table_ptr, tl.load(time_ptr + row), seed, offset, stride, elements,
         row, index, group, element, mask, NOISE, POSTERIOR, OFFSET, CLEAN,
     )  # fmt: skip
-    of_group = tl.sum(tl.reshape(error * error, [BLOCK_GROUPS, 4]), axis=1)  # [4 * BLOCK_GROUPS] -> [BLOCK_GROUPS]
+    square = error * error
+    if mask_ptr is not None:
+        square = square * _of_pixels(mask_ptr, row, index, segment, element, mask)
+    of_group = tl.sum(tl.reshape(square, [BLOCK_GROUPS, 4]), axis=1)  # [4 * BLOCK_GROUPS] -> [BLOCK_GROUPS]
     tl.store(partials_ptr + program, tl.sum(of_group.to(tl.float64)))
 
 
@@ -120,7 +136,7 @@ def _weighted_mse_fold_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _weighted_mse_bwd_kernel(  # type: ignore[no-untyped-def]
-    gradient_ptr, upstream_ptr, prediction_ptr, latents_ptr, position_ptr, time_ptr, table_ptr, weights_ptr,
+    gradient_ptr, upstream_ptr, prediction_ptr, latents_ptr, position_ptr, time_ptr, table_ptr, weights_ptr, mask_ptr,
     seed, offset, upstream_stride, stride, elements, segment, segments, parts, tiles,
     NOISE: tl.constexpr, POSTERIOR: tl.constexpr, OFFSET: tl.constexpr, CLEAN: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -133,6 +149,8 @@ def _weighted_mse_bwd_kernel(  # type: ignore[no-untyped-def]
             prediction_ptr, latents_ptr, position_ptr, table_ptr, step, seed, offset, stride, elements,
             row, index, group, element, mask, NOISE, POSTERIOR, OFFSET, CLEAN,
         )  # fmt: skip
+        if mask_ptr is not None:
+            error = error * _of_pixels(mask_ptr, row, index, segment, element, mask)
         share = tl.div_rn(tl.load(upstream_ptr + row * upstream_stride) * tl.load(weights_ptr + step), elements * 1.0)
         tl.store(out_ptr, (share * (2.0 * error)).to(gradient_ptr.dtype.element_ty), mask=mask)
     else:
@@ -161,17 +179,17 @@ def _by_sample(prediction: Tensor, channels: int) -> Tensor:
 @torch.library.custom_op("fastdiff::weighted_mse", mutates_args=())
 def _weighted_mse_triton(
     prediction: Tensor, latents: Tensor, position: Tensor, time: Tensor, table: Tensor, weights: Tensor,
-    seed: int, streams: Sequence[int], offset: float, posterior: bool, clean: bool,
+    mask: Tensor | None, seed: int, streams: Sequence[int], offset: float, posterior: bool, clean: bool,
 ) -> Tensor:  # fmt: skip
     batch, channels, height, width = latents.shape
     channels = channels // 2 if posterior else channels
     prediction, named = _by_sample(prediction, channels), Streams(*streams)
-    split = tiling(channels, height * width, by_channel=bool(offset))
+    split = tiling(channels, height * width, by_channel=bool(offset) or mask is not None)
     programs, elements = split.segments * split.tiles, channels * height * width
     partials, losses = table.new_empty(batch, programs, dtype=torch.float64), table.new_empty(batch)
     run(
         _weighted_mse_fwd_kernel, (batch * programs,),
-        partials, prediction, latents, position, time, table,
+        partials, prediction, latents, position, time, table, mask,
         seed & SEED_MASK, offset, prediction.stride(0), elements, split.segment, split.segments, split.tiles,
         NOISE=named.noise, POSTERIOR=named.posterior if posterior else None, OFFSET=named.offset if offset else None,
         CLEAN=clean, BLOCK_GROUPS=split.groups, num_warps=split.warps, enable_fp_fusion=False,
@@ -186,7 +204,7 @@ def _weighted_mse_triton(
 @_weighted_mse_triton.register_fake
 def _(
     prediction: Tensor, latents: Tensor, position: Tensor, time: Tensor, table: Tensor, weights: Tensor,
-    seed: int, streams: Sequence[int], offset: float, posterior: bool, clean: bool,
+    mask: Tensor | None, seed: int, streams: Sequence[int], offset: float, posterior: bool, clean: bool,
 ) -> Tensor:  # fmt: skip
     return table.new_empty(latents.shape[0])
 
@@ -194,17 +212,18 @@ def _(
 @torch.library.custom_op("fastdiff::weighted_mse_backward", mutates_args=())
 def _weighted_mse_backward_triton(
     upstream: Tensor, prediction: Tensor, latents: Tensor, position: Tensor, time: Tensor, table: Tensor,
-    weights: Tensor, seed: int, streams: Sequence[int], offset: float, posterior: bool, clean: bool,
+    weights: Tensor, mask: Tensor | None, seed: int, streams: Sequence[int], offset: float, posterior: bool,
+    clean: bool,
 ) -> Tensor:  # fmt: skip
     batch, channels, height, width = latents.shape
     channels = channels // 2 if posterior else channels
     gradient = torch.empty_like(prediction, memory_format=torch.contiguous_format)
     prediction, named = _by_sample(prediction, channels), Streams(*streams)
-    split = tiling(channels, height * width, by_channel=bool(offset))
+    split = tiling(channels, height * width, by_channel=bool(offset) or mask is not None)
     parts = split.segments * (prediction.shape[1] // channels)
     run(
         _weighted_mse_bwd_kernel, (batch * parts * split.tiles,),
-        gradient, upstream, prediction, latents, position, time, table, weights,
+        gradient, upstream, prediction, latents, position, time, table, weights, mask,
         seed & SEED_MASK, offset, upstream.stride(0), prediction.stride(0), channels * height * width,
         split.segment, split.segments, parts, split.tiles,
         NOISE=named.noise, POSTERIOR=named.posterior if posterior else None, OFFSET=named.offset if offset else None,
@@ -216,19 +235,20 @@ def _weighted_mse_backward_triton(
 @_weighted_mse_backward_triton.register_fake
 def _(
     upstream: Tensor, prediction: Tensor, latents: Tensor, position: Tensor, time: Tensor, table: Tensor,
-    weights: Tensor, seed: int, streams: Sequence[int], offset: float, posterior: bool, clean: bool,
+    weights: Tensor, mask: Tensor | None, seed: int, streams: Sequence[int], offset: float, posterior: bool,
+    clean: bool,
 ) -> Tensor:  # fmt: skip
     return torch.empty_like(prediction, memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:6])
-    ctx.settings = inputs[6:]
+    ctx.save_for_backward(*inputs[:7])
+    ctx.settings = inputs[7:]
 
 
 def _backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     gradient = _weighted_mse_backward_triton(upstream, *ctx.saved_tensors, *ctx.settings)
-    return gradient, *(None,) * 10
+    return gradient, *(None,) * 11
 
 
 _weighted_mse_triton.register_autograd(_backward, setup_context=_setup_context)
@@ -247,6 +267,7 @@ def weighted_mse(
     offset: float = 0.0,
     posterior: bool = False,
     clean: bool = True,
+    mask: Tensor | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
     """Weighted squared error of each sample, averaged over its elements.
@@ -264,6 +285,8 @@ def weighted_mse(
         offset: size of the constant that each channel's noise is shifted by.
         posterior: whether ``latents`` are mean and std.
         clean: False if ``target_x0`` is 0 in every row; the latents are then not read.
+        mask: ``[B, H, W]`` fp16 weight of each pixel's squared error, in all channels; None: 1. The mean is over all
+            elements whatever the mask.
         backend: implementation; None: the default of ``dispatch.choose``.
 
     Returns:
@@ -280,11 +303,14 @@ def weighted_mse(
         check_argument(name, index, torch.int64, (batch,), latents)
     check_argument("table", table, torch.float32, (None, COLUMNS), latents)
     check_argument("weights", weights, torch.float32, (rows,), latents)
+    if mask is not None:
+        check_argument("mask", mask, torch.float16, (batch, *latents.shape[2:]), latents)
     arguments = (prediction, latents, position, time, table, weights)
     folded = signed(seed)
     chosen = choose("loss", latents, backend)
     if chosen != "triton":
-        plainly: Tensor = plain(weighted_mse_reference, chosen)(*arguments, seed, streams, offset, posterior, clean)
+        settings = seed, streams, offset, posterior, clean, mask
+        plainly: Tensor = plain(weighted_mse_reference, chosen)(*arguments, *settings)
         return plainly
-    losses: Tensor = _weighted_mse_triton(*arguments, folded, list(streams), offset, posterior, clean)
+    losses: Tensor = _weighted_mse_triton(*arguments, mask, folded, list(streams), offset, posterior, clean)
     return losses

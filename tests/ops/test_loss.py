@@ -49,6 +49,13 @@ def inputs_of(shape, channels, device, dtype=torch.float32):
     }
 
 
+def with_mask(inputs):
+    """The same inputs with a mask of 0, 1 and all weights between, different in each sample."""
+    batch, _, height, width = inputs["latents"].shape
+    weights = torch.linspace(-0.4, 1.4, batch * height * width).clamp(0, 1).roll(3)
+    return inputs | {"mask": weights.view(batch, height, width).to(inputs["latents"].device, torch.float16)}
+
+
 def with_pixels(inputs):
     """The same inputs with latents that are levels of 0 to 255."""
     levels = (inputs["latents"].detach().float() * 64 + 128).clamp(0, 255).round()
@@ -83,6 +90,34 @@ def test_loss_and_gradient_are_as_accurate_as_eager(name, dtype, device):
     assert_as_accurate_as_eager(
         by("triton", **options), by("reference", **options), inputs_of(shape, channels, device, dtype), [upstream]
     )
+
+
+@pytest.mark.parametrize(("name", "dtype"), list(covering(SHAPES)))
+def test_a_masked_loss_and_its_gradient_are_as_accurate_as_eager(name, dtype, device):
+    shape, channels, options = SHAPES[name]
+    inputs = with_mask(inputs_of(shape, channels, device, dtype))
+    assert_as_accurate_as_eager(
+        by("triton", **options), by("reference", **options), inputs, [torch.linspace(0.3, 0.7, shape[0], device=device)]
+    )
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("shape", [(3, 4, 8, 8), (3, 3, 5, 7)])
+def test_outside_of_the_mask_the_gradient_is_0_and_inside_it_that_without_a_mask(shape, backend, device):
+    """In all channels; the elements of the mean are all of them, so the rest of the gradient has the same bits."""
+    inputs = inputs_of(shape, 2 * shape[1], device)
+    inside = with_mask(inputs)["mask"] > 0.5
+    losses, gradient = loss_and_gradient(inputs | {"mask": inside.half()}, backend, offset=0.1)
+    _, plain = loss_and_gradient(inputs, backend, offset=0.1)
+    assert 0 < inside.float().mean() < 1
+    assert torch.equal(gradient, plain * inside[:, None])
+    assert plain[:, : shape[1]].abs().min() > 0
+    nothing = loss_and_gradient(inputs | {"mask": torch.zeros_like(inside).half()}, backend, offset=0.1)
+    assert not any(value.any() for value in nothing)
+    squares = plain[:, : shape[1]].double() * plain[:, : shape[1]].double() * inside[:, None]
+    elements, weights = shape[1] * shape[2] * shape[3], inputs["weights"][inputs["time"]].double()
+    expected = squares.sum(dim=(1, 2, 3)) * elements / (4 * weights)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -243,11 +278,12 @@ def test_the_reference_passes_gradcheck():
     assert torch.autograd.gradcheck(lambda prediction: op(**exact | {"prediction": prediction}), exact["prediction"])
 
 
-@pytest.mark.parametrize("pixels", [False, True])
-def test_the_ops_pass_opcheck(pixels, device):
+@pytest.mark.parametrize(("pixels", "masked"), [(False, False), (True, False), (False, True)])
+def test_the_ops_pass_opcheck(pixels, masked, device):
     inputs = inputs_of((2, 2, 3, 5), 4, device)
     inputs = with_pixels(inputs) if pixels else inputs
-    settings = (-3, list(Streams()), 0.0, False, True)
+    mask = with_mask(inputs)["mask"] if masked else None
+    settings = (mask, -3, list(Streams()), 0.0, False, True)
     torch.library.opcheck(module._weighted_mse_triton, (*inputs.values(), *settings))
     plain = [value.detach() for value in inputs.values()]
     upstream = torch.ones(1, device=device).expand(2)
@@ -267,7 +303,10 @@ def test_the_ops_pass_opcheck(pixels, device):
     ],
 )
 def test_bytes_per_element(shape, channels, options, pixels, forward, backward, device):
-    """As the docstring says, to within 2 % for the numbers that each program needs once."""
+    """As the docstring says, to within 2 % for the numbers that each program needs once.
+
+    A mask is loaded by the programs of every channel, from the cache by all but the first: 2 per element.
+    """
     if device != "cpu":
         return
     from tests.support.benches.traffic import counting
@@ -275,12 +314,13 @@ def test_bytes_per_element(shape, channels, options, pixels, forward, backward, 
     inputs = inputs_of(shape, channels, device, torch.bfloat16)
     inputs = with_pixels(inputs) if pixels else inputs
     elements = 4 * 64 * 64
-    with counting() as traffic:
-        losses = by("triton", **options)(**inputs)
-        first = traffic.bytes
-        losses.backward()
-    assert forward <= first / elements < 1.02 * forward
-    assert backward <= (traffic.bytes - first) / elements < 1.02 * backward
+    for given, loaded in ((inputs, 0), (with_mask(inputs), 2)):
+        with counting() as traffic:
+            losses = by("triton", **options)(**given)
+            first = traffic.bytes
+            losses.backward()
+        assert forward + loaded <= first / elements < 1.02 * (forward + loaded)
+        assert backward + loaded <= (traffic.bytes - first) / elements < 1.02 * (backward + loaded)
 
 
 LATENTS = torch.zeros(2, 4, 8, 8)
@@ -306,6 +346,7 @@ VALID = {"prediction": LATENTS, "latents": LATENTS, "position": INDEX, "time": I
         ({"table": torch.zeros(TIMESTEPS, 2)}, r"table is float32 \[50, 2\], expected float32 \[any, 4\]"),
         ({"weights": torch.ones(7)}, r"weights is float32 \[7\], expected float32 \[50\]"),
         ({"weights": torch.ones(TIMESTEPS, dtype=torch.float64)}, "weights is float64"),
+        ({"mask": torch.ones(2, 4, 8, 8)}, r"mask is float32 \[2, 4, 8, 8\], expected float16 \[2, 8, 8\]"),
         ({"seed": 2**64}, "seed 18446744073709551616 is out of range"),
     ],
 )

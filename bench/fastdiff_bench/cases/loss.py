@@ -16,13 +16,20 @@ from fastdiff_kernels.noising import Streams
 _SEED = 1234567
 
 
-def _build(device: str, dtype: torch.dtype, shape: tuple[int, ...], channels: int, pixels: bool) -> Inputs:
+def _build(
+    device: str, dtype: torch.dtype, shape: tuple[int, ...], channels: int, pixels: bool, masked: bool
+) -> Inputs:
     batch, _, height, width = shape
-    return corruption(device, dtype, shape, pixels) | {
-        "prediction": torch.randn(batch, channels, height, width, device=device).to(dtype).requires_grad_(),
-        "time": torch.arange(batch, device=device) % TIMESTEPS,
-        "weights": torch.linspace(0.1, 1, TIMESTEPS, device=device),
-    }
+    mask = {"mask": (torch.rand(batch, height, width, device=device) < 0.5).half()} if masked else {}
+    return (
+        mask
+        | corruption(device, dtype, shape, pixels)
+        | {
+            "prediction": torch.randn(batch, channels, height, width, device=device).to(dtype).requires_grad_(),
+            "time": torch.arange(batch, device=device) % TIMESTEPS,
+            "weights": torch.linspace(0.1, 1, TIMESTEPS, device=device),
+        }
+    )
 
 
 def _call(inputs: Inputs, backend: Backend, **options: Any) -> Tensor:
@@ -34,10 +41,11 @@ def _exact(inputs: Inputs, **options: Any) -> Tensor:
 
 
 def _read(inputs: Inputs, clean: bool = True, posterior: bool = False, **_: Any) -> int:
-    """Count the bytes that either pass reads: the compared prediction, and the latents unless noise is predicted."""
+    """Count the bytes that either pass reads: the compared prediction, a mask, latents unless noise is predicted."""
     latents: Tensor = inputs["latents"]
     compared: int = inputs["prediction"][:, : latents.shape[1] // (1 + posterior)].nbytes
-    return compared + latents.nbytes * clean
+    mask: int = inputs["mask"].nbytes if "mask" in inputs else 0
+    return compared + latents.nbytes * clean + mask
 
 
 def _backward_bytes(inputs: Inputs, **options: Any) -> int:
@@ -46,11 +54,11 @@ def _backward_bytes(inputs: Inputs, **options: Any) -> int:
 
 
 def _operations(inputs: Inputs, each: int, clean: bool = True, posterior: bool = False, **options: Any) -> int:
-    """Count operations per element: the noise, the target 1 (with x0: 3), the difference 1, and ``each``.
+    """Count operations per element: the noise, the target 1 (with x0: 3), the difference 1, a mask 1, and ``each``.
 
     Both passes draw the noise; only then is the number of bytes minimal.
     """
-    each += noise_operations(posterior=posterior, **options) + 1 + 2 * clean + 1
+    each += noise_operations(posterior=posterior, **options) + 1 + 2 * clean + 1 + ("mask" in inputs)
     return each * int(inputs["latents"].numel()) // (1 + posterior)
 
 
@@ -60,9 +68,10 @@ def _case(
     shape: tuple[int, ...],
     channels: int | None = None,
     pixels: bool = False,
+    masked: bool = False,
     **options: Any,
 ) -> Case:
-    build = partial(_build, dtype=dtype, channels=channels or shape[1], pixels=pixels)
+    build = partial(_build, dtype=dtype, channels=channels or shape[1], pixels=pixels, masked=masked)
     return Case(
         op="loss",
         shape=name,
@@ -88,4 +97,5 @@ CASES = [
     _case("sdxl-4x128x128-v", FP16, (16, 4, 128, 128)),
     _case("sd3-16x64x64-v", FP32, (16, 16, 64, 64)),
     _case("adm-3x64x64-pixels-v", BF16, (64, 3, 64, 64), pixels=True),
+    _case("sd-4x64x64-v-masked", BF16, (64, 4, 64, 64), masked=True),
 ]

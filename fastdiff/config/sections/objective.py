@@ -95,6 +95,9 @@ class _OfEveryProcess:
     """Scale of an extra noise on the input only (Ning et al. 2023, arXiv:2301.11706); 0.1 is usual."""
     condition_dropout: float = 0.1
     """Fraction of the samples whose class or caption is dropped (classifier-free guidance)."""
+    masked: bool | None = None
+    """Multiply the loss of each position by the mask of its picture (`fastdiff encode --masks`). None: if the data have
+    masks."""
     plugin: str = ""
     """Your own loss in place of the squared error: PATH.py:FUNCTION, which is executed, or the name of an installed
     plug-in (docs/api.md). The weighting applies to it; the validation loss stays the squared error."""

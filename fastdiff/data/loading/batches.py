@@ -19,7 +19,7 @@ from fastdiff.batch import Batch, as_numbers, from_stored
 from fastdiff.conditions import MASK_OF
 from fastdiff.console import log
 from fastdiff.data.loading.order import Int64, RankPositions, SampleOrder
-from fastdiff.data.shards.format import LATENT, LATENT_LIMITS, DatasetInfo, Normalisation
+from fastdiff.data.shards.format import LATENT, LATENT_LIMITS, LOSS_MASK, DatasetInfo, Normalisation
 from fastdiff.data.shards.int8_latents import dequantised
 from fastdiff.data.shards.reader import Arrays, LatentReader
 from fastdiff.rng import Stream
@@ -44,7 +44,8 @@ class Batches(ABC):
     """An endless iterator of ``Batch``; close it, or use it as a context manager, to end its thread.
 
     ``latents`` ``[B, C, H, W]`` are fp32 ``(stored - shift) * scale``, or uint8 pixels, which the kernels convert.
-    ``position`` is ``[B]`` int64. ``condition`` has all other stored columns and ``label`` ``[B]`` int64, if present.
+    ``position`` is ``[B]`` int64. ``mask`` ``[B, H, W]`` fp16 and ``label`` ``[B]`` int64 are there if stored;
+    ``condition`` has the label and all other columns.
     Flip and caption of a sample are functions of the seed and the position. ``next`` raises an error of the thread
     (DataError, StorageError) at its micro-batch.
 
@@ -108,8 +109,9 @@ class Batches(ABC):
         self._slots.release()
         if self.on_cuda:
             # Allocated on another stream: the allocator must not reuse their memory before this stream is done.
-            for tensor in (item.latents, item.position, *item.condition.values()):
-                tensor.record_stream(torch.cuda.current_stream(self.device))
+            for tensor in (item.latents, item.position, item.mask, *item.condition.values()):
+                if tensor is not None:
+                    tensor.record_stream(torch.cuda.current_stream(self.device))
         return item
 
     def close(self) -> None:
@@ -177,7 +179,7 @@ class ShardBatches(Batches):
         self.reader = reader
 
     def read(self, positions: Int64, ids: Int64, out: Arrays | None = None) -> Arrays:
-        """Read and verify the samples ``ids`` at these positions, with the chosen variants; mirror pixels."""
+        """Read and verify the samples ``ids`` at these positions, with the chosen variants; mirror masks and pixels."""
         position = torch.from_numpy(positions)
         flips = self.uniform(Stream.FLIP, position) < 0.5 if self.random_flip else np.zeros(len(positions), np.bool_)
         stored = self.reader.info.flipped
@@ -185,10 +187,10 @@ class ShardBatches(Batches):
         if self.reader.info.captions > 1:
             choice["caption"] = self.uniform(Stream.CAPTION, position)
         arrays = self.reader.read(ids, out, choice=choice, positions=positions)
-        if not stored:
-            pixels = arrays[LATENT]
+        for name in (*([] if stored else [LATENT]), *([LOSS_MASK] if LOSS_MASK in arrays else [])):
+            values = arrays[name]
             for row in np.flatnonzero(flips):
-                pixels[row] = pixels[row, :, :, ::-1].copy()  # [C, H, W], mirrored along W
+                values[row] = values[row, ..., ::-1].copy()  # [C, H, W] or [H, W], mirrored along W
         return arrays
 
 
@@ -222,7 +224,8 @@ class Normaliser:
             latents.sub_(shift).mul_(scale)  # in place: allocating results would take longer than computing them
         for name, (shift, scale) in self._of_others.items():
             stored[name] = (as_numbers(stored[name]).float() - shift) * scale
-        return Batch(latents=latents, position=stored.pop("position"), condition=from_stored(stored))
+        position, mask = stored.pop("position"), stored.pop(LOSS_MASK, None)
+        return Batch(latents=latents, position=position, condition=from_stored(stored), mask=mask)
 
 
 def _scales(found: Normalisation, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -233,10 +236,10 @@ def _scales(found: Normalisation, shape: tuple[int, ...], device: torch.device) 
 
 
 def empty_batch(info: DatasetInfo, bucket: int, count: int, device: torch.device) -> Batch:
-    """Return ``count`` samples with shapes and dtypes of a bucket of the data: zeros, and masks of whole captions."""
+    """Return ``count`` samples with shapes and dtypes of a bucket: zeros, and masks of whole captions and pictures."""
     columns = info.batch_columns(bucket)
     stored = {name: torch.zeros(count, *c.shape, dtype=getattr(torch, c.numpy.name)) for name, c in columns.items()}
-    for name in MASK_OF.values() & stored.keys():
+    for name in {*MASK_OF.values(), LOSS_MASK} & stored.keys():
         stored[name].fill_(1)
     if info.classes is not None:
         stored["label"] = torch.zeros(count, dtype=torch.int64)

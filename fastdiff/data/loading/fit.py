@@ -13,7 +13,8 @@ from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.presets import encode_command
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.data import DataConfig
-from fastdiff.data.shards.format import INFO_FILE, DatasetInfo
+from fastdiff.config.sections.objective import ObjectiveConfig
+from fastdiff.data.shards.format import INFO_FILE, LOSS_MASK, DatasetInfo
 from fastdiff.data.shards.remote import is_remote
 from fastdiff.errors import ConfigError, DataError, require
 from fastdiff.sanitize import address, escape, is_address
@@ -50,6 +51,7 @@ def check_data_set(config: RunConfig, preset: str | None) -> None:
     if not config.pretrained.weights or config.pretrained.is_file:
         require_fit(config.model, path, info)
     require_flips(config.data, info)
+    require_masks(config.objective, path, info)
     held_out = Path(config.validation.data) / INFO_FILE
     if config.model.classes and config.validation.data and held_out.is_file():
         match_classes(DatasetInfo.read(held_out.parent), info.class_names, f"--validation.data {held_out.parent}")
@@ -97,6 +99,24 @@ def require_flips(config: DataConfig, info: DatasetInfo) -> None:
             f"--data.random-flip, also of a preset: {address(config.path)} holds no flipped latents; encode with "
             "--flip, or train with --data.no-random-flip"
         )
+
+
+def trains_masked(objective: ObjectiveConfig, info: DatasetInfo) -> bool:
+    """Return whether the masks of a data set weight the loss."""
+    return objective.masked is not False and LOSS_MASK in info.columns
+
+
+def require_masks(objective: ObjectiveConfig, path: str, info: DatasetInfo) -> None:
+    """Raise ConfigError if a masked loss is asked for without masks, or the loss cannot be masked."""
+    require(
+        not objective.masked or LOSS_MASK in info.columns,
+        f"--objective.masked True: {address(path)} holds no masks; encode with --masks, or leave the flag out",
+    )
+    require(
+        not (objective.plugin and trains_masked(objective, info)),
+        f"--objective.plugin {objective.plugin}: {address(path)} holds masks, and a loss of your own has no positions "
+        "that they could weight; use --objective.masked False, or leave the plug-in out",
+    )
 
 
 def require_fit(network: ModelConfig, path: str, info: DatasetInfo) -> None:

@@ -16,7 +16,7 @@ from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.data import DataConfig
-from fastdiff.data.loading.fit import match_classes, require_fit
+from fastdiff.data.loading.fit import match_classes, require_fit, require_masks
 from fastdiff.data.shards.cache import open_shards_folder
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
@@ -43,9 +43,11 @@ def open_data(config: RunConfig, device: torch.device) -> Data:
     if config.data.online:
         data = _open_images(config, device)
         require_fit(config.model, config.data.path, data.info)
+        require_masks(config.objective, config.data.path, data.info)
         return data
     reader = open_shards(config.data)
     require_fit(config.model, config.data.path, reader.info)
+    require_masks(config.objective, config.data.path, reader.info)
     return reader
 
 

@@ -55,7 +55,9 @@ LATENT, FLIPPED = "latent", "latent_flipped"
 LATENT_LIMITS = "latent_limits"
 """Of latents in int8, see ``int8_latents.py``."""
 LATENT_DTYPES: tuple[StoredDtype, ...] = ("float16", "bfloat16", "float32", "uint8", "int8")
-COLUMNS = (LATENT, LATENT_LIMITS, *CAPTIONED, *OF_IMAGE, *OF_ENCODER)
+LOSS_MASK = "loss_mask"
+"""Weight of each latent position in the loss, float16 of 0 to 1; mirrored with the latent when it is read."""
+COLUMNS = (LATENT, LATENT_LIMITS, *CAPTIONED, *OF_IMAGE, *OF_ENCODER, LOSS_MASK)
 """All columns, in the order of the tar."""
 ENCODED = (LATENT, LATENT_LIMITS, *OF_ENCODER)
 """Columns that the autoencoder gives; each has a variant for the mirrored image, if there is one of the latent."""
@@ -236,6 +238,8 @@ class DatasetInfo:
         if self.buckets:
             shape = (self.latent.shape[0], *self.buckets[bucket])
             columns[LATENT] = dataclasses.replace(self.latent, shape=shape)
+            if LOSS_MASK in columns:
+                columns[LOSS_MASK] = loss_mask_column(columns[LATENT])
         return columns
 
     def batch_columns(self, bucket: int) -> dict[str, Column]:
@@ -352,7 +356,8 @@ class DatasetInfo:
         sizes = [size for column in self.columns.values() for size in column.shape]
         if any(min(column.shape, default=0) < 1 for column in self.columns.values()):
             return "a column has no dimensions, or a dimension below 1"
-        conditions = {name: column for name, column in self.columns.items() if name not in (LATENT, LATENT_LIMITS)}
+        no_conditions = LATENT, LATENT_LIMITS, LOSS_MASK
+        conditions = {name: column for name, column in self.columns.items() if name not in no_conditions}
         if problem := problem_of_shapes({name: column.shape for name, column in conditions.items()}):
             return problem
         for name, column in conditions.items():
@@ -361,6 +366,9 @@ class DatasetInfo:
         limits = {LATENT_LIMITS: Column(dtype="float32", shape=(2, self.latent.shape[0]))}
         if {n: self.columns[n] for n in limits if n in self.columns} != (limits if self.latent.dtype == "int8" else {}):
             return f"latents in int8, and these alone, need {LATENT_LIMITS} of float32 [2, {self.latent.shape[0]}]"
+        mask = loss_mask_column(self.latent)
+        if self.columns.get(LOSS_MASK, mask) != mask:
+            return f"{LOSS_MASK} is {self.columns[LOSS_MASK]}, expected float16 {list(mask.shape)} as the latents"
         if self.classes is not None and self.classes < 1:
             return f"classes is {self.classes}, expected at least 1"
         if self.class_names and len(self.class_names) != self.classes:
@@ -444,6 +452,11 @@ class DatasetInfo:
         if total != self.samples or not self.shards:
             return f"samples is {self.samples}, but the {len(self.shards)} shards hold {total}"
         return None
+
+
+def loss_mask_column(latent: Column) -> Column:
+    """Return the column of the masks of the loss, one weight per position of the latents."""
+    return Column(dtype="float16", shape=latent.shape[1:])
 
 
 def condition_columns(

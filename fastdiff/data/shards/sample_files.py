@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdiff.conditions import CAPTIONED, MASK_OF, MASKS
-from fastdiff.data.shards.format import Column, DatasetInfo, canonical_json
+from fastdiff.data.shards.format import LOSS_MASK, Column, DatasetInfo, canonical_json
 from fastdiff.errors import DataError
 
 
@@ -50,6 +50,8 @@ def components(
     checked = {v: _checked(key, v, arrays[v], column) for name, column in columns.items() for v in own[name]}
     if empty := [v for name in MASKS & columns.keys() for v in own[name] if not checked[v].any()]:
         raise DataError(f"key {key}: {empty[0]} marks no token of the caption, expected one or more")
+    if LOSS_MASK in checked and not ((checked[LOSS_MASK] >= 0) & (checked[LOSS_MASK] <= 1)).all():
+        raise DataError(f"key {key}: {LOSS_MASK} holds values outside of 0 to 1")
     content: dict[str, bytes] = {}
     for name, column in columns.items():
         masks = [checked[v] for v in own[MASK_OF[name]]] if info.is_masked(name) else [None] * len(own[name])

@@ -15,6 +15,7 @@ from fastdiff.checkpoint.weights import AS_TRAINED
 from fastdiff.config.sections.objective import DdpmConfig, FlowConfig, ObjectiveConfig, in_full
 from fastdiff.console import log
 from fastdiff.data.loading.batches import Normaliser
+from fastdiff.data.loading.fit import require_masks, trains_masked
 from fastdiff.diffusion.levels import clean_per_error
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.snr_bins import Mean, by_log_snr
@@ -63,12 +64,14 @@ class ValidationLoss(Callback):
         self._trackers = trackers
         self._every = Every(config.validation.every, config.validation.first)
         path, cache = config.validation.data, config.data.cache
+        self._config = validated(config.objective)
         self._reader = reader = world.on_all_ranks(
             lambda: open_validation(config.model, path, cache, state.reader.info)
         )
+        world.on_all_ranks(lambda: require_masks(replace(self._config, plugin=""), path, reader.info))
+        self._unit = unit(self._config, masked=trains_masked(self._config, reader.info))
         self._data = reader.info.digest[:12]
         self._normalise = Normaliser(reader.info, world.device)
-        self._config = validated(config.objective)
         self._objective = Objective(
             self._config,
             seed=_SEED,
@@ -114,7 +117,7 @@ class ValidationLoss(Callback):
         last = self._lines.last()
         if last is None:
             return -1
-        now = {"data": self._data, "val_count": len(self._index), "unit": unit(self._config)}
+        now = {"data": self._data, "val_count": len(self._index), "unit": self._unit}
         changes = [f"{name} {last.get(name)} -> {value}" for name, value in now.items() if last.get(name) != value]
         if changes:
             log.warning(
@@ -159,7 +162,7 @@ class ValidationLoss(Callback):
         state.files.write(validation_files.path_of(state.folder, step), validation_files.encode(found))
         total, bins = by_log_snr(log_snr, loss)
         record = {"step": step, "samples": state.progress.samples, **_record(total, bins)}
-        record |= {"unit": unit(self._config), "data": self._data}
+        record |= {"unit": self._unit, "data": self._data}
         self._lines.write(record)
         shown = {"val_loss": total.mean, "val_loss_se": total.error}
         shown |= {f"val_loss_snr_{n:02d}": found.mean for n, found in enumerate(bins) if found.count}
@@ -171,7 +174,7 @@ class ValidationLoss(Callback):
             "data": self._reader.info.digest,
             "seed": _SEED,
             "objective": in_full(self._config),
-            "unit": unit(self._config),
+            "unit": self._unit,
             "precision": state.config.performance.precision,
             "weights": AS_TRAINED if average is None else in_words(average),
             "step": state.progress.steps,
@@ -195,16 +198,18 @@ def validated(objective: ObjectiveConfig) -> ObjectiveConfig:
     return replace(objective, **changes)
 
 
-def unit(objective: ObjectiveConfig) -> str:
+def unit(objective: ObjectiveConfig, *, masked: bool = False) -> str:
     """Describe the loss in words."""
+    mask = ", masked" if masked else ""
     if isinstance(objective, DdpmConfig) and objective.is_bound:
-        return "bits per dimension" if objective.loss == "kl" else f"bits per dimension times {objective.timesteps}"
+        scale = "" if objective.loss == "kl" else f" times {objective.timesteps}"
+        return f"bits per dimension{scale}{mask}"
     weight = "" if objective.weighted == "none" else f", weighted by {objective.weighted}"
     bound = " + variational bound" if objective.learns_variance else ""
     cosine = " + cosine distance" if isinstance(objective, FlowConfig) and objective.cosine_weight else ""
     token = objective.teacher_weight if isinstance(objective, FlowConfig) else 0.0
     teacher = f" + {token:g} times that of the class token" if token else ""
-    return f"squared error of {objective.predicted}{weight}{bound}{cosine}{teacher}"
+    return f"squared error of {objective.predicted}{weight}{bound}{cosine}{teacher}{mask}"
 
 
 def _record(total: Mean, bins: Sequence[Mean]) -> Record:

@@ -94,6 +94,7 @@ class GraphForwardBackward(ForwardBackward):
                 batch.latents.clone(),
                 batch.position.clone(),
                 {name: value.clone() for name, value in batch.condition.items()},
+                None if batch.mask is None else batch.mask.clone(),
             )
             return
         held, given = _tensors(self._static), _tensors(batch)
@@ -111,7 +112,8 @@ class GraphForwardBackward(ForwardBackward):
 
 def _tensors(batch: Batch) -> dict[str, Tensor]:
     conditions = {f"condition {name}": value for name, value in batch.condition.items()}
-    return {"latents": batch.latents, "position": batch.position, **conditions}
+    masks = {} if batch.mask is None else {"mask": batch.mask}
+    return {"latents": batch.latents, "position": batch.position, **conditions, **masks}
 
 
 def _described(tensor: Tensor | None) -> str:

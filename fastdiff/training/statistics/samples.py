@@ -40,7 +40,8 @@ def _split(batch: Batch, size: int) -> Iterator[Batch]:
     for first in range(0, len(batch.position), size):
         rows = slice(first, first + size)
         condition = {name: value[rows] for name, value in batch.condition.items()}
-        yield Batch(batch.latents[rows], batch.position[rows], condition)
+        mask = None if batch.mask is None else batch.mask[rows]
+        yield Batch(batch.latents[rows], batch.position[rows], condition, mask)
 
 
 def _columns(batch: Batch, objective: Objective) -> Columns:
