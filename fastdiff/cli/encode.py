@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fastdiff.config.arguments.types import Subcommands, at_most, count, local_path, shape
+from fastdiff.config.arguments.types import Subcommands, at_most, count, count_or_zero, local_path, seed, shape
 from fastdiff.config.sections.data import MOST_WORKERS
 from fastdiff.console import show
 from fastdiff.errors import ConfigError, Preempted
@@ -148,6 +148,25 @@ def _add_captions(parser: argparse.ArgumentParser) -> None:
         "--pretrained.max_tokens",
     )
     group.add_argument("--caption-column", help="column or field of the captions")
+    group.add_argument(
+        "--shuffle-tags",
+        type=count,
+        metavar="K",
+        help="embed K variants of each caption, whose tags are shuffled; each training step draws one of them",
+    )
+    group.add_argument("--drop-tags", type=float, metavar="P", help="drop each tag of a variant with this probability")
+    group.add_argument("--tag-separator", metavar="TEXT", help="between two tags (default: a comma)")
+    group.add_argument(
+        "--keep-tokens", type=count_or_zero, metavar="N", help="first N tags that are neither shuffled nor dropped"
+    )
+    group.add_argument(
+        "--keep-separator",
+        metavar="TEXT",
+        help="tags before it are kept, as '|||' in 'sks, dog ||| red, small'; tags behind a second one too",
+    )
+    group.add_argument("--caption-prefix", metavar="TEXT", help="put before each caption, and shuffled with its tags")
+    group.add_argument("--caption-suffix", metavar="TEXT", help="put behind each caption, and shuffled with its tags")
+    group.add_argument("--seed", type=seed, help="of the variants (default: 0)")
 
 
 def _add_work(parser: argparse.ArgumentParser) -> None:

@@ -56,8 +56,8 @@ PACKAGES: dict[str, set[str]] = {
 CORE = {
     "batch", "conditions", "console", "durations", "errors", "exit_message", "files", "json_lines", "live_line",
     "optional_packages", "outputs", "buffered_writes", "plurals", "private_folders", "process_limits", "progress",
-    "progress_bar", "rng", "run_files", "sanitize", "standard_streams", "starting", "tables", "terminal", "verbosity",
-    "version",
+    "progress_bar", "rng", "run_files", "sanitize", "standard_streams", "starting", "tables", "tags", "terminal",
+    "verbosity", "version",
 }  # fmt: skip
 FREE_OF_TORCH = (
     "ledger",

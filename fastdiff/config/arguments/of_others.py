@@ -216,6 +216,17 @@ _KOHYA = {
     "enable_bucket": Ours("belongs to `fastdiff encode --buckets`"),
     "cache_latents": Ours("is what `fastdiff encode` does"),
     "caption_extension": Ours("has no counterpart: text files beside the pictures are found"),
+    "shuffle_caption": Ours("belongs to `fastdiff encode --shuffle-tags K`, or to --data.online: --data.shuffle-tags"),
+    "keep_tokens": Ours(f"{_ENCODED}keep-tokens {{}}"),
+    "keep_tokens_separator": Ours(f"{_ENCODED}keep-separator {{}}"),
+    "caption_separator": Ours(f"{_ENCODED}tag-separator {{}}"),
+    "caption_prefix": Ours(f"{_ENCODED}caption-prefix {{}}"),
+    "caption_suffix": Ours(f"{_ENCODED}caption-suffix {{}}"),
+    "caption_tag_dropout_rate": Ours(f"{_ENCODED}drop-tags {{}}"),
+    "caption_dropout_rate": _flag("objective.condition-dropout"),
+    "caption_dropout_every_n_epochs": Ours(
+        "has no counterpart: a caption is dropped by chance; --objective.condition-dropout 1/{} drops as many"
+    ),
     "max_data_loader_n_workers": _WORKERS,
 }
 _DIT = {

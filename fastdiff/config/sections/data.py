@@ -6,12 +6,14 @@ from typing import Literal
 
 from fastdiff.config.local_paths import require_local
 from fastdiff.errors import require
+from fastdiff.tags import Tags
 
 MOST_WORKERS = 1024
 """Largest number of decoding threads per rank."""
 _ONLINE = (
     "image_column", "caption_column", "image_root", "dataset_config", "max_samples", "subset", "resolution",
-    "center_crop", "image_interpolation_mode", "decode", "workers",
+    "center_crop", "image_interpolation_mode", "decode", "workers", "shuffle_tags", "tag_separator", "keep_tokens",
+    "keep_separator", "drop_tags", "caption_prefix", "caption_suffix",
 )  # fmt: skip
 """Fields that only online encoding reads."""
 
@@ -69,6 +71,26 @@ class DataConfig:
     """Library that decodes and resizes the images; auto: DALI if it works here; pillow is the exact reference."""
     workers: int = 4
     """Image decoding threads per rank."""
+    shuffle_tags: bool = False
+    """Shuffle the tags of the caption, anew in every draw (kohya's shuffle_caption)."""
+    tag_separator: str = ","
+    """What stands between two tags; they are joined by a comma and a blank."""
+    keep_tokens: int = 0
+    """First tags that are neither shuffled nor dropped, those of the prefix included."""
+    keep_separator: str = ""
+    """Mark behind the tags that are kept, instead of their number, as ||| in: sks, dog ||| red, small; the tags behind
+    a second one are kept at the end."""
+    drop_tags: float = 0.0
+    """Drop each other tag with this probability (kohya's caption_tag_dropout_rate)."""
+    caption_prefix: str = ""
+    """Text before each caption, and shuffled with its tags unless they are kept."""
+    caption_suffix: str = ""
+    """Text behind each caption, and shuffled with its tags."""
+
+    @property
+    def tags(self) -> Tags:
+        """How online encoding makes a text of a caption."""
+        return Tags.of(self)
 
     def __post_init__(self) -> None:
         require_local("--data.cache", self.cache)
@@ -86,6 +108,7 @@ class DataConfig:
             not (self.online and self.damaged == "skip"),
             "--data.damaged skip is for shards; remove bad images from the source, or encode with `--bad skip`",
         )
+        self.tags.require_consistent("--data.{}".format)
         require(self.shuffle_shards >= 1, f"--data.shuffle_shards {self.shuffle_shards}: at least 1")
         require(self.prefetch >= 1, f"--data.prefetch {self.prefetch}: at least 1")
 

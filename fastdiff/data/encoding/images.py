@@ -6,6 +6,7 @@ communicate only through ``plan.EncodeFolder``. Each of them ends with the compl
 partitions that others have begun, and takes those of a process that dies.
 """
 
+import dataclasses
 import itertools
 import shlex
 import shutil
@@ -25,6 +26,7 @@ from fastdiff.conditions import OF_IMAGE, StoredDtype, of_source, stored_dtype
 from fastdiff.console import log, show
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, reproducible, require_side
 from fastdiff.data.encoding.builtin import versions
+from fastdiff.data.encoding.embedded_texts import EmbeddedTexts
 from fastdiff.data.encoding.options import EncodeOptions, LatentDtype, cores_of, device_of
 from fastdiff.data.encoding.partition import PartitionEncoder
 from fastdiff.data.encoding.plan import BAD_IMAGES, LISTING_OPTIONS, BadRecord, EncodeFolder, PartitionRecord
@@ -46,6 +48,7 @@ from fastdiff.parallel.claims import in_turn
 from fastdiff.parallel.devices import require_precision
 from fastdiff.parallel.launcher import Place, place_in_any_job
 from fastdiff.progress_bar import Bar
+from fastdiff.tags import Tags
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CLASSES_SHOWN = 12
@@ -105,6 +108,10 @@ class _ImageEncode:
                 given is None or self._embeds_captions,
                 f"{flag} {given}: {self._source.name} have no captions; leave it out",
             )
+        require(
+            options.tags == Tags() or self._embeds_captions,
+            f"{self._source.name} have no captions, whose variants or prefix were asked for; leave these options out",
+        )
         self._encoder, self._statistics = self._opened_encoder(pretrained)
         self._transform = _transform(options, self._encoder)
         self._decoder: Decoder = open_decoder(options.decode, self._transform, options.workers, self._device)
@@ -124,6 +131,7 @@ class _ImageEncode:
             partial(compare, self._source),
             say,
         )
+        self._texts = EmbeddedTexts.asked(options, self._folder.captions)
         self._images = 0
         self._encoded: set[int] = set()
         self._took_over = False
@@ -233,6 +241,12 @@ class _ImageEncode:
         each, partitions = sample_bytes(info), self._source.partitions
         about = "at most" if any(map(info.is_masked, info.columns)) else "about"  # captions of full length are counted
         images = None if isinstance(self._source, WebDatasetSource) else len(self._source)
+        if (variants := self._texts.variants) > 1:
+            one = sample_bytes(replace(info, captions=self._texts.captions))
+            log.info(
+                f"--shuffle-tags {variants}: {about} {each / 2**10:.1f} KiB for each picture, "
+                f"{each / one:.1f} times the {one / 2**10:.1f} KiB of one variant"
+            )
         if images is None:
             log.info(f"{self._options.out}: {partitions} shards, {about} {each / 2**10:.1f} KiB for each picture")
             return
@@ -288,6 +302,7 @@ class _ImageEncode:
             stopwatch=self._stopwatch,
             bad=leave_out,
             sums=sums,
+            texts=self._texts,
         )
         try:
             for chunk in chunks:
@@ -295,7 +310,7 @@ class _ImageEncode:
                     if isinstance(item, BadItem) or isinstance(decoded, BadImage):
                         leave_out(item.name, decoded.reason if isinstance(decoded, BadImage) else "")
                     else:
-                        for loss, count in losses(item, decoded, info, self._encoder):
+                        for loss, count in losses(item, decoded, info, self._encoder, self._texts):
                             tally.add(loss, PurePath(item.name).name, count)
                         with self._folder.storage():
                             shards.add(item, decoded)
@@ -353,9 +368,17 @@ class _ImageEncode:
             **{name: getattr(self._options, name) for name in _OF_BYTES},
             **({"image_conditions": OF_IMAGE} if self._of_image is None else {}),
             **{name: given for name in _OF_TEXT if (given := getattr(self._options, name)) is not None},
+            **self._plan_of_variants(),
             **(self._statistics.plan if self._statistics else {}),
             **({"posterior": self._options.posterior} if self._options.posterior != "each-step" else {}),
         } | self._listing_options()
+
+    def _plan_of_variants(self) -> dict[str, Any]:
+        """Return the options of the variants of captions; nothing of captions as they are."""
+        options = self._options
+        if options.tags == Tags():
+            return {}
+        return dataclasses.asdict(options.tags) | {"shuffle_tags": options.shuffle_tags, "seed": options.seed}
 
     @property
     def _dtype(self) -> LatentDtype | Literal["uint8"]:
@@ -440,7 +463,7 @@ class _ImageEncode:
             kind=encoder.kind,
             buckets=sizes if options.buckets else (),
             flipped=options.flip,
-            captions=self._folder.captions,
+            captions=self._texts.captions * self._texts.variants,
             selection=self._source.selection,
         )
 
@@ -566,7 +589,11 @@ def _described_classes(names: Sequence[str]) -> str:
 
 
 def losses(
-    item: ImageItem, decoded: Decoded, info: DatasetInfo, encoder: LatentEncoder | PixelEncoder
+    item: ImageItem,
+    decoded: Decoded,
+    info: DatasetInfo,
+    encoder: LatentEncoder | PixelEncoder,
+    texts: EmbeddedTexts,
 ) -> Iterator[tuple[str, int]]:
     """Yield what is lost of an image, in words that a count follows, and the count of this image."""
     height, width = decoded.pixels.shape[:2]
@@ -574,11 +601,14 @@ def losses(
         yield "pictures smaller than the resolution, so enlarged: they are blurred", 1
     if not of_source("caption", info.columns):
         return
-    if item.captions[:1] == ("",):
+    whole = texts.whole(item)
+    if item.captions and not whole[0]:
         yield "pictures with an empty caption, trained as the empty prompt", 1
-    if len(item.captions) > info.captions:
-        yield f"pictures with more captions than the {info.captions} embedded; --captions all embeds all", 1
-    for limit, tokens in encoder.lost(item.captions[: info.captions]).items():
+    elif emptied := texts(item).count(""):
+        yield "variants of captions that lost all tags, trained as the empty prompt", emptied
+    if len(item.captions) > len(whole):
+        yield f"pictures with more captions than the {texts.captions} embedded; --captions all embeds all", 1
+    for limit, tokens in encoder.lost(whole).items():
         yield f"{_CUT}: it is longer than the {limit} tokens that the text encoder reads", 1
         if tokens:
             yield f"tokens beyond the first {limit} of a caption, which were not read", tokens

@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,7 @@ from fastdiff.data.images.options import SourceOptions
 from fastdiff.errors import require
 from fastdiff.parallel.devices import select_device, usable_gpus
 from fastdiff.parallel.launcher import Place
+from fastdiff.tags import Tags
 
 LatentDtype = Literal["float16", "bfloat16", "float32", "int8"]
 _OF_PIPELINE = (
@@ -32,6 +33,14 @@ _OF_PIPELINE = (
     "caption_from",
     "max_tokens",
     "text_dtype",
+    "shuffle_tags",
+    "drop_tags",
+    "tag_separator",
+    "keep_tokens",
+    "keep_separator",
+    "caption_prefix",
+    "caption_suffix",
+    "seed",
 )
 """Options without meaning for a data set in pixel space."""
 
@@ -62,6 +71,18 @@ class EncodeOptions(SourceOptions):
     """all: embed every caption of an image; captions are counted first, without reading the images."""
     max_tokens: int | None = None
     """Tokens of a caption that are read, of text encoders with captions of variable length; None: as the pipeline."""
+    shuffle_tags: int | None = None
+    """Variants of each caption, whose tags are shuffled; None: captions are embedded as they are."""
+    drop_tags: float = 0.0
+    """Probability of a tag to be dropped from a variant."""
+    tag_separator: str = ","
+    keep_tokens: int = 0
+    keep_separator: str = ""
+    caption_prefix: str = ""
+    caption_suffix: str = ""
+    """These five: see ``Tags``."""
+    seed: int = 0
+    """Of the variants."""
     bad: Literal["fail", "skip"] = "fail"
     """Policy for unusable images."""
     batch: int = 16
@@ -90,6 +111,11 @@ class EncodeOptions(SourceOptions):
         """Whether captions are read, and an image without one is unusable."""
         return not self.in_pixels
 
+    @property
+    def tags(self) -> Tags:
+        """How the embedded variants of a caption are made."""
+        return replace(Tags.of(self), shuffle_tags=self.shuffle_tags is not None)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require_local("--pretrained", self.pretrained)
@@ -113,10 +139,21 @@ class EncodeOptions(SourceOptions):
             self.batch >= 1 and self.workers >= 1,
             f"--batch {self.batch}, --workers {self.workers}: expected at least 1",
         )
+        self._require_variants()
         require(self.bucket_step is None or self.buckets, "--bucket-step needs --buckets; add it or omit --bucket-step")
         # resolve() fails on a link in a circle, which the reader explains.
         source, out = (Path(os.path.realpath(path)) for path in (self.source, self.out))
         require(source not in (out, *out.parents), f"{out} is inside the source {source}; choose another folder")
+
+    def _require_variants(self) -> None:
+        variants = self.shuffle_tags
+        require(variants is None or variants >= 1, f"--shuffle-tags {variants}: a number of variants, at least 1")
+        require(
+            variants is not None or not self.drop_tags,
+            f"--drop-tags {self.drop_tags:g} needs --shuffle-tags K, the number of variants of a caption to encode",
+        )
+        require(variants is not None or not self.seed, f"--seed {self.seed} has no effect without --shuffle-tags")
+        self.tags.require_consistent(lambda field: "--" + field.replace("_", "-"))
 
 
 def device_of(place: Place) -> torch.device:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fastdiff.batch import as_numbers, from_stored, to_stored
 from fastdiff.conditions import CAPTIONED, image_conditions, of_source
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder
+from fastdiff.data.encoding.embedded_texts import EmbeddedTexts
 from fastdiff.data.encoding.statistics import PartitionSums
 from fastdiff.data.images.decode import Decoded
 from fastdiff.data.images.items import ImageItem
@@ -28,7 +29,8 @@ from fastdiff.errors import DataError
 
 _CPU_IMAGES = 4
 _TEXT_BATCHES = 8
-"""Batches of images whose captions are embedded together, if the encoder pads a batch of captions to its longest."""
+"""Batches of images whose captions are embedded together, if the encoder pads a batch of captions to its longest; fewer
+of captions with variants."""
 _KEPT_EMBEDDINGS, _KEPT_BYTES = 1024, 2**30
 """Most captions in the cache of embeddings, and their bytes; the 1024 of SDXL have 0.3 GiB in 16 bits."""
 
@@ -85,15 +87,17 @@ class PartitionEncoder:
         stopwatch: Stopwatch,
         bad: Callable[[str, str], None],
         sums: PartitionSums | None,
+        texts: EmbeddedTexts,
     ) -> None:
-        self._sums = sums
+        self._sums, self._texts = sums, texts
         self._out, self._info, self._partition = out, info, partition
         self._encoder, self._threads, self._batch = encoder, threads, batch
         self._stopwatch, self._bad = stopwatch, bad
         self._on_cuda = encoder.device.type == "cuda"
         self._pending: defaultdict[int, list[tuple[ImageItem, Decoded]]] = defaultdict(list)  # by bucket
         self._open, self._computing = _Group(), _Group()
-        self._together = _TEXT_BATCHES if any(map(info.is_masked, info.columns)) else 1
+        masked = any(map(info.is_masked, info.columns))
+        self._together = max(1, _TEXT_BATCHES // texts.variants) if masked else 1
         # An LRU cache by caption. Its content depends only on the partition, and so do the batches of captions and
         # their bytes.
         self._embeddings: OrderedDict[str, Arrays] = OrderedDict()
@@ -127,8 +131,8 @@ class PartitionEncoder:
             tar.abandon()
 
     def _captions(self, item: ImageItem) -> tuple[str, ...]:
-        """Return the captions of an image to embed."""
-        return (item.captions or ("",))[: self._info.captions] if of_source("caption", self._info.columns) else ()
+        """Return the texts of an image to embed."""
+        return self._texts(item) if of_source("caption", self._info.columns) else ()
 
     def _compute(self, bucket: int) -> None:
         batch, group = _Batch(self._pending.pop(bucket), bucket), self._open
@@ -260,7 +264,8 @@ class PartitionEncoder:
         size = decoded.pixels.shape[0], decoded.pixels.shape[1]
         of_image = image_conditions(info.columns, decoded.original_size, decoded.crop, size)
         arrays |= {name: np.array(values, info.columns[name].dtype) for name, values in of_image.items()}
-        meta = {"name": item.name, "captions": captions, "original_size": decoded.original_size, "crop": decoded.crop}
+        noted = self._texts.whole(item) if captions else ()
+        meta = {"name": item.name, "captions": noted, "original_size": decoded.original_size, "crop": decoded.crop}
         count = len(captions) if info.captions > 1 else None
         content = components(info, bucket, item.key, arrays, item.label, captions=count, meta=meta)
         if (longest := longest_caption(arrays)) is not None:

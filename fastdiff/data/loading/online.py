@@ -96,6 +96,7 @@ class OnlineImages:
         )
         if not self.source.captioned:
             raise ConfigError(f"{self.folder} has no captions in {config.caption_column!r}; see --data.caption_column")
+        self.tags = config.tags
         self._chosen = subset(seed, len(self.source), config.max_samples) if config.subset == "random" else None
         crop: Crop = "center" if config.center_crop else "random"
         transform = ImageTransform(config.resolution, crop, config.image_interpolation_mode)
@@ -237,11 +238,13 @@ class OnlineBatches(Batches):
         return item
 
     def _embed(self, items: Sequence[ImageItem], position: Tensor) -> Tensors:
-        """Embed one caption of each image; a caption shared by several images is embedded once."""
+        """Embed a text of one caption of each image; a text shared by several images is embedded once."""
         shares = self.uniform(Stream.CAPTION, position)
         # In fp64, as in the reader of shards: less than the number of captions for every share below 1.
         numbers = [int(share * len(item.captions)) for item, share in zip(items, shares.tolist(), strict=True)]
-        chosen = [item.captions[number] for item, number in zip(items, numbers, strict=True)]
+        captions = (item.captions[number] for item, number in zip(items, numbers, strict=True))
+        draws = (f"{self.seed}/{number}" for number in position.tolist())
+        chosen = list(map(self.images.tags.variant, captions, draws))
         self._cut.add([item.name for item in items], chosen)
         unique = list(dict.fromkeys(chosen))
         row = torch.tensor([unique.index(caption) for caption in chosen], device=self.device)

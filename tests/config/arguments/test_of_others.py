@@ -119,7 +119,15 @@ def test_the_choices_in_the_answers_are_those_of_the_fields() -> None:
 
 def test_our_names_in_the_answers_are_flags() -> None:
     known = {flag.replace("_", "-") for name in ("digits", "sd15-lora") for flag in known_flags(preset(name))}
-    known |= {"--ranks", "--model.kind", "--objective.zero-terminal-snr", "--push-to-hub", "--format", "--flip"}
+    known |= {
+        "--ranks",
+        "--model.kind",
+        "--objective.zero-terminal-snr",
+        "--push-to-hub",
+        "--format",
+        "--flip",
+        "--shuffle-tags",
+    }
     known |= {"--buckets", "--resolution", "--data.", "--pretrained", "--performance.no-recompute"}
     for tables in of_others._OF_RUN.values():
         for theirs, ours in tables.items():

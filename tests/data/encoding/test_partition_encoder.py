@@ -11,6 +11,7 @@ import torch
 
 from fastdiff.data.encoding import partition
 from fastdiff.data.encoding.autoencoder import LatentEncoder
+from fastdiff.data.encoding.embedded_texts import EmbeddedTexts
 from fastdiff.data.encoding.partition import PartitionEncoder
 from fastdiff.data.images.decode import Decoded
 from fastdiff.data.images.items import ImageItem
@@ -72,6 +73,7 @@ def encode(out: Path, encoder: LatentEncoder) -> tuple[list[int], PartitionEncod
             stopwatch=Stopwatch(),
             bad=pytest.fail,
             sums=None,
+            texts=EmbeddedTexts(),
         )
         for number, caption in enumerate(CAPTIONS):
             pixels = natural(32, 32, seed=number)

@@ -25,6 +25,8 @@ from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.models.pretrained.tiny_pipeline import UNETS, build
+from fastdiff.rng import Stream
+from fastdiff_kernels import philox
 from tests.support.inputs.images import encode, natural
 
 MICRO = 4
@@ -260,6 +262,32 @@ def test_the_caption_is_chosen_in_fp64_as_from_shards(
             expected = online.encoder.embed([captions[4]])["pooled"].to(torch.float16)
             assert torch.equal(found, expected)
             assert not torch.equal(found, online.encoder.embed([captions[5]])["pooled"].to(torch.float16))
+
+
+def test_tags_are_shuffled_anew_in_every_draw(images: Path, pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the seed and the position alone, so the same by two ranks; a text of several images is embedded once."""
+    data = config(images, shuffle_tags=True, drop_tags=0.2, keep_tokens=1, caption_prefix="a, b, c,")
+    with open_images(data, pipeline) as online:
+        embed, read = online.encoder.embed, []
+        monkeypatch.setattr(online.encoder, "embed", lambda texts: (read.append(list(texts)), embed(texts))[1])
+        alone = [each for batch in draw(online, data, count=6) for each in batch.condition["context"]]
+        texts = {text for batch in read for text in batch}
+        assert all(len(set(batch)) == len(batch) for batch in read)
+        assert len(texts) > 15
+        assert all(text.split(", ")[0] == "a" for text in texts)
+        order = build_order(online.info, seed=5, window_shards=16, global_batch=MICRO)
+        captions = [online.item(number).captions for number in order.samples(np.arange(24)).tolist()]  # type: ignore[union-attr]
+        shares = philox.uniform(5, int(Stream.CAPTION), torch.arange(24), 1)[:, 0].tolist()
+        every = [
+            data.tags.variant(one[int(u * 3)], f"5/{n}")
+            for n, (one, u) in enumerate(zip(captions, shares, strict=True))
+        ]
+        expected = embed(every)["context"].half()
+        torch.testing.assert_close(torch.stack(alone), expected, rtol=2e-3, atol=1e-4)
+        parts = [draw(online, data, count=3, rank=rank, ranks=2) for rank in range(2)]
+        for position, found in enumerate(alone):
+            step, rank, row = position // (2 * MICRO), position // MICRO % 2, position % MICRO
+            torch.testing.assert_close(parts[rank][step].condition["context"][row], found, rtol=2e-3, atol=1e-4)
 
 
 def test_messages_name_the_source_as_it_was_given(images: Path, pipeline: Path) -> None:
