@@ -100,7 +100,7 @@ def test_every_flag_of_the_scripts_is_known_with_its_default(script: str, more: 
     expected = TRAINING | NETWORK | more
     assert flags_of(script) == expected.keys()
     parser = argparse.ArgumentParser()
-    SCRIPTS[script][1](parser)
+    SCRIPTS[script].add_flags(parser)
     found = vars(parser.parse_args([]))
     assert {name: found[name] for name in expected} == expected
 

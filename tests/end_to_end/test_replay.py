@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.func import functional_call
 
@@ -141,7 +142,7 @@ def assert_replayed(config: RunConfig, found: list[float], averages: dict[float,
             torch.testing.assert_close(ours[name].double(), value, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-# diffusers' train_text_to_image.py and train_text_to_image_lora.py
+# diffusers' train_text_to_image.py, train_text_to_image_lora.py and both for Stable Diffusion XL
 
 
 @pytest.fixture(scope="module")
@@ -150,14 +151,41 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def text_flags(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def text_flags(pipeline: Path, pictures: Path) -> list[str]:
+    return flags_of_text(pipeline, pictures)
+
+
+@pytest.fixture(scope="module")
+def xl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With embeddings of deviation 1, as layer norms of real encoders give; larger ones leave fp32 no gradients."""
+    folder = build(tmp_path_factory.mktemp("pipeline") / "sdxl", kind="sdxl")
+    for part in ("text_encoder", "text_encoder_2"):
+        file = folder / part / "model.safetensors"
+        summed = ("embedding.weight", "out_proj.weight", "fc2.weight")  # into what the layers pass on
+        weights = {name: w / 32 if name.endswith(summed) else w for name, w in load_file(file).items()}
+        save_file(weights, file, {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def xl_flags(xl: Path, pictures: Path) -> list[str]:
+    return flags_of_text(xl, pictures)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve images with captions."""
     folder = tmp_path_factory.mktemp("images")
     rows = [json.dumps({"file_name": f"{number}.png", "text": f"picture {number}"}) for number in range(12)]
     for number in range(12):
         (folder / f"{number}.png").write_bytes(encode(natural(40, 60, seed=number), "PNG"))
     (folder / "metadata.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+def flags_of_text(pipeline: Path, pictures: Path) -> list[str]:
     return [
-        "--pretrained_model_name_or_path", str(pipeline), "--train_data_dir", str(folder), "--resolution", "32",
+        "--pretrained_model_name_or_path", str(pipeline), "--train_data_dir", str(pictures), "--resolution", "32",
         "--train_batch_size", "2", "--gradient_accumulation_steps", "2", "--max_train_steps", str(STEPS), "--seed", "3",
         "--lr_scheduler", "cosine", "--lr_warmup_steps", "5", "--learning_rate", "1e-3", "--random_flip",
     ]  # fmt: skip
@@ -176,11 +204,30 @@ def unet_of(pipeline: Path) -> tuple[Any, Any]:
     return unet, DDPMScheduler.from_pretrained(pipeline, subfolder="scheduler")
 
 
-def error_of(unet: Any, weights: Weights, scheduler: Any, micro: Micro) -> Tensor:
-    noisy = scheduler.add_noise(micro.clean, micro.noise, micro.time)
-    given = (noisy, micro.time, micro.condition["context"])
-    prediction = functional_call(unet, weights, given, {"return_dict": False})[0]
-    return (prediction - micro.noise).square().mean(dim=(1, 2, 3))
+def adapted(unet: Any, weights: Weights) -> Weights:
+    """The adapted weights of a network, by LoRA matrices with alpha equal to the rank."""
+    base, found = dict(unet.named_parameters()), {}
+    layers = sorted({name.partition(".lora_")[0] for name in weights})
+    assert len(layers) >= 4 * 2 * 3
+    for layer in layers:
+        down, up = (weights[f"{layer}.lora_{which}.default.weight"] for which in "AB")
+        found[f"{layer}.weight"] = base[f"{layer}.weight"].detach() + up @ down
+    return found
+
+
+def error_of(unet: Any, weights: Weights, scheduler: Any, micro: Micro, target: Tensor | None = None) -> Tensor:
+    noisy, condition = scheduler.add_noise(micro.clean, micro.noise, micro.time), micro.condition
+    options: dict[str, Any] = {"return_dict": False}
+    given = (noisy, micro.time, condition["context"])
+    if "pooled" in condition:  # Stable Diffusion XL
+        options["added_cond_kwargs"] = {"text_embeds": condition["pooled"], "time_ids": condition["time_ids"]}
+    prediction = functional_call(unet, weights, given, options)[0]
+    return (prediction - (micro.noise if target is None else target)).square().mean(dim=(1, 2, 3))
+
+
+def diffusers_average(step: int) -> float:
+    """Decay of its EMAModel after a step, from 1."""
+    return (1 + step - 1) / (10 + step - 1) if step > 1 else 0.0
 
 
 def test_text_to_image(world: World, pipeline: Path, text_flags: list[str], dump: list[Micro], tmp_path: Path) -> None:
@@ -193,7 +240,7 @@ def test_text_to_image(world: World, pipeline: Path, text_flags: list[str], dump
         snr = abar[micro.time] / (1 - abar[micro.time])
         return (error_of(unet, weights, scheduler, micro) * snr.clamp(max=5) / snr).mean()
 
-    decays = {0.9999: lambda step: (1 + step - 1) / (10 + step - 1) if step > 1 else 0.0}  # diffusers' EMAModel
+    decays = {0.9999: diffusers_average}
     script = Script(warmed_cosine, weight_decay=1e-2, clip=0.5, decays=decays)
     assert_replayed(config, *script.replay(weights, loss_of, dump))
 
@@ -204,18 +251,47 @@ def test_lora(world: World, pipeline: Path, text_flags: list[str], dump: list[Mi
     own = ["--rank", "4", "--max_grad_norm", "0", "--output_dir", str(tmp_path / "run")]
     config, weights = run(run_of("t2i-lora", [*text_flags, *own])[0], world, dump)
     unet, scheduler = unet_of(pipeline)
-    base = dict(unet.named_parameters())
-    layers = sorted({name.partition(".lora_")[0] for name in weights})
-    assert len(layers) >= 4 * 2 * 3
 
     def loss_of(weights: Weights, micro: Micro) -> Tensor:
-        added = {}
-        for layer in layers:
-            down, up = (weights[f"{layer}.lora_{which}.default.weight"] for which in "AB")
-            added[f"{layer}.weight"] = base[f"{layer}.weight"].detach() + up @ down  # alpha is the rank
-        return error_of(unet, added, scheduler, micro).mean()
+        return error_of(unet, adapted(unet, weights), scheduler, micro).mean()
 
     script = Script(warmed_cosine, weight_decay=1e-2)
+    assert_replayed(config, *script.replay(weights, loss_of, dump))
+
+
+def test_text_to_image_xl(world: World, xl: Path, xl_flags: list[str], dump: list[Micro], tmp_path: Path) -> None:
+    own = ["--use_ema", "--snr_gamma", "5", "--max_grad_norm", "0.5", "--output_dir", str(tmp_path / "run")]
+    bias = ["--timestep_bias_strategy", "earlier", "--timestep_bias_multiplier", "3"]
+    config, weights = run(run_of("train_text_to_image_sdxl", [*xl_flags, *own, *bias])[0], world, dump)
+    unet, scheduler = unet_of(xl)
+    abar = scheduler.alphas_cumprod.double()
+
+    def loss_of(weights: Weights, micro: Micro) -> Tensor:
+        snr = abar[micro.time] / (1 - abar[micro.time])
+        return (error_of(unet, weights, scheduler, micro) * snr.clamp(max=5) / snr).mean()
+
+    decays = {0.9999: diffusers_average}
+    script = Script(warmed_cosine, weight_decay=1e-2, clip=0.5, decays=decays)
+    assert_replayed(config, *script.replay(weights, loss_of, dump))
+    times = torch.cat([micro.time for micro in dump])
+    assert 0.3 < (times < 250).double().mean() < 0.7, "a quarter of the timesteps is three times as frequent"
+    sizes = torch.cat([micro.condition["time_ids"] for micro in dump])
+    assert (sizes[:, :2] == torch.tensor([40, 60])).all()
+    assert (sizes[:, 4:] == 32).all()
+    assert sizes[:, 3].unique().numel() > 1, "each sample has its own crop"
+
+
+def test_lora_xl(world: World, xl: Path, xl_flags: list[str], dump: list[Micro], tmp_path: Path) -> None:
+    own = ["--rank", "4", "--max_grad_norm", "0.1", "--prediction_type", "v_prediction"]
+    words = [*xl_flags, *own, "--output_dir", str(tmp_path / "run")]
+    config, weights = run(run_of("train_text_to_image_lora_sdxl", words)[0], world, dump)
+    unet, scheduler = unet_of(xl)
+
+    def loss_of(weights: Weights, micro: Micro) -> Tensor:
+        target = scheduler.get_velocity(micro.clean, micro.noise, micro.time)
+        return error_of(unet, adapted(unet, weights), scheduler, micro, target).mean()
+
+    script = Script(warmed_cosine, weight_decay=1e-2, clip=0.1)
     assert_replayed(config, *script.replay(weights, loss_of, dump))
 
 

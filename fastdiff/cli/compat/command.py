@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from fastdiff.cli.compat.names import ALIASES, REFUSED, TITLES
 from fastdiff.config.arguments.types import Subcommands, count
 from fastdiff.terminal import columns
 
@@ -12,16 +13,22 @@ def add(commands: Subcommands) -> None:
     parser = commands.add_parser(
         "compat",
         help="translate the flags of another training script",
-        usage="fastdiff compat [--gpus N] {t2i,t2i-lora,dit,iddpm,iddpm-sr} -- FLAGS",
+        usage="fastdiff compat [--gpus N] SCRIPT -- FLAGS",
         description="Prints the fastdiff commands equivalent to the other script with these flags, and lists the "
-        "differences. t2i: diffusers' train_text_to_image.py; t2i-lora: its train_text_to_image_lora.py; dit: "
-        "facebookresearch/DiT's train.py; iddpm: openai/improved-diffusion's image_train.py; iddpm-sr: its "
-        "super_res_train.py.",
+        f"differences. SCRIPT is one of {'; '.join(f'{name}: {title}' for name, title in TITLES.items())}. The names "
+        f"of their files are known too: {', '.join(ALIASES)}.",
     )
     parser.add_argument("--gpus", type=count, default=1, help="number of processes of the other script")
-    parser.add_argument("script", choices=("t2i", "t2i-lora", "dit", "iddpm", "iddpm-sr"))
+    parser.add_argument("script", type=_script, choices=(*TITLES, *ALIASES), metavar="SCRIPT", help="the script")
     parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="its flags, unchanged")
     parser.set_defaults(run=_compat)
+
+
+def _script(text: str) -> str:
+    name = text.removesuffix(".py")
+    if name in REFUSED:
+        raise argparse.ArgumentTypeError(f"{name}: {REFUSED[name]}")
+    return name
 
 
 def _compat(arguments: argparse.Namespace) -> None:

@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from fastdiff import sanitize
-from fastdiff.cli.compat import diffusers, dit, iddpm
+from fastdiff.cli.compat import dit, iddpm
+from fastdiff.cli.compat.diffusers.script import DiffusersScript
+from fastdiff.cli.compat.diffusers.text_to_image import OF_OTHERS, TEXT_TO_IMAGE, TEXT_TO_IMAGE_LORA
+from fastdiff.cli.compat.diffusers.text_to_image_sdxl import SDXL, SDXL_LORA
+from fastdiff.cli.compat.names import ALIASES, TITLES
 from fastdiff.cli.compat.translation import LAUNCH, CountImages, Translation, program
 from fastdiff.config.command_line.train_flags import parse
 from fastdiff.data.images.sources import count_images
@@ -21,27 +25,26 @@ _UNKNOWN = "unrecognized arguments: "
 class Script(NamedTuple):
     """Another trainer's script."""
 
-    title: str
     add_flags: Callable[[argparse.ArgumentParser], None]
     translate: Callable[[argparse.Namespace, int, CountImages], Translation]
     idle: Mapping[str, str]
     """Why a flag changes nothing, by its name; for those that some other flag makes so."""
 
 
+def _of_diffusers(script: DiffusersScript) -> Script:
+    return Script(script.add_flags, script.translate, script.idle)
+
+
 SCRIPTS = {
-    "t2i": Script("diffusers' train_text_to_image.py", diffusers.add_flags, diffusers.translate, diffusers.IDLE),
-    "t2i-lora": Script(
-        "diffusers' train_text_to_image_lora.py", diffusers.add_lora_flags, diffusers.translate_lora, diffusers.IDLE
-    ),
-    "dit": Script("facebookresearch/DiT's train.py", dit.add_flags, dit.translate, {}),
-    "iddpm": Script("openai/improved-diffusion's image_train.py", iddpm.add_flags, iddpm.translate, iddpm.IDLE),
-    "iddpm-sr": Script(
-        "openai/improved-diffusion's super_res_train.py",
-        iddpm.add_super_resolution_flags,
-        iddpm.translate_super_resolution,
-        iddpm.IDLE,
-    ),
+    "t2i": _of_diffusers(TEXT_TO_IMAGE),
+    "t2i-lora": _of_diffusers(TEXT_TO_IMAGE_LORA),
+    "train_text_to_image_sdxl": _of_diffusers(SDXL),
+    "train_text_to_image_lora_sdxl": _of_diffusers(SDXL_LORA),
+    "dit": Script(dit.add_flags, dit.translate, {}),
+    "iddpm": Script(iddpm.add_flags, iddpm.translate, iddpm.IDLE),
+    "iddpm-sr": Script(iddpm.add_super_resolution_flags, iddpm.translate_super_resolution, iddpm.IDLE),
 }
+"""By the names of ``TITLES``."""
 _OTHERS_DECIDE = "the other flags decide"
 _MANY = 1_281_167
 """Images in every folder, where only flags are compared; a full epoch of any batch."""
@@ -54,15 +57,16 @@ def translate(script: str, flags: Sequence[str], *, gpus: int) -> Translation:
     """Translate the flags of ``script``.
 
     Args:
-        script: a key of ``SCRIPTS``.
+        script: a key of ``SCRIPTS``, or the name of its file.
         flags: its command line, without the script's own name.
         gpus: number of its processes; its batch size is per process.
 
     Raises:
         ConfigError: a flag is unknown to the script, contradicts another one, or describes an invalid run.
     """
-    known = SCRIPTS[script]
-    parser = _Parser(prog=known.title, add_help=False)  # abbreviations as the scripts accept them
+    name = ALIASES.get(script, script)
+    known = SCRIPTS[name]
+    parser = _Parser(prog=TITLES[name], add_help=False)  # abbreviations as the scripts accept them
     known.add_flags(parser)
     given = parser.parse_args(list(flags))
     translation = known.translate(given, gpus, count_images)
@@ -130,7 +134,7 @@ class _Parser(argparse.ArgumentParser):
         given = [word.partition("=")[0] for word in words if word.startswith("--")]
         if not given:
             return "a value without a flag"
-        if told := diffusers.OF_OTHERS.get(given[0]):
+        if told := OF_OTHERS.get(given[0]):
             return f"{given[0]}, {told}"
         near = difflib.get_close_matches(given[0].replace("-", "_"), self._written, n=1)
         return ", ".join(given) + (f" (did you mean {self._written[near[0]]}?)" if near else "")

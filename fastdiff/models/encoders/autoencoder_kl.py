@@ -41,7 +41,9 @@ def _space(pipeline: PipelineFiles) -> LatentSpace:
 def _load(pipeline: PipelineFiles, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
     from diffusers import AutoencoderKL
 
-    vae: nn.Module = pipeline.load_part(AutoencoderKL, "vae", device, dtype)
+    # Activations of SDXL's autoencoder exceed the range of fp16, and its configuration says so.
+    upcast = dtype == torch.float16 and bool(pipeline.json("vae/config.json").get("force_upcast"))
+    vae: nn.Module = pipeline.load_part(AutoencoderKL, "vae", device, torch.float32 if upcast else dtype)
     return vae
 
 

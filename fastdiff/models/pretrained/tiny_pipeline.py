@@ -70,7 +70,7 @@ def build(folder: Path, *, kind: Kind = "sd15", seed: int = 0) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         parts: dict[str, Any] = {
-            "vae": autoencoder(diffusers),
+            "vae": autoencoder(diffusers, force_upcast=kind == "sdxl"),
             "text_encoder": _text_encoder(projected=False),
             "tokenizer": _tokenizer(folder),
             "unet": diffusers.UNet2DConditionModel(**UNETS[kind].to_diffusers()),
@@ -87,8 +87,13 @@ def build(folder: Path, *, kind: Kind = "sd15", seed: int = 0) -> Path:
     return folder
 
 
-def autoencoder(diffusers: Any) -> Any:
-    """Return an autoencoder with random weights, for images four times as wide as their latents."""
+def autoencoder(diffusers: Any, *, force_upcast: bool = False) -> Any:
+    """Return an autoencoder with random weights, for images four times as wide as their latents.
+
+    Args:
+        diffusers: the package.
+        force_upcast: whether it says that it overflows in fp16, as SDXL's does.
+    """
     return diffusers.AutoencoderKL(
         in_channels=3,
         out_channels=3,
@@ -97,6 +102,7 @@ def autoencoder(diffusers: Any) -> Any:
         block_out_channels=(16, 32, 32),
         layers_per_block=1,
         latent_channels=4,
+        force_upcast=force_upcast,
         norm_num_groups=8,
         sample_size=IMAGE_SIZE,
     )

@@ -120,6 +120,17 @@ def test_lower_precision_is_near(tmp_path: Path, source: Path, sd: Path, plain: 
         assert 0 < np.square(difference).mean() < 0.03**2 * np.square(full[name], dtype=np.float32).mean()
 
 
+def test_an_autoencoder_that_overflows_in_fp16_is_in_fp32(tmp_path: Path) -> None:
+    """As the configuration of SDXL's says; that of sdxl-vae-fp16-fix says that it does not."""
+    pipeline = build(tmp_path / "sdxl", kind="sdxl")
+    file = pipeline / "vae" / "config.json"
+    for upcast in (True, False):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"force_upcast": upcast}))
+        for dtype in (torch.float16, torch.bfloat16):
+            weights = Pretrained(str(pipeline)).autoencoder(dtype=dtype).module.parameters()
+            assert {each.dtype for each in weights} == {torch.float32 if upcast and dtype == torch.float16 else dtype}
+
+
 def test_sdxl_has_pooled_embeddings_and_sizes(tmp_path: Path) -> None:
     pipeline = build(tmp_path / "sdxl", kind="sdxl")
     source = captioned(tmp_path / "images", ["a cat", "a dog"], [(96, 64), (32, 80)])

@@ -1,0 +1,42 @@
+"""Names of the scripts that ``fastdiff compat`` translates, and of those that it refuses."""
+
+TITLES = {
+    "t2i": "diffusers' train_text_to_image.py",
+    "t2i-lora": "diffusers' train_text_to_image_lora.py",
+    "train_text_to_image_sdxl": "diffusers' train_text_to_image_sdxl.py",
+    "train_text_to_image_lora_sdxl": "diffusers' train_text_to_image_lora_sdxl.py",
+    "dit": "facebookresearch/DiT's train.py",
+    "iddpm": "openai/improved-diffusion's image_train.py",
+    "iddpm-sr": "openai/improved-diffusion's super_res_train.py",
+}
+"""The scripts in words, by the name in the command."""
+ALIASES = {
+    "train_text_to_image": "t2i",
+    "train_text_to_image_lora": "t2i-lora",
+    "train": "dit",
+    "image_train": "iddpm",
+    "super_res_train": "iddpm-sr",
+}
+"""Names of the files of scripts that have a shorter name."""
+_INVERSION = (
+    "textual inversion learns new tokens of a text encoder, and text encoders are not trained here; a LoRA learns a "
+    "subject from as few pictures: see `fastdiff compat train_text_to_image_lora_sdxl` and t2i-lora"
+)
+_CONTROL = (
+    "a ControlNet is a second network beside the one that draws, and no network here takes its control images; train "
+    "it with that script"
+)
+REFUSED = dict.fromkeys(
+    (
+        "textual_inversion", "textual_inversion_sdxl", "train_textual_inversion", "train_textual_inversion_XTI",
+        "sdxl_train_textual_inversion",
+    ),
+    _INVERSION,
+) | dict.fromkeys(
+    (
+        "train_controlnet", "train_controlnet_sdxl", "train_controlnet_sd3", "train_controlnet_flux",
+        "train_control_net", "sdxl_train_control_net", "sdxl_train_control_net_lllite", "flux_train_control_net",
+    ),
+    _CONTROL,
+)  # fmt: skip
+"""Why a script has no counterpart, by the name of its file."""
