@@ -11,7 +11,7 @@ import torch
 
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
-from fastdiff.config.sections.objective import PREDICTION_TYPES, DdpmConfig, ObjectiveConfig
+from fastdiff.config.sections.objective import PREDICTION_TYPES, DdpmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.errors import ConfigError, require
 from fastdiff.export.card_text import Place, drawing, from_pretrained, load_safetensors, python
 from fastdiff.export.diffusers_model import WEIGHTS, Source, write_model
@@ -82,10 +82,15 @@ def scheduler_config(base: Mapping[str, Any], objective: ObjectiveConfig) -> dic
     become DDIM: prediction of x0, and a schedule that ends in pure noise, which must also be sampled from its last step
     (Lin et al. 2023, arXiv:2305.08891, sections 3.1 and 3.3). ConfigError: no scheduler of such a pipeline supports the
     process or the prediction of the run.
+
+    A pipeline of flow matching keeps its scheduler, which has no more than the time shift of drawing.
     """
+    if is_flow(objective) and str(base.get("_class_name", "")).startswith("FlowMatch"):
+        return dict(base)
     if not isinstance(objective, DdpmConfig) or objective.predicted not in PREDICTION_TYPES:
         raise ConfigError(
-            "--format diffusers: its text-to-image pipelines have discrete timesteps and predict epsilon, v or x0; "
+            f"--format diffusers: {base.get('_class_name', 'the scheduler of the pipeline')} draws with the linear "
+            "velocity of flow if its name begins with FlowMatch, otherwise with epsilon, v or x0 at discrete steps; "
             f"the run has --objective.process {objective.process} --objective.prediction {objective.predicted}; use "
             "--format safetensors, or `fastdiff sample`"
         )
@@ -107,6 +112,11 @@ def scheduler_config(base: Mapping[str, Any], objective: ObjectiveConfig) -> dic
         "rescale_betas_zero_snr": objective.zero_terminal_snr,
         "timestep_spacing": "trailing" if zero else "leading",
     }
+
+
+def is_flow(objective: ObjectiveConfig) -> bool:
+    """Whether diffusers' schedulers of flow matching can draw with the network: it predicts the linear velocity."""
+    return isinstance(objective, FlowConfig) and objective.path == "linear" and objective.predicted == "flow"
 
 
 def copy_part(pipeline: Pretrained, part: str, target: Path) -> bool:

@@ -46,7 +46,7 @@ def resolve(config: RunConfig) -> RunConfig:
     if found.commit is not None:
         config = replace(config, pretrained=replace(config.pretrained, revision=found.commit))
     if config.pretrained.weights:
-        config = replace(config, model=found.network_config())
+        config = replace(config, model=_described(config))
     objective = config.objective
     if not isinstance(objective, DdpmConfig):
         return _explicit(config)
@@ -61,7 +61,16 @@ def resolve(config: RunConfig) -> RunConfig:
 def with_local_shape(config: RunConfig) -> RunConfig:
     """Return the run with the shape of its pretrained network, if that is a folder here; ConfigError: it has none."""
     here = config.pretrained.weights and Path(config.pretrained.path).is_dir()
-    return replace(config, model=pretrained(config.pretrained).network_config()) if here else config
+    return (
+        replace(config, model=pretrained(config.pretrained).network_config().completed(config.model))
+        if here
+        else config
+    )
+
+
+def _described(config: RunConfig) -> ModelConfig:
+    """Return the network of the run's pipeline, with what its file does not describe as the run gives it."""
+    return pretrained(config.pretrained).network_config().completed(config.model)
 
 
 def absolute_path(config: PretrainedConfig) -> str | None:

@@ -34,12 +34,11 @@ def add_lora(model: Model, config: LoraConfig, *, seed: int, weights: Mapping[st
     Raises:
         ConfigError: peft is missing, a target matches no layer, or ``weights`` belong to another adapter.
     """
-    targets = lora_targets(config, model.config)
-    _check_targets(model, targets)
+    layers = _layers(model, lora_targets(config, model.config))
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         seed_initial_values(seed)
-        _inject(model, config, targets)
+        _inject(model, config, layers)
     if weights is not None:
         _load(model, weights)
     if config.quantize != "none":
@@ -51,7 +50,12 @@ def lora_targets(config: LoraConfig, model: ModelConfig) -> tuple[str, ...]:
     return config.targets or model.lora_targets
 
 
-def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
+def _layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
+    """Return the names of the layers that are adapted. peft matches ends of names too, but fails at a list of layers.
+
+    Raises:
+        ConfigError: a target matches no layer.
+    """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):
@@ -59,6 +63,7 @@ def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
                 f"--lora.targets {target}: no linear layer or convolution of this network has a name with this end; "
                 f"the names end in {', '.join(sorted({_end(name) for name in names}))}"
             )
+    return [name for name in names if any(f".{name}".endswith(f".{target}") for target in targets)]
 
 
 def _end(name: str) -> str:
@@ -67,7 +72,7 @@ def _end(name: str) -> str:
     return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
 
 
-def _inject(model: nn.Module, config: LoraConfig, targets: tuple[str, ...]) -> None:
+def _inject(model: Model, config: LoraConfig, layers: list[str]) -> None:
     try:
         import peft
     except ImportError:
@@ -75,13 +80,13 @@ def _inject(model: nn.Module, config: LoraConfig, targets: tuple[str, ...]) -> N
     adapter: Any = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.numerator,  # type: ignore[arg-type]  # peft divides it by r; a float works
-        target_modules=list(targets),
+        target_modules=layers,
         init_lora_weights="gaussian",
     )
     try:
         peft.inject_adapter_in_model(adapter, model, adapter_name=_ADAPTER)
     except ValueError as error:
-        raise ConfigError(f"--lora.targets {' '.join(targets)}: {error}") from None
+        raise ConfigError(f"--lora.targets {' '.join(lora_targets(config, model.config))}: {error}") from None
 
 
 def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

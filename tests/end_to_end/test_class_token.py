@@ -1,7 +1,6 @@
 """A run with the class token of a teacher on tiny features: ranks, a kill, resume, previews, validation, sampling."""
 
 import math
-import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from fastdiff.batch import Batch
 from fastdiff.cli.main import main
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.run import RunConfig
@@ -18,7 +16,6 @@ from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.config.sections.objective import FlowConfig
 from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.data.encoding.builtin import encode_digits
-from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.world import World
 from fastdiff.sampling.run import Run
@@ -26,8 +23,8 @@ from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.inputs.autoencoders import tiny_autoencoder
 from tests.support.inputs.encoding import encode, picture
+from tests.support.killed import train_killed
 from tests.support.runs import assert_same_checkpoint, hexes, intact, launch, records, tiny, train_losses
-from tests.support.waiting import wait_until
 
 SIDE, CHANNELS = 64, 64
 MODEL = DiTConfig(
@@ -58,22 +55,6 @@ def config_of(features: Path, folder: Path, **changes: Any) -> RunConfig:
         validation=ValidationConfig(data=str(features.with_name("held-out")), every=STEPS, samples=8), **changes,
     )  # fmt: skip
     return replace(config, model=MODEL, objective=FlowConfig(teacher_weight=0.2))
-
-
-def train_killed(world: World, config: RunConfig) -> None:
-    """Train until rank 1 is killed in its third step, after a checkpoint."""
-    add_noise, folder = Objective.add_noise, Path(config.output.folder)
-
-    def dying(objective: Objective, batch: Batch, *arguments: Any, **options: Any) -> Any:
-        if world.rank == 1 and batch.position.min() >= 2 * config.batch.samples:
-            wait_until(lambda: bool(intact(folder)), "a checkpoint")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return add_noise(objective, batch, *arguments, **options)
-
-    Objective.add_noise = dying  # type: ignore[method-assign]
-    train(
-        replace(config, output=replace(config.output, sample_every=0), validation=ValidationConfig()), launch(), world
-    )
 
 
 def test_a_run_is_killed_and_goes_on_equal_to_the_bit(features: Path, tmp_path: Path, world: World) -> None:

@@ -38,9 +38,9 @@ def network_flags(
 ) -> list[str]:
     """Return the ``--model`` flags that follow from the data set: channels, size, classes, width, length of captions.
 
-    What a flag or a file gives is left as it is, and so is the network of pretrained weights. A run that is resumed
-    keeps its own values, wherever its data lie now. The patch of some presets follows from the size, also from one
-    that is given.
+    What a flag or a file gives is left as it is, and so is what the pipeline of pretrained weights describes. A run
+    that is resumed keeps its own values, wherever its data lie now. The patch of some presets follows from the size,
+    also from one that is given.
 
     Args:
         flags: of the fields, as given.
@@ -56,10 +56,12 @@ def network_flags(
         ConfigError: no patch of the preset fits the size.
     """
     own, _ = _field_parser().parse_known_args(list(flags))
-    if default.pretrained.weights if own.weights is None else own.weights:
-        return []
     given = _given(flags, in_file)
-    names = {field.name for field in fields(default.model)} - given
+    of_weights = default.pretrained.weights if own.weights is None else own.weights
+    known = default.model.undescribed if of_weights else [field.name for field in fields(default.model)]
+    names = set(known) - given
+    if not names:
+        return []
     path = default.data.path if own.path is None else own.path
     online = own.online or default.data.online
     found = {} if not path or is_address(path) or online else _of_data(path, default.model)

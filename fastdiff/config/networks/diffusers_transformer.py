@@ -16,13 +16,12 @@ from fastdiff.errors import ConfigError, require
 class DiffusersTransformerConfig(ModelConfig):
     """Shape of a transformer that diffusers computes.
 
-    A field has the name of its entry in ``config.json``, unless ``renamed`` gives another; ``own`` are no entries.
+    A field has the name of its entry in ``config.json``, unless ``renamed`` gives another, or the file lacks it.
     """
 
     any_size: ClassVar[bool] = True
     text_fields: ClassVar[Mapping[str, str]] = {}
-    own: ClassVar[tuple[str, ...]] = ("kind", "size", "caption_tokens")
-    """Fields that are no entries of the file."""
+    undescribed: ClassVar[tuple[str, ...]] = ("size", "caption_tokens")
     renamed: ClassVar[Mapping[str, str]] = {"channels": "in_channels"}
     """Entry of each field with another name."""
     fixed: ClassVar[Mapping[str, Any]] = {}
@@ -77,7 +76,7 @@ class DiffusersTransformerConfig(ModelConfig):
 
     @classmethod
     def _names(cls) -> list[str]:
-        return [field.name for field in fields(cls) if field.name not in cls.own]
+        return [field.name for field in fields(cls) if field.name not in ("kind", *cls.undescribed)]
 
     @classmethod
     def _refused(cls, entry: str, value: Any, expected: str) -> ConfigError:

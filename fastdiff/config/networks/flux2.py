@@ -48,6 +48,7 @@ class Flux2Config(DiffusersTransformerConfig):
     lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_q", "to_v", "to_out.0", "to_qkv_mlp_proj", "attn.to_out")
     diffusers_class: ClassVar[str] = "Flux2Transformer2DModel"
     text_fields: ClassVar[Mapping[str, str]] = {"context": "joint_attention_dim"}
+    text_length: ClassVar[str] = "caption_tokens"
     fixed: ClassVar[Mapping[str, Any]] = {"patch_size": 1, "out_channels": None, "guidance_embeds": False}
 
     @property

@@ -84,6 +84,8 @@ class ModelConfig:
     ``from_diffusers`` and ``to_diffusers``, and the network the class's names of weights."""
     former_diffusers_classes: ClassVar[tuple[str, ...]] = ()
     """Classes that had it in earlier versions of diffusers, which published pipelines still name."""
+    undescribed: ClassVar[tuple[str, ...]] = ()
+    """Fields that the class's ``config.json`` lacks: the data set decides them for pretrained weights, too."""
     diffusers_call: ClassVar[Mapping[str, bool]] = {}
     """Arguments besides the prompt with which a pipeline of diffusers draws images of the size of the run, from prompts
     as its captions were read."""
@@ -114,6 +116,12 @@ class ModelConfig:
     def at_size(self, height: int, width: int) -> Self:
         """Return the configuration for maps of this size, for counting operations."""
         return self
+
+    def completed(self, given: "ModelConfig") -> Self:
+        """Return the network of a pipeline with the fields that this does not describe, as given for such a network."""
+        if type(given) is not type(self):
+            return self
+        return dataclasses.replace(self, **{name: getattr(given, name) for name in self.undescribed})
 
     def problem_in(self, pipeline: str) -> str | None:
         """Return why pipelines of this class of diffusers cannot draw with the network, or None."""

@@ -1,7 +1,6 @@
 """diffusers' transformers as networks of a run: the same step, compiled, recomputed and drawn as every network."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.config.networks.diffusers_transformer import DiffusersTransformerConfig
+from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.flux2 import Flux2Config
 from fastdiff.config.networks.registry import networks
 from fastdiff.config.networks.z_image import ZImageConfig
@@ -144,8 +144,9 @@ def test_the_configuration_is_that_of_the_file(family: Family) -> None:
     assert json.loads(json.dumps(entries)) == config.to_diffusers()
     read = type(config).from_diffusers(file)
     default = type(config)()
-    own = {name: getattr(default, name) for name in config.own if name not in config.renamed}
-    assert read == replace(config, **own)
+    assert read == config.completed(default) != config
+    assert read.completed(config) == config
+    assert read.completed(DiTConfig()) == read
     with pytest.raises(ConfigError, match=rf"config.json has strange 1, expected no such entry, for {config.title}"):
         type(config).from_diffusers({**file, "strange": 1})
 

@@ -55,14 +55,14 @@ def z_image_step(model: Any, latents: Tensor, noise: Tensor, sigma: Tensor, give
 FAMILIES: dict[str, Family] = {
     "flux2": Family(
         config=Flux2Config(
-            channels=8, size=8, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+            channels=32, size=8, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
             joint_attention_dim=24, axes_dims_rope=(4, 4, 4, 4), caption_tokens=9,
         ),
         step=flux2_step,
     ),
     "z-image": Family(
         config=ZImageConfig(
-            channels=4, size=8, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=24,
+            channels=16, size=8, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=24,
             axes_dims=(4, 6, 6), axes_lens=(128, 32, 32), caption_tokens=40,
         ),
         step=z_image_step,

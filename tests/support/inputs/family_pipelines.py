@@ -1,0 +1,66 @@
+"""Tiny pipelines of the families of diffusers' transformers, complete and with random weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3ForCausalLM, Qwen3Model
+
+from fastdiff.config.networks.diffusers_transformer import DiffusersTransformerConfig
+from fastdiff.models.pretrained.pipeline import Pretrained
+from tests.support.inputs.autoencoders import tiny_autoencoder
+from tests.support.inputs.text_pipelines import qwen3
+from tests.support.references.transformer_families import FAMILIES
+
+TOKENS = 40
+"""Of a caption of each tiny pipeline."""
+
+
+def _flux2(folder: Path, transformer: Any) -> Any:
+    from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline
+
+    width = transformer.config.joint_attention_dim // 3
+    text_encoder, tokenizer = qwen3(Qwen3ForCausalLM, width, layers=28)
+    return Flux2KleinPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=AutoencoderKLFlux2.from_pretrained(tiny_autoencoder(folder, "flux2")),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=transformer,
+    )
+
+
+def _z_image(folder: Path, transformer: Any) -> Any:
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImagePipeline
+
+    text_encoder, tokenizer = qwen3(Qwen3Model, transformer.config.cap_feat_dim)
+    return ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+        vae=AutoencoderKL.from_pretrained(tiny_autoencoder(folder, "kl16")),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=transformer,
+    )
+
+
+_BUILDERS: dict[str, Callable[[Path, Any], Any]] = {"flux2": _flux2, "z-image": _z_image}
+
+
+def family_pipeline(folder: Path, kind: str) -> Path:
+    """Write the pipeline of a family of tests and return its folder."""
+    import diffusers
+
+    config = FAMILIES[kind].config
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(5)
+        transformer = getattr(diffusers, config.diffusers_class)(**config.to_diffusers())
+    _BUILDERS[kind](folder / "parts", transformer).save_pretrained(folder / "pipeline")
+    return folder / "pipeline"
+
+
+def network_in(pipeline: Path) -> DiffusersTransformerConfig:
+    """Return the shape of its network."""
+    found = Pretrained(str(pipeline)).network_config()
+    assert isinstance(found, DiffusersTransformerConfig)
+    return found
