@@ -69,7 +69,7 @@ def is_compiled(block: nn.Module) -> bool:
     return "forward" in block.__dict__
 
 
-def run_block(block: nn.Module, *inputs: Tensor | None, recompute: bool) -> Any:
+def run_block(block: nn.Module, *inputs: Tensor | tuple[Tensor, ...] | None, recompute: bool) -> Any:
     """Call ``block``; with ``recompute`` store only its inputs and run it again in the backward pass."""
     if recompute and torch.is_grad_enabled():
         return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)

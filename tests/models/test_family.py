@@ -110,6 +110,7 @@ def test_every_format_that_a_family_names_is_there() -> None:
         "pixart": ["diffusers", "lora", "safetensors"],
         "flux2": ["diffusers", "lora", "safetensors"],
         "z-image": ["diffusers", "lora", "safetensors"],
+        "qwen-image": ["diffusers", "lora", "safetensors"],
     }
     for kind, names in found.items():
         for name in names:

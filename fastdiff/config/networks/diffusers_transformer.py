@@ -43,6 +43,11 @@ class DiffusersTransformerConfig(ModelConfig):
         """Channels of an attention head."""
         raise NotImplementedError
 
+    @property
+    def derived(self) -> Mapping[str, Any]:
+        """Entries that follow from the fields."""
+        return {}
+
     def at_size(self, height: int, width: int) -> Self:
         """Return the configuration for a square of about the same area."""
         side = round(math.sqrt(height * width) / self.smallest_factor)
@@ -60,15 +65,20 @@ class DiffusersTransformerConfig(ModelConfig):
             if entry in cls.fixed:
                 if value != cls.fixed[entry]:
                     raise cls._refused(entry, value, repr(cls.fixed[entry]))
-            elif entry in ours:
-                found[ours[entry]] = value
             else:
-                raise cls._refused(entry, value, "no such entry")
-        return cls(**found)
+                found[ours.get(entry, entry)] = value
+        described = {name: found.pop(name) for name in set(found) - set(ours.values())}
+        made = cls(**found)
+        for entry, value in described.items():
+            expected = repr(made.derived[entry]) if entry in made.derived else "no such entry"
+            if expected != repr(value):
+                raise cls._refused(entry, value, expected)
+        return made
 
     def to_diffusers(self) -> dict[str, Any]:
         """Return the entries of ``transformer/config.json`` that describe this network."""
-        named = {**self.fixed, **{self.renamed.get(name, name): value for name, value in self._entries().items()}}
+        own = {self.renamed.get(name, name): value for name, value in self._entries().items()}
+        named = {**self.fixed, **own, **self.derived}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in named.items()}
 
     def _entries(self) -> dict[str, Any]:

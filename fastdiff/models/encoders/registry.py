@@ -21,6 +21,7 @@ _BUILT_IN = (
     "fastdiff.models.encoders.autoencoder_kl:AUTOENCODER_KL",
     "fastdiff.models.encoders.autoencoder_dc:AUTOENCODER_DC",
     "fastdiff.models.encoders.autoencoder_kl_flux2:AUTOENCODER_KL_FLUX2",
+    "fastdiff.models.encoders.autoencoder_kl_qwen_image:AUTOENCODER_KL_QWEN_IMAGE",
     "fastdiff.models.encoders.autoencoder_rae:AUTOENCODER_RAE",
     "fastdiff.models.encoders.clip:ONE_CLIP",
     "fastdiff.models.encoders.clip:TWO_CLIPS",

@@ -54,6 +54,23 @@ def _flux2_pixels(vae: Any, x0: Tensor) -> Tensor:
     return found
 
 
+def _qwen_statistics(vae: Any) -> tuple[Tensor, Tensor]:
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std))
+    return mean, std
+
+
+def _qwen_x0(vae: Any, images: Tensor) -> Tensor:
+    mean, std = _qwen_statistics(vae)
+    found: Tensor = (vae.encode(images[:, :, None]).latent_dist.mode()[:, :, 0] - mean) / std
+    return found
+
+
+def _qwen_pixels(vae: Any, x0: Tensor) -> Tensor:
+    mean, std = _qwen_statistics(vae)
+    found: Tensor = vae.decode((x0 * std + mean)[:, :, None]).sample[:, :, 0]
+    return found
+
+
 THEIRS: dict[Kind, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tensor], Tensor]]] = {
     "kl4": (_kl_x0, _kl_pixels),
     "kl16": (_kl_x0, _kl_pixels),
@@ -63,6 +80,7 @@ THEIRS: dict[Kind, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tensor]
         lambda vae, x0: vae.decode(x0 / vae.config.scaling_factor).sample,
     ),
     "flux2": (_flux2_x0, _flux2_pixels),
+    "qwen": (_qwen_x0, _qwen_pixels),
     "rae": (
         lambda rae, images: rae.encode((images + 1) / 2).latent,
         lambda rae, x0: rae.decode(x0).sample * 2 - 1,

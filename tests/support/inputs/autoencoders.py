@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["kl4", "kl16", "kl32", "dc", "flux2", "rae"]
-KINDS: tuple[Kind, ...] = ("kl4", "kl16", "kl32", "dc", "flux2", "rae")
+Kind = Literal["kl4", "kl16", "kl32", "dc", "flux2", "qwen", "rae"]
+KINDS: tuple[Kind, ...] = ("kl4", "kl16", "kl32", "dc", "flux2", "qwen", "rae")
 _BLOCKS = {
     "down_block_types": ("DownEncoderBlock2D",) * 3,
     "up_block_types": ("UpDecoderBlock2D",) * 3,
@@ -59,6 +59,15 @@ def _flux2() -> Any:
     return AutoencoderKLFlux2(**_BLOCKS, latent_channels=8)
 
 
+def _qwen() -> Any:
+    from diffusers import AutoencoderKLQwenImage
+
+    return AutoencoderKLQwenImage(
+        base_dim=8, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True],
+        latents_mean=[-0.75, 0.1, 1.55, -0.02], latents_std=[2.8, 1.45, 0.5, 3.2],
+    )  # fmt: skip
+
+
 def _rae(**statistics: Any) -> Any:
     from diffusers import AutoencoderRAE
 
@@ -84,4 +93,5 @@ _BUILDERS = {
     "kl32": lambda: _kl(latent_channels=32, scaling_factor=0.3, shift_factor=-0.2),
     "dc": _dc,
     "flux2": _flux2,
+    "qwen": _qwen,
 }

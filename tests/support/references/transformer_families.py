@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastdiff.config.networks.diffusers_transformer import DiffusersTransformerConfig
 from fastdiff.config.networks.flux2 import Flux2Config
+from fastdiff.config.networks.qwen_image import QwenImageConfig
 from fastdiff.config.networks.z_image import ZImageConfig
 from fastdiff.models.build import Model, build_model
 
@@ -52,6 +53,21 @@ def z_image_step(model: Any, latents: Tensor, noise: Tensor, sigma: Tensor, give
     return torch.stack([each.squeeze(1) for each in out]), latents - noise
 
 
+def qwen_image_step(
+    model: Any, latents: Tensor, noise: Tensor, sigma: Tensor, given: Conditions
+) -> tuple[Tensor, Tensor]:
+    """Patches in rows, with channels in the order c, row, column, as the pipeline packs and unpacks them."""
+    from diffusers import QwenImagePipeline
+
+    batch, channels, height, width = latents.shape
+    noisy = (1 - sigma[:, None, None, None]) * latents + sigma[:, None, None, None] * noise
+    (out,) = model(
+        QwenImagePipeline._pack_latents(noisy, batch, channels, height, width), given["context"], given["context_mask"],
+        sigma, img_shapes=[(1, height // 2, width // 2)] * batch, guidance=None, return_dict=False,
+    )  # fmt: skip
+    return QwenImagePipeline._unpack_latents(out, 8 * height, 8 * width, 8)[:, :, 0], noise - latents
+
+
 FAMILIES: dict[str, Family] = {
     "flux2": Family(
         config=Flux2Config(
@@ -66,6 +82,13 @@ FAMILIES: dict[str, Family] = {
             axes_dims=(4, 6, 6), axes_lens=(128, 32, 32), caption_tokens=40,
         ),
         step=z_image_step,
+    ),
+    "qwen-image": Family(
+        config=QwenImageConfig(
+            channels=4, size=8, num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=24,
+            axes_dims_rope=(4, 6, 6), caption_tokens=12,
+        ),
+        step=qwen_image_step,
     ),
 }  # fmt: skip
 
