@@ -311,8 +311,8 @@ class Run:
 
         Args:
             path: folder to write.
-            format: diffusers, single-file, lora, lora-diffusers, dit, dit-training, iddpm, safetensors, or one of the
-                network's own.
+            format: diffusers, single-file, lora, lora-diffusers, lora-native, lora-kohya, dit, dit-training, iddpm,
+                safetensors, or one of the network's own.
             ema: decay rate of the average; None: the first average of the run.
             ema_std: relative std of a power-function average instead.
             raw: the raw weights instead of an average.

@@ -30,10 +30,11 @@ def add(commands: Subcommands) -> None:
         required=True,
         help="diffusers: a pipeline, or the network alone (a DiT needs two lines of code after loading, see "
         "OUT/README.md); single-file: a checkpoint of the original Stable Diffusion, for ComfyUI and AUTOMATIC1111; "
-        "lora: an adapter that they and diffusers read; lora-diffusers: under the names of diffusers; dit: weights for "
-        "the published DiT, dit.pt; dit-training: its full training state, NNNNNNN.pt; iddpm: the full training state "
-        "of improved-diffusion, model*.pt, ema_*.pt and opt*.pt; safetensors: the weights alone. All except those of "
-        "an adapter merge it into its base",
+        "lora: an adapter that ComfyUI and diffusers read; lora-diffusers, lora-native, lora-kohya: under the names of "
+        "diffusers, of the original checkpoint, or of kohya's scripts; dit: weights for the published DiT, dit.pt; "
+        "dit-training: its full training state, NNNNNNN.pt; iddpm: the full training state of improved-diffusion, "
+        "model*.pt, ema_*.pt and opt*.pt; safetensors: the weights alone. All except those of an adapter merge it into "
+        "its base",
     )
     add_preset(parser)
     add_plugin(parser)

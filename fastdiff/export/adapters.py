@@ -1,14 +1,14 @@
-"""The files of a LoRA adapter: kohya's names for the UNets, and those of diffusers and peft.
+"""The files of a LoRA adapter, in the forms of ``models.adapter_files``.
 
-A layer changes by ``alpha / rank * B A``. No form of a file is read with this scale by all programs: kohya's stores
-alpha as a tensor beside each layer, which diffusers, ComfyUI and AUTOMATIC1111 read; diffusers' own form stores it in
-the metadata, which only diffusers reads. So the second form has the scale in B, and its alpha is the rank.
+No form is read with the right scale by all programs: kohya's stores alpha as a tensor beside each layer, which
+ComfyUI reads, and diffusers for some networks; diffusers' own stores it in the metadata, which only diffusers
+reads. So that one has the scale in B, and its alpha is the rank. Each format names the programs that it is for. A layer
+that one of them would drop is an error.
 """
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from torch import Tensor
 from fastdiff.checkpoint.safetensors_writer import write_tensors
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig
-from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.data import ValidationConfig
+from fastdiff.errors import ConfigError
 from fastdiff.export.card_text import (
     Place,
     base_name,
@@ -29,8 +29,12 @@ from fastdiff.export.card_text import (
     where_base_is,
 )
 from fastdiff.export.formats import Exported, ExportFormat
-from fastdiff.export.original_names import original_layer
 from fastdiff.export.weights import representable
+from fastdiff.models.adapter_files import forms
+from fastdiff.models.adapter_files.forms import Form, in_native_layout, metadata_of, tensors_of
+from fastdiff.models.adapter_files.low_rank import LowRank
+from fastdiff.models.adapter_files.native_names import named_network
+from fastdiff.models.adapter_files.readers import COMFYUI, DIFFUSERS_READER, KOHYA_READER, Reader
 from fastdiff.models.family import family_of
 from fastdiff.models.lora import lora_targets
 
@@ -38,79 +42,50 @@ WEIGHTS_FILE = "pytorch_lora_weights.safetensors"
 """File name of an adapter in a folder, as diffusers expects it."""
 
 _DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"
+_MOST = 3
+"""Layers that a message names."""
+_IN_COMFYUI = f"Put `{WEIGHTS_FILE}` into `models/loras` of ComfyUI, under a name of its own. "
+
+Tensors: TypeAlias = dict[str, Tensor]
+Metadata: TypeAlias = dict[str, str]
 
 
-def kohya(weights: Mapping[str, Tensor], config: LoraConfig, model: UNetConfig) -> dict[str, Tensor]:
-    """Return the matrices under kohya's names, with alpha beside them.
-
-    kohya trains SD 1.x and 2.x under diffusers' names of the blocks, and SDXL under the original ones.
+def file_of(
+    form: Form, weights: Mapping[str, Tensor], config: LoraConfig, model: ModelConfig
+) -> tuple[Tensors, Metadata]:
+    """Return tensors and metadata of an adapter in a form.
 
     Args:
+        form: of the file.
         weights: every trained parameter, names as in ``model.named_parameters()``.
         config: configuration of the adapter.
         model: of the network.
     """
-    found: dict[str, Tensor] = {}
-    for layer in _layers(weights):
-        theirs = original_layer(layer, model) if model.pooled_dim else layer
-        name = f"lora_unet_{theirs.replace('.', '_')}"
-        found[f"{name}.lora_down.weight"] = weights[layer + _DOWN]
-        found[f"{name}.lora_up.weight"] = weights[layer + _UP]
-        found[f"{name}.alpha"] = torch.tensor(float(config.numerator))
-    return found
+    part, changes = family_of(model).pipeline_part, changes_of(weights, config)
+    named = in_native_layout(changes, named_network(model)) if form.native else changes
+    metadata = metadata_of(form, part, config.rank, config.numerator, lora_targets(config, model))
+    return tensors_of(form, named, part), metadata
 
 
-def kohya_metadata(config: LoraConfig, model: UNetConfig) -> dict[str, str]:
-    """Return kohya's metadata; AUTOMATIC1111 takes from it the base models that it offers the adapter for."""
-    of_2 = model.use_linear_projection and not model.pooled_dim
-    base = "sdxl_base_v1-0" if model.pooled_dim else "sd_v2" if of_2 else "sd_v1"
-    return {
-        "ss_network_module": "networks.lora",
-        "ss_network_dim": str(config.rank),
-        "ss_network_alpha": f"{config.numerator:g}",
-        "ss_base_model_version": base,
-        "ss_v2": str(of_2),
-    }
+def changes_of(weights: Mapping[str, Tensor], config: LoraConfig) -> dict[str, LowRank]:
+    """Return the change of each layer from the trained parameters of an adapter."""
+    layers = [name.removesuffix(_DOWN) for name in weights if name.endswith(_DOWN)]
+    return {layer: LowRank(weights[layer + _DOWN], weights[layer + _UP], config.numerator) for layer in layers}
 
 
-def scaled(weights: Mapping[str, Tensor], config: LoraConfig, model: ModelConfig) -> dict[str, Tensor]:
-    """Return the matrices under the names of diffusers and peft, with ``alpha / rank`` in B.
-
-    diffusers' training scripts write ``to_q.lora.down.weight`` for the attention of a UNet, and ``lora_A.weight`` for
-    all other layers. From a file with both it loads only the latter, so the former is used only if it fits every name.
-
-    Args:
-        weights: every trained parameter, names as in ``model.named_parameters()``.
-        config: configuration of the adapter.
-        model: of the network.
-    """
-    from diffusers.utils import convert_state_dict_to_diffusers
-
-    scale = config.numerator / config.rank
-    plain = {
-        f"{layer}.{part}.weight": value
-        for layer in _layers(weights)
-        for part, value in (("lora_A", weights[layer + _DOWN]), ("lora_B", scale * weights[layer + _UP]))
-    }
-    converted = dict(convert_state_dict_to_diffusers(plain))
-    named = plain if any(name in plain for name in converted) else converted
-    return {f"{family_of(model).pipeline_part}.{name}": value for name, value in named.items()}
-
-
-def scaled_metadata(config: LoraConfig, model: ModelConfig) -> dict[str, str]:
-    """Return diffusers' metadata of an adapter whose scale is 1."""
-    metadata = {"r": config.rank, "lora_alpha": config.rank, "target_modules": list(lora_targets(config, model))}
-    component = family_of(model).pipeline_part
-    named = {f"{component}.{name}": value for name, value in metadata.items()}
-    return {"lora_adapter_metadata": json.dumps(named, indent=2, sort_keys=True)}
-
-
-def _layers(weights: Mapping[str, Tensor]) -> list[str]:
-    return [name.removesuffix(_DOWN) for name in weights if name.endswith(_DOWN)]
-
-
-def _read(exported: Exported) -> dict[str, Tensor]:
-    return {name: exported.weights.read(name) for name in exported.weights.shapes}
+def check_readers(form: Form, readers: tuple[Reader, ...], model: ModelConfig, layers: list[str]) -> None:
+    """Raise ConfigError for adapted layers that one of the programs that a format is for would drop."""
+    for reader in readers:
+        if not reader.reads(form, model.diffusers_class):
+            continue
+        dropped = reader.dropped(form, model.diffusers_class, layers)
+        if dropped:
+            named = ", ".join(dropped[:_MOST]) + (" ..." if len(dropped) > _MOST else "")
+            raise ConfigError(
+                f"{reader.name} would drop {len(dropped)} of the {len(layers)} adapted layers from a file of this "
+                f"format: {named}; use --format lora-diffusers for diffusers or lora-native for ComfyUI, which lose "
+                "none, or train again with --lora.targets that leave them out"
+            )
 
 
 def _save(folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], dtype: torch.dtype) -> None:
@@ -122,18 +97,32 @@ def _save(folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, st
     )
 
 
-def _write_kohya(folder: Path, exported: Exported) -> None:
-    config, model = exported.config.lora, cast(UNetConfig, exported.config.model)
-    _save(folder, kohya(_read(exported), config, model), kohya_metadata(config, model), exported.dtype)
+def adapter_format(
+    form: Callable[[ModelConfig], Form],
+    use: Callable[[RunConfig, Place, int], str],
+    *readers: Reader,
+    finish: Callable[[ModelConfig, Tensors, Metadata], tuple[Tensors, Metadata]] = lambda model, *file: file,
+) -> ExportFormat:
+    """Return the export format of an adapter.
+
+    Args:
+        form: of the file.
+        use: Markdown for the card.
+        readers: programs that it is for.
+        finish: returns tensors and metadata of the file from those of the form.
+    """
+
+    def write(folder: Path, exported: Exported) -> None:
+        config, model = exported.config.lora, exported.config.model
+        weights = {name: exported.weights.read(name) for name in exported.weights.shapes}
+        check_readers(form(model), readers, model, list(changes_of(weights, config)))
+        _save(folder, *finish(model, *file_of(form(model), weights, config, model)), exported.dtype)
+
+    return ExportFormat(write=write, use=use, adapter=True)
 
 
-def write_scaled(folder: Path, exported: Exported) -> None:
-    """Write the names of diffusers and peft; OSError if it cannot be written, for example because the disk is full."""
-    config, model = exported.config.lora, exported.config.model
-    _save(folder, scaled(_read(exported), config, model), scaled_metadata(config, model), exported.dtype)
-
-
-def _in_diffusers(base: PretrainedConfig, validation: ValidationConfig, place: Place) -> str:
+def in_diffusers(base: PretrainedConfig, validation: ValidationConfig, place: Place) -> str:
+    """Return Markdown that draws with the pipeline of a run and an adapter."""
     given = {"revision": base.revision, "variant": base.variant}
     version = "".join(f', {name}="{value}"' for name, value in given.items() if value is not None)
     load = from_pretrained(base_name(base), version)
@@ -141,17 +130,36 @@ def _in_diffusers(base: PretrainedConfig, validation: ValidationConfig, place: P
     return python(code) + where_base_is(base)
 
 
-def _use_kohya(config: RunConfig, place: Place, step: int) -> str:
-    return _in_diffusers(config.pretrained, config.validation, place) + (
-        f"\n`{WEIGHTS_FILE}` has kohya's names, with alpha beside each layer: ComfyUI (`models/loras`) and "
-        "AUTOMATIC1111 (`models/Lora`) read the same file with the same strength; give it a name of its own there.\n"
+def use_in_diffusers(config: RunConfig, place: Place, step: int) -> str:
+    """Return the card's text of diffusers' form for that program."""
+    return in_diffusers(config.pretrained, config.validation, place) + (
+        "\nThe names are those of diffusers and peft, and the scale is in the weights (alpha is the rank). ComfyUI and "
+        "AUTOMATIC1111 read `fastdiff export --format lora`.\n"
     )
 
 
-def _use_scaled(config: RunConfig, place: Place, step: int) -> str:
-    return _in_diffusers(config.pretrained, config.validation, place) + (
-        "\nThe names are those of diffusers and peft, and the scale is in the weights (alpha is the rank). ComfyUI and "
-        "AUTOMATIC1111 read `fastdiff export --format lora`.\n"
+def use_native(config: RunConfig, place: Place, step: int) -> str:
+    """Return the card's text of native names."""
+    return _IN_COMFYUI + (
+        "The layers have the names of the original checkpoint, and the scale is in the weights (alpha is the rank). "
+        "diffusers reads `fastdiff export --format lora`.\n"
+    )
+
+
+def use_kohya(config: RunConfig, place: Place, step: int) -> str:
+    """Return the card's text of kohya's names."""
+    trained = KOHYA_READER.reads(forms.KOHYA, config.model.diffusers_class)
+    trainers = "kohya's scripts go on from it by `--network_weights`. " if trained else ""
+    return _IN_COMFYUI + (
+        f"The layers have kohya's names, with alpha beside each. {trainers}diffusers reads `fastdiff export --format "
+        "lora`.\n"
+    )
+
+
+def _use_everywhere(config: RunConfig, place: Place, step: int) -> str:
+    return in_diffusers(config.pretrained, config.validation, place) + (
+        f"\nComfyUI (`models/loras`) reads the same `{WEIGHTS_FILE}` with the same strength, because the scale is in "
+        "the weights (alpha is the rank); give it a name of its own there.\n"
     )
 
 
@@ -161,7 +169,13 @@ def _use_of_another(config: RunConfig, place: Place, step: int) -> str:
     )
 
 
-KOHYA = ExportFormat(write=_write_kohya, use=_use_kohya, adapter=True)
-SCALED = ExportFormat(write=write_scaled, use=_use_scaled, adapter=True)
-LORA = ExportFormat(write=write_scaled, use=_use_of_another, adapter=True)
+FOR_DIFFUSERS = adapter_format(lambda model: forms.DIFFUSERS, use_in_diffusers, DIFFUSERS_READER)
+"""``lora-diffusers``."""
+EVERYWHERE = adapter_format(lambda model: forms.DIFFUSERS, _use_everywhere, DIFFUSERS_READER, COMFYUI)
+"""``lora`` of a transformer that diffusers and ComfyUI have."""
+NATIVE = adapter_format(lambda model: forms.NATIVE, use_native, COMFYUI)
+"""``lora-native``."""
+KOHYA = adapter_format(lambda model: forms.KOHYA, use_kohya, COMFYUI, KOHYA_READER)
+"""``lora-kohya``."""
+LORA = adapter_format(lambda model: forms.DIFFUSERS, _use_of_another)
 """The adapter of a network that no program with adapters knows."""

@@ -36,11 +36,11 @@ class Choice:
 
     format: str
     """diffusers: a pipeline, or only the network if the run has none. single-file: the same as one checkpoint in the
-    layout of the original Stable Diffusion. lora: the adapter; lora-diffusers: under the names of diffusers. dit: the
-    weights of the published DiT. dit-training, iddpm: the full training state of DiT and improved-diffusion, with
-    weights, average and optimizer, in fp32. safetensors: a plain state dict. Networks of other packages may have more.
-    All formats except those of an adapter merge it into its base weights: W + alpha / rank * B A, also if these were
-    quantized during the training."""
+    layout of the original Stable Diffusion. lora: the adapter; lora-diffusers, lora-native, lora-kohya: under the
+    names of these programs (``models.adapter_files``). dit: the weights of the published DiT. dit-training, iddpm: the
+    full training state of DiT and improved-diffusion, with weights, average and optimizer, in fp32. safetensors: a
+    plain state dict. Networks of other packages may have more. All formats except those of an adapter merge it into
+    its base weights: W + alpha / rank * B A, also if these were quantized during the training."""
     ema: float | None = None
     """Decay rate of the average; without it and ``ema_std`` the first EMA, or the raw weights if there is none."""
     ema_std: float | None = None

@@ -19,11 +19,12 @@ from fastdiff.config.sections.objective import DdpmConfig, ObjectiveConfig
 from fastdiff.errors import ConfigError, require
 from fastdiff.export.card_text import Place, base_name, drawing, load_safetensors, python, where_base_is
 from fastdiff.export.formats import Exported, ExportFormat
-from fastdiff.export.original_names import autoencoder_weight, open_clip_weight, original_weights
+from fastdiff.export.original_names import autoencoder_weight, open_clip_weight
 from fastdiff.export.weights import ExportedWeights, representable
 from fastdiff.models.load import pretrained
 from fastdiff.models.pipeline_files import readable
 from fastdiff.models.pretrained.pipeline import Pretrained
+from fastdiff.models.unet.original_names import original_weights
 
 FILE = "model.safetensors"
 _UNET, _AUTOENCODER = "model.diffusion_model.", "first_stage_model."

@@ -1,6 +1,6 @@
 """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685) of the networks with peft."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.errors import ConfigError
+from fastdiff.models.adapter_files.native_names import layers_of
 from fastdiff.models.build import Model
 from fastdiff.models.family import family_of
 from fastdiff.models.quantized import Bits, QuantizedLinear
@@ -34,7 +35,7 @@ def add_lora(model: Model, config: LoraConfig, *, seed: int, weights: Mapping[st
     Raises:
         ConfigError: peft is missing, a target matches no layer, or ``weights`` belong to another adapter.
     """
-    layers = _layers(model, lora_targets(config, model.config))
+    layers = adapted_layers(layers_of(model), lora_targets(config, model.config))
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         seed_initial_values(seed)
@@ -50,20 +51,24 @@ def lora_targets(config: LoraConfig, model: ModelConfig) -> tuple[str, ...]:
     return config.targets or model.lora_targets
 
 
-def _layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
-    """Return the names of the layers that are adapted. peft matches ends of names too, but fails at a list of layers.
+def adapted_layers(names: Iterable[str], targets: Collection[str]) -> list[str]:
+    """Return those of the linear layers and convolutions of a network whose names end in a target.
+
+    peft matches ends of names, too, but fails at a list of layers: in Flux.2 ``attn.to_out`` is a layer in one block
+    and a list in another.
 
     Raises:
-        ConfigError: a target matches no layer.
+        ConfigError: no name ends in one of the targets.
     """
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    names = list(names)
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in names):
             raise ConfigError(
                 f"--lora.targets {target}: no linear layer or convolution of this network has a name with this end; "
                 f"the names end in {', '.join(sorted({_end(name) for name in names}))}"
             )
-    return [name for name in names if any(f".{name}".endswith(f".{target}") for target in targets)]
+    ends = tuple(f".{target}" for target in targets)
+    return [name for name in names if f".{name}".endswith(ends)]
 
 
 def _end(name: str) -> str:

@@ -18,17 +18,23 @@ from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.objective import FlowConfig
 from fastdiff.errors import ConfigError
-from fastdiff.export.adapters import WEIGHTS_FILE, kohya, kohya_metadata, scaled
+from fastdiff.export.adapters import WEIGHTS_FILE, changes_of, file_of
 from fastdiff.export.card_text import Place
 from fastdiff.export.formats import Exported, format_of
 from fastdiff.export.model_card import use_of
+from fastdiff.export.unet_adapters import as_training_script, kohya_form, with_base
 from fastdiff.export.weights import ExportedWeights
+from fastdiff.models.adapter_files.forms import DIFFUSERS
+from fastdiff.models.adapter_files.native_names import named_network
+from fastdiff.models.adapter_files.published import read_adapter
 from fastdiff.models.build import build_model, load_model
 from fastdiff.models.lora import add_lora
 from fastdiff.models.pretrained.tiny_pipeline import UNETS, Kind, build
 from tests.support.inputs.text_runs import CAPTIONS, encode, text_run
 from tests.support.nights import by_day
+from tests.support.references.transformer_families import FAMILIES
 
 DIT = DiTConfig(depth=2, hidden=32, heads=2, patch=2, channels=4, size=8, classes=10)
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -156,7 +162,7 @@ def test_comfyui_knows_every_matrix(model: UNetConfig, known: set[str], count: i
     ends = tuple(f".{target}" for target in model.lora_targets)
     layers = [name for name, _ in network.named_modules() if name.endswith(ends)]
     empty = {f"{layer}.lora_{part}.default.weight": torch.empty(0) for layer in layers for part in "AB"}
-    found = kohya(empty, LoraConfig(rank=4, alpha=3.0), model)
+    found, _ = file_of(kohya_form(model), empty, LoraConfig(rank=4, alpha=3.0), model)
     assert {name.partition(".")[0] for name in found} == known
     assert len(known) == count
     assert len(found) == 3 * count, "lora_down, lora_up and alpha of each"
@@ -168,7 +174,7 @@ def test_comfyui_reads_the_strength_of_the_run() -> None:
     network = build_model(model)
     add_lora(network, config, seed=1)
     weights = trained(network)
-    found = kohya(weights, config, model)
+    found, _ = file_of(kohya_form(model), weights, config, model)
     for layer in {name.partition(".lora_")[0] for name in weights}:
         name = f"lora_unet_{layer.replace('.', '_')}"
         up, down = found[f"{name}.lora_up.weight"].flatten(1), found[f"{name}.lora_down.weight"].flatten(1)
@@ -182,7 +188,7 @@ def test_comfyui_reads_the_strength_of_the_run() -> None:
     [("sd15", "sd_v1", "False"), ("sd2", "sd_v2", "True"), ("sdxl", "sdxl_base_v1-0", "False")],
 )
 def test_automatic1111_offers_the_adapter_for_its_base(kind: Kind, base: str, is_2: str) -> None:
-    metadata = kohya_metadata(LoraConfig(rank=4), UNETS[kind])
+    _, metadata = with_base(UNETS[kind], {}, {})
     assert (metadata["ss_base_model_version"], metadata["ss_v2"]) == (base, is_2)
 
 
@@ -199,6 +205,55 @@ def test_alpha_keeps_its_value_in_16_bits(tmp_path: Path, pipelines: Mapping[Kin
         write(tmp_path / "large", too_large, run, "lora-diffusers", torch.float16)
 
 
+def test_a_layer_that_a_program_of_the_format_drops_is_an_error(tmp_path: Path, pipelines: Mapping[Kind, Path]) -> None:
+    """kohya's scripts have no LoRA of the first convolution; the other formats of this network have one."""
+    config = LoraConfig(rank=2, targets=("to_q", "conv_in"))
+    network = build_model(UNETS["sd15"])
+    add_lora(network, config, seed=1)
+    run = text_run(tmp_path, pipelines["sd15"], tmp_path, lora=config)
+    with pytest.raises(ConfigError, match=r"kohya's scripts would drop 1 of the 9 adapted layers .*: conv_in; use"):
+        write(tmp_path / "lora-kohya", trained(network), run, "lora-kohya")
+    for form in ("lora", "lora-diffusers", "lora-native"):
+        assert write(tmp_path / form, trained(network), run, form).exists()
+
+
+def transformer_run(kind: str, lora: LoraConfig) -> RunConfig:
+    model = FAMILIES[kind].config
+    objective = FlowConfig(convention=model.flow_convention)
+    return RunConfig(model=model, lora=lora, objective=objective, pretrained=PretrainedConfig(path="p", weights=True))
+
+
+@pytest.mark.parametrize("kind", by_day(["flux2"], *(kind for kind in FAMILIES if kind != "flux2")))
+def test_each_format_of_a_transformer_is_read_back(kind: str, tmp_path: Path) -> None:
+    """Of the layers that its usual script adapts; their programs drop none."""
+    model, config = FAMILIES[kind].config, LoraConfig(rank=2, alpha=3.0)
+    network = build_model(model)
+    add_lora(network, config, seed=1)
+    weights, expected = trained(network), changes_of(trained(network), config)
+    run = transformer_run(kind, config)
+    for form in ("lora", "lora-diffusers", "lora-native", "lora-kohya"):
+        found = read_adapter(write(tmp_path / form, weights, run, form), named_network(model))
+        assert found.keys() == expected.keys()
+        for layer, change in expected.items():
+            torch.testing.assert_close(found[layer].change(), change.change(), rtol=1e-6, atol=1e-6)
+        card = use_of(run, form, Place(tmp_path))
+        assert "ComfyUI" in card
+        assert ("load_lora_weights" in card) == (form in ("lora", "lora-diffusers"))
+
+
+def test_the_modulation_of_flux2_is_in_the_format_of_one_program(tmp_path: Path) -> None:
+    config = LoraConfig(rank=2, targets=("to_q", "double_stream_modulation_img.linear"))
+    network = build_model(FAMILIES["flux2"].config)
+    add_lora(network, config, seed=1)
+    run = transformer_run("flux2", config)
+    dropped = r"would drop 1 of the 3 adapted layers from a file of this format: double_stream_modulation_img"
+    for form, program in (("lora", "ComfyUI"), ("lora-kohya", "kohya's scripts")):
+        with pytest.raises(ConfigError, match=f"{program} {dropped}"):
+            write(tmp_path / form, trained(network), run, form)
+    for form in ("lora-diffusers", "lora-native"):
+        assert write(tmp_path / form, trained(network), run, form).exists()
+
+
 def test_names_are_those_of_pefts_own_export() -> None:
     """And, if all of it is attention, those of diffusers' training script."""
     from diffusers.utils import convert_state_dict_to_diffusers
@@ -211,7 +266,7 @@ def test_names_are_those_of_pefts_own_export() -> None:
         weights = trained(network)
         network.load_state_dict(weights, strict=False)
         expected = {f"unet.{name}": value for name, value in convert(get_peft_model_state_dict(network)).items()}
-        found = scaled(weights, config, model)
+        found = as_training_script(model, *file_of(DIFFUSERS, weights, config, model))[0]
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 

@@ -21,11 +21,11 @@ from fastdiff.errors import ConfigError
 from fastdiff.export.card_text import Place
 from fastdiff.export.formats import Exported
 from fastdiff.export.model_card import use_of
-from fastdiff.export.original_names import original_weights
 from fastdiff.export.single_file import FILE, write_single_file
 from fastdiff.export.weights import ExportedWeights
 from fastdiff.models.build import build_model
 from fastdiff.models.pretrained.tiny_pipeline import UNETS, Kind, build
+from fastdiff.models.unet.original_names import original_weights
 from fastdiff.parallel.world import World
 from fastdiff.training.loop import train
 from tests.support.inputs.text_runs import encode, text_run

@@ -105,12 +105,12 @@ def test_every_format_that_a_family_names_is_there() -> None:
     found = {kind: list(formats_of(config)) for kind, config in networks().items()}
     assert found == {
         "dit": ["diffusers", "dit", "dit-training", "lora", "safetensors"],
-        "unet": ["diffusers", "single-file", "lora", "lora-diffusers", "safetensors"],
+        "unet": ["diffusers", "single-file", "lora", "lora-diffusers", "lora-native", "lora-kohya", "safetensors"],
         "adm": ["diffusers", "iddpm", "safetensors"],
         "pixart": ["diffusers", "lora", "safetensors"],
-        "flux2": ["diffusers", "lora", "safetensors"],
-        "z-image": ["diffusers", "lora", "safetensors"],
-        "qwen-image": ["diffusers", "lora", "safetensors"],
+        "flux2": ["diffusers", "lora", "lora-diffusers", "lora-native", "lora-kohya", "safetensors"],
+        "z-image": ["diffusers", "lora", "lora-diffusers", "lora-native", "lora-kohya", "safetensors"],
+        "qwen-image": ["diffusers", "lora", "lora-diffusers", "lora-native", "lora-kohya", "safetensors"],
     }
     for kind, names in found.items():
         for name in names:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.config.networks.flux2 import Flux2Config
+from fastdiff.models.adapter_files.forms import ADAPTER_FORMATS
 from fastdiff.models.family import ModelFamily
 from fastdiff.models.pipeline_settings import PipelineSettings
 from fastdiff.models.transformers.adapter import Cost, DiffusersTransformer
@@ -70,7 +71,7 @@ FLUX2 = ModelFamily(
     subject=lambda config: "A Flux.2 text-to-image transformer",
     library="diffusers",
     script_format="diffusers",
-    formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS"},
+    formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS", **ADAPTER_FORMATS},
     drawing=lambda config: PipelineSettings(steps=50, guidance=4.0, mu=_mu, even_sigmas=True),
     sampling_batch=4,
 )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastdiff.config.networks.qwen_image import PATCH, QwenImageConfig
+from fastdiff.models.adapter_files.forms import ADAPTER_FORMATS
 from fastdiff.models.blockwise import run_block
 from fastdiff.models.family import ModelFamily
 from fastdiff.models.pipeline_settings import PipelineSettings, linear_mu
@@ -80,7 +81,7 @@ QWEN_IMAGE = ModelFamily(
     subject=lambda config: "A Qwen-Image text-to-image transformer",
     library="diffusers",
     script_format="diffusers",
-    formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS"},
+    formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS", **ADAPTER_FORMATS},
     drawing=lambda config: PipelineSettings(
         steps=50, guidance=4.0, negative=" ", norm_patch=PATCH, mu=linear_mu, even_sigmas=True
     ),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastdiff.config.networks.z_image import MULTIPLE, PATCH, ZImageConfig
 from fastdiff.errors import require
+from fastdiff.models.adapter_files.forms import ADAPTER_FORMATS
 from fastdiff.models.blockwise import run_block
 from fastdiff.models.family import ModelFamily
 from fastdiff.models.pipeline_settings import PipelineSettings, linear_mu
@@ -115,7 +116,7 @@ Z_IMAGE = ModelFamily(
     subject=lambda config: "A Z-Image text-to-image transformer",
     library="diffusers",
     script_format="diffusers",
-    formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS"},
+    formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS", **ADAPTER_FORMATS},
     drawing=lambda config: PipelineSettings(steps=50, guidance=6.0, mu=linear_mu, even_sigmas=True),  # 1 + its 5
     sampling_batch=4,
 )

@@ -71,8 +71,10 @@ UNET = ModelFamily(
     formats={
         "diffusers": "fastdiff.export.pipeline:DIFFUSERS",
         "single-file": "fastdiff.export.single_file:SINGLE_FILE",
-        "lora": "fastdiff.export.adapters:KOHYA",
-        "lora-diffusers": "fastdiff.export.adapters:SCALED",
+        "lora": "fastdiff.export.unet_adapters:EVERYWHERE",
+        "lora-diffusers": "fastdiff.export.unet_adapters:FOR_DIFFUSERS",
+        "lora-native": "fastdiff.export.adapters:NATIVE",
+        "lora-kohya": "fastdiff.export.unet_adapters:KOHYA",
     },
     pipeline_part="unet",
     quantized_blocks=(TransformerBlock,),

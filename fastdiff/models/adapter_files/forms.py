@@ -1,0 +1,110 @@
+"""Forms of adapter files: prefix and names of the layers, names of the matrices, and where the scale is."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fastdiff.models.adapter_files.low_rank import LowRank, stack_rows
+from fastdiff.models.adapter_files.native_names import NamedNetwork, NativeLayer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """A form of file."""
+
+    name: str
+    """For ``readers``."""
+    native: bool
+    """Whether the layers have their native names and layout."""
+    prefix: str
+    """Before the name of each layer; empty: the part of the pipeline."""
+    flat: bool
+    """Whether the dots in the name of a layer are underscores."""
+    down: str
+    up: str
+    alpha: bool
+    """Whether alpha is a tensor beside each layer. Otherwise the scale is in B, and alpha is the rank."""
+
+    def key(self, part: str, layer: str) -> str:
+        """Return the key of a layer of this part of a pipeline, without the ending of a matrix."""
+        prefix = self.prefix or f"{part}."
+        return prefix + (layer.replace(".", "_") if self.flat else layer)
+
+
+DIFFUSERS = Form(
+    name="diffusers", native=False, prefix="", flat=False, down=".lora_A.weight", up=".lora_B.weight", alpha=False
+)
+"""diffusers and peft."""
+NATIVE = Form(
+    name="native", native=True, prefix="diffusion_model.", flat=False, down=".lora_A.weight", up=".lora_B.weight",
+    alpha=False,
+)  # fmt: skip
+KOHYA = Form(
+    name="kohya", native=True, prefix="lora_unet_", flat=True, down=".lora_down.weight", up=".lora_up.weight",
+    alpha=True,
+)  # fmt: skip
+"""kohya's scripts, of SDXL and later networks."""
+KOHYA_DIFFUSERS = replace(KOHYA, native=False)
+"""kohya's scripts of SD 1.x and 2.x, which train diffusers' UNet; every program that reads one reads the other."""
+
+ADAPTER_FORMATS: Mapping[str, str] = {
+    "lora": "fastdiff.export.adapters:EVERYWHERE",
+    "lora-diffusers": "fastdiff.export.adapters:FOR_DIFFUSERS",
+    "lora-native": "fastdiff.export.adapters:NATIVE",
+    "lora-kohya": "fastdiff.export.adapters:KOHYA",
+}
+"""The export formats of a transformer with a table in ``native_names``, for ``ModelFamily.formats``."""
+
+
+def tensors_of(form: Form, changes: Mapping[str, LowRank], part: str) -> dict[str, Tensor]:
+    """Return the tensors of a file.
+
+    Args:
+        form: of the file.
+        changes: by the name of the layer; of a native form those of ``in_native_layout``.
+        part: name of the network in pipelines of diffusers.
+    """
+    found: dict[str, Tensor] = {}
+    for layer, change in changes.items():
+        key, stored = form.key(part, layer), change if form.alpha else change.with_scale_in_up()
+        found |= {key + form.down: stored.down, key + form.up: stored.up}
+        if form.alpha:
+            found[f"{key}.alpha"] = torch.tensor(stored.alpha)
+    return found
+
+
+def in_native_layout(changes: Mapping[str, LowRank], network: NamedNetwork) -> dict[str, LowRank]:
+    """Return the changes of the native layers of a network, from those of its layers in diffusers."""
+    found = {}
+    for native in network.natives:
+        parts = [changes.get(part) for part in native.parts]
+        if any(part is not None for part in parts):
+            found[native.name] = _joined(native, parts, network)
+    return found
+
+
+def _joined(native: NativeLayer, parts: Sequence[LowRank | None], network: NamedNetwork) -> LowRank:
+    (first, *others) = parts
+    change = stack_rows(parts, network.rows(native)) if others or first is None else first
+    return change.with_halves_swapped() if native.swapped else change
+
+
+def metadata_of(form: Form, part: str, rank: int, alpha: float, targets: Sequence[str]) -> dict[str, str]:
+    """Return the metadata of a file, by which diffusers knows the scale and kohya's scripts the rank.
+
+    Args:
+        form: of the file.
+        part: name of the network in pipelines of diffusers.
+        rank: of the adapter.
+        alpha: of the adapter.
+        targets: suffixes of the names of the adapted layers.
+    """
+    if form == DIFFUSERS:
+        known = {"r": rank, "lora_alpha": rank, "target_modules": list(targets)}
+        named = {f"{part}.{name}": value for name, value in known.items()}
+        return {"lora_adapter_metadata": json.dumps(named, indent=2, sort_keys=True)}
+    alpha = alpha if form.alpha else rank
+    return {"ss_network_module": "networks.lora", "ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}

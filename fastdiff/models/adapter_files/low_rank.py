@@ -1,0 +1,91 @@
+"""The change of one layer by a LoRA, and its conversion between the layouts of layers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The change ``alpha / rank * B A`` of a weight (Hu et al. 2021, arXiv:2106.09685)."""
+
+    down: Tensor
+    """A, ``[rank, inputs, ...]``; a convolution has the size of its kernel behind."""
+    up: Tensor
+    """B, ``[outputs, rank, ...]``; a convolution has ones behind."""
+    alpha: float
+    """Numerator of the scale."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of the change."""
+        return len(self.down)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product."""
+        return self.alpha / self.rank
+
+    def change(self) -> Tensor:
+        """Return what is added to the weight, ``[outputs, inputs, ...]``."""
+        product = self.up.flatten(1) @ self.down.flatten(1)
+        return self.scale * product.view(len(self.up), *self.down.shape[1:])
+
+    def with_scale_in_up(self) -> "LowRank":
+        """Return the same change with alpha equal to the rank."""
+        return LowRank(self.down, self.scale * self.up, float(self.rank))
+
+    def with_halves_swapped(self) -> "LowRank":
+        """Return the change of the layer whose first and second half of outputs are swapped."""
+        return replace(self, up=torch.cat(self.up.chunk(2)[::-1]))
+
+
+def stack_rows(parts: Sequence[LowRank | None], rows: Sequence[int]) -> LowRank:
+    """Return the change of a layer that has the outputs of several linear layers one after another.
+
+    A is stacked, B block-diagonal, and alpha is the sum, because the rank grows.
+
+    Args:
+        parts: the change of each, at least one; None: it stays as it is.
+        rows: outputs of each.
+    """
+    present = [part for part in parts if part is not None]
+    scale, rank = present[0].scale, sum(part.rank for part in present)
+    up = present[0].up.new_zeros(sum(rows), rank)
+    row = column = 0
+    for part, height in zip(parts, rows, strict=True):
+        if part is not None:
+            up[row : row + height, column : column + part.rank] = part.up * (part.scale / scale)
+            column += part.rank
+        row += height
+    return LowRank(torch.cat([part.down for part in present]), up, scale * rank)
+
+
+def split_rows(whole: LowRank, rows: Sequence[int]) -> list[LowRank | None]:
+    """Return the changes of the linear layers whose outputs a layer has one after another.
+
+    One that was made by ``stack_rows`` of equal ranks falls apart into its parts; otherwise all parts share A.
+
+    Returns:
+        One change per entry of ``rows``; None: these rows are all zero, others are not.
+    """
+    ups = torch.split_with_sizes(whole.up, list(rows))
+    zero = [not up.any() for up in ups]
+    changed = [i for i in range(len(ups)) if not zero[i] or all(zero)]
+    found: list[LowRank | None] = [None] * len(ups)
+    width, left = divmod(whole.rank, len(changed))
+    blocks = [slice(width * i, width * (i + 1)) for i in range(len(changed))]
+    apart = width > 0 and left == 0 and all(_only(ups[i], block) for i, block in zip(changed, blocks, strict=True))
+    for i, block in zip(changed, blocks, strict=True):
+        if apart:
+            found[i] = LowRank(whole.down[block], ups[i][:, block].contiguous(), whole.alpha * width / whole.rank)
+        else:
+            found[i] = replace(whole, up=ups[i])
+    return found
+
+
+def _only(up: Tensor, columns: slice) -> bool:
+    """Whether all other columns are zero."""
+    return not up[:, : columns.start].any() and not up[:, columns.stop :].any()

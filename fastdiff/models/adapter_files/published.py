@@ -1,0 +1,188 @@
+"""Reading of published adapter files, in every form, spelling and rule of alpha that their programs have.
+
+alpha is a tensor beside the layer, or stands in diffusers' metadata of the adapter. Without either it is the rank, as
+in ComfyUI and diffusers; so it is where kohya's scripts wrote 0.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from fastdiff.errors import ConfigError, require
+from fastdiff.models.adapter_files.low_rank import LowRank, split_rows
+from fastdiff.models.adapter_files.native_names import NamedNetwork, NativeLayer
+from fastdiff.models.pipeline_files import readable
+
+_SPELLINGS = {
+    ".lora_down.weight": "down", ".lora_up.weight": "up",  # kohya
+    ".lora_A.weight": "down", ".lora_B.weight": "up",  # peft, without the name of the adapter
+    ".lora_A.default.weight": "down", ".lora_B.default.weight": "up",  # peft
+    ".lora.down.weight": "down", ".lora.up.weight": "up",  # diffusers of old
+    "_lora.down.weight": "down", "_lora.up.weight": "up",  # its attention processors
+    ".lora_linear_layer.down.weight": "down", ".lora_linear_layer.up.weight": "up",
+    ".alpha": "alpha",
+}  # fmt: skip
+"""Endings of keys, and what the tensor is."""
+_OTHER_KINDS = {
+    "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", "lokr_": "LoKr", "hada_": "LoHa", "lora_mid": "LoCon with "
+    "a third matrix", "oft_": "OFT", ".diff": "full differences", "lora_B.bias": "biases",
+}  # fmt: skip
+_TEXT_ENCODERS = ("lora_te", "text_encoder", "text_encoders.", "lora_prior_te")
+_DIFFUSERS_PREFIXES = ("", "transformer.", "unet.", "base_model.model.", "diffusion_model.")
+_FLAT_PREFIXES = ("lora_unet_", "lycoris_", "lora_transformer_")
+_NATIVE_PREFIXES = ("diffusion_model.", "model.diffusion_model.", "")
+_METADATA = "lora_adapter_metadata"
+_MOST = 3
+"""Layers that a message names."""
+
+
+_Keys = dict[str, dict[str, Tensor]]
+"""The tensors of each layer of a file: down, up, and perhaps alpha."""
+
+
+def read_adapter(path: Path, network: NamedNetwork) -> dict[str, LowRank]:
+    """Read a file of any form.
+
+    Args:
+        path: safetensors file.
+        network: that the adapter changes.
+
+    Returns:
+        The change of each layer by its name in diffusers, fp32 on the CPU.
+
+    Raises:
+        ConfigError: the file cannot be read, is no LoRA, or has layers that are not in the network or have other
+            shapes there. Nothing is left out.
+    """
+    require(path.is_file(), f"--lora.init {path}: no such file")
+    require(path.suffix == ".safetensors", f"--lora.init {path}: expected a .safetensors file")
+    with readable(path), safe_open(path, framework="pt") as file:
+        metadata = dict(file.metadata() or {})
+        tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  (not a mapping)
+    try:
+        return changes_of(tensors, metadata, network)
+    except ConfigError as error:
+        raise ConfigError(f"--lora.init {path}: {error}") from None
+
+
+def changes_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], network: NamedNetwork) -> dict[str, LowRank]:
+    """Return the change of each layer in the tensors of a file; arguments and errors as in ``read_adapter``."""
+    keys, known = _by_key(tensors), _known_keys(network)
+    _require_known(keys, known, network)
+    alphas = _Metadata(metadata)
+    changes: dict[str, LowRank] = {}
+    for key, found in keys.items():
+        layer = known[key]
+        for part, change in _of_parts(key, found, layer, alphas, network):
+            require(part not in changes, f"{part} is there twice, the second time as {key}")
+            changes[part] = change
+    require(bool(changes), "it has no LoRA")
+    return changes
+
+
+def _by_key(tensors: Mapping[str, Tensor]) -> _Keys:
+    keys: _Keys = {}
+    others = []
+    for name, value in tensors.items():
+        ending = next((ending for ending in _SPELLINGS if name.endswith(ending)), None)
+        if ending is None:
+            others.append(name)
+        else:
+            keys.setdefault(name.removesuffix(ending), {})[_SPELLINGS[ending]] = value
+    if others:
+        kinds = sorted({kind for name in others for part, kind in _OTHER_KINDS.items() if part in name})
+        what = f", tensors of {' and '.join(kinds)}" if kinds else ""
+        raise ConfigError(
+            f"{len(others)} of its {len(tensors)} tensors are no matrices of a LoRA{what}: {_named(others)}; expected "
+            "A and B of each layer, and alpha at most"
+        )
+    return keys
+
+
+def _known_keys(network: NamedNetwork) -> dict[str, NativeLayer]:
+    """Return what each key of a file would be."""
+    known: dict[str, NativeLayer] = {}
+    for native in network.natives:
+        named = [f"{prefix}{native.name}" for prefix in _NATIVE_PREFIXES]
+        known |= dict.fromkeys([*named, f"lora_unet_{native.name.replace('.', '_')}"], native)
+    for layer in network.layers:
+        own = NativeLayer(layer, (layer,))
+        names = [f"{prefix}{spelt}" for prefix in _DIFFUSERS_PREFIXES for spelt in (layer, _of_processor(layer))]
+        names += [prefix + layer.replace(".", "_") for prefix in _FLAT_PREFIXES]
+        for name in names:
+            known.setdefault(name, own)
+    return known
+
+
+def _of_processor(layer: str) -> str:
+    """Return the name of an attention's matrix when diffusers had it in its processor."""
+    return re.sub(r"\.to_out\.0$", ".to_out", re.sub(r"\.(?=to_\w+(\.0)?$)", ".processor.", layer))
+
+
+def _require_known(keys: _Keys, known: Mapping[str, object], network: NamedNetwork) -> None:
+    unknown = [key for key in keys if key not in known]
+    if not unknown:
+        return
+    text = [key for key in unknown if key.startswith(_TEXT_ENCODERS)]
+    why = f"{network.title} has none of this name"
+    if len(text) == len(unknown):
+        why = "they are of text encoders, which are not trained here; give a copy of the file without them"
+    raise ConfigError(f"{len(unknown)} of its {len(keys)} layers are unknown: {_named(unknown)}; {why}")
+
+
+def _of_parts(
+    key: str, found: Mapping[str, Tensor], layer: NativeLayer, alphas: "_Metadata", network: NamedNetwork
+) -> Iterator[tuple[str, LowRank]]:
+    missing = [name for name in ("down", "up") if name not in found]
+    require(not missing, f"{key} has no matrix {' and '.join(missing)}")
+    down, up, rows = found["down"], found["up"], network.rows(layer)
+    inputs = network.layers[layer.parts[0]][1:]
+    require(
+        up.ndim > 1 and down.ndim > 1 and (len(up), up.flatten(1).shape[1]) == (sum(rows), len(down))
+        and math.prod(down.shape[1:]) == math.prod(inputs),
+        f"{key} is {list(up.shape)} times {list(down.shape)}, expected [{sum(rows)}, rank] times "
+        f"[rank, {', '.join(map(str, inputs))}]; the file is of another network than {network.title} of this size",
+    )  # fmt: skip
+    down, up = down.reshape(-1, *inputs), up.reshape(len(up), -1, *[1] * (len(inputs) - 1))
+    alpha = alphas.of(layer.name, len(down), network.part)
+    if (beside := found.get("alpha")) is not None:
+        alpha = beside.item() or float(len(down))
+    change = LowRank(down, up, alpha)
+    if layer.swapped:
+        change = change.with_halves_swapped()
+    split = split_rows(change, rows) if len(rows) > 1 else [change]
+    for part, own in zip(layer.parts, split, strict=True):
+        if own is not None:
+            yield part, own
+
+
+class _Metadata:
+    """The configuration of peft that diffusers writes into the metadata of a file."""
+
+    def __init__(self, metadata: Mapping[str, str]) -> None:
+        try:
+            found = json.loads(metadata.get(_METADATA, "{}"))
+        except ValueError:
+            raise ConfigError(f"its metadata {_METADATA} is no JSON") from None
+        require(isinstance(found, dict), f"its metadata {_METADATA} is no object")
+        self._values: dict[str, Any] = found
+
+    def of(self, layer: str, rank: int, part: str) -> float:
+        """Return alpha of a layer; without metadata of the network it is the rank."""
+        own = {key.removeprefix(f"{part}."): value for key, value in self._values.items() if key.startswith(f"{part}.")}
+        alpha = own.get("lora_alpha", rank)
+        for pattern, value in (own.get("alpha_pattern") or {}).items():
+            if re.fullmatch(rf"(.*\.)?({pattern})", layer):
+                alpha = value
+                break
+        return float(alpha) * (math.sqrt(rank) if own.get("use_rslora") else 1.0)
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")

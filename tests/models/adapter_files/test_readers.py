@@ -1,0 +1,196 @@
+"""The programs change every layer by what the adapter says: diffusers as it runs, ComfyUI by its rules.
+
+ComfyUI's rules are stated again here from what it does: ``model_lora_keys_unet`` (comfy/lora.py at ec93dca), the tables
+of comfy/utils.py at 09708ea and ``LoRAAdapter`` (comfy/weight_adapter/lora.py at 6f98b15).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fastdiff.models.adapter_files import forms
+from fastdiff.models.adapter_files.forms import Form, metadata_of, tensors_of
+from fastdiff.models.adapter_files.low_rank import LowRank
+from fastdiff.models.adapter_files.native_names import NamedNetwork
+from fastdiff.models.adapter_files.readers import COMFYUI, DIFFUSERS_READER, Reader
+from tests.support.inputs import tiny_transformers as tiny
+
+RANK, ALPHA = 4, 2.0
+FORMS = {"diffusers": forms.DIFFUSERS, "native": forms.NATIVE, "kohya": forms.KOHYA, "names": forms.KOHYA_DIFFUSERS}
+OTHERWISE = {("Flux2Transformer2DModel", "native"): ["norm_out.linear"]}
+"""Layers that diffusers reads from a form, and changes otherwise."""
+
+
+def cases(reader: Reader) -> list[tuple[str, str]]:
+    found = [(kind, name) for kind in tiny.NETWORKS for name in FORMS if reader.reads(FORMS[name], tiny.class_of(kind))]
+    # kohya's form has diffusers' names for SD 1.5 alone.
+    of_kohya = ("names" if kind == "sd15" else "kohya" for kind, _ in found)
+    return [
+        (kind, name) for (kind, name), own in zip(found, of_kohya, strict=True) if name in ("diffusers", "native", own)
+    ]
+
+
+def file_of(form: Form, names: NamedNetwork, changes: dict[str, LowRank]) -> dict[str, Tensor]:
+    return tensors_of(form, forms.in_native_layout(changes, names) if form.native else changes, names.part)
+
+
+def equal(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+
+
+def in_diffusers(kind: str, tensors: Mapping[str, Tensor], metadata: dict[str, str], folder: Path) -> dict[str, Tensor]:
+    """What diffusers adds to the weight of each layer, after ``load_lora_weights`` of its pipeline."""
+    import diffusers
+
+    model = tiny.transformer(kind)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "a.safetensors", metadata)
+    cls = getattr(diffusers, tiny.PIPELINES[kind])
+    part = "unet" if kind in tiny.UNET_KINDS else "transformer"
+    pipeline = cls(**dict.fromkeys(set(cls._get_signature_keys(cls)[0]) - {part}), **{part: model})
+    pipeline.load_lora_weights(folder, weight_name="a.safetensors")
+    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    return {name: module.get_delta_weight(*module.lora_A) for name, module in adapted.items()}
+
+
+@pytest.mark.parametrize(("kind", "form"), cases(DIFFUSERS_READER))
+def test_diffusers_changes_all_layers_but_those_of_its_row(kind: str, form: str, tmp_path: Path) -> None:
+    names = tiny.network(kind)
+    changes = tiny.adapter(names, RANK, ALPHA)
+    metadata = metadata_of(FORMS[form], names.part, RANK, ALPHA, list(changes))
+    found = in_diffusers(kind, file_of(FORMS[form], names, changes), metadata, tmp_path)
+    dropped = DIFFUSERS_READER.dropped(FORMS[form], names.diffusers_class, list(changes))
+    otherwise = OTHERWISE.get((kind, form), [])
+    assert set(found) == set(changes) - set(dropped) | set(otherwise)
+    for layer, change in found.items():
+        assert equal(change, changes[layer].change()) == (layer not in otherwise), layer
+
+
+class Target(NamedTuple):
+    """What a key of ComfyUI's map changes."""
+
+    weight: str
+    third: int | None = None
+    swapped: bool = False
+
+
+COMFYUI_NAMES: Mapping[str, tuple[str, str]] = {
+    "Flux2Transformer2DModel": (
+        r"""
+        transformer_blocks\.(\d+)\.attn\.to_(out\.0) = double_blocks.{}.img_attn.proj
+        transformer_blocks\.(\d+)\.attn\.to_(add_out) = double_blocks.{}.txt_attn.proj
+        transformer_blocks\.(\d+)\.ff\.linear_(in) = double_blocks.{}.img_mlp.0
+        transformer_blocks\.(\d+)\.ff\.linear_(out) = double_blocks.{}.img_mlp.2
+        transformer_blocks\.(\d+)\.ff_context\.linear_(in) = double_blocks.{}.txt_mlp.0
+        transformer_blocks\.(\d+)\.ff_context\.linear_(out) = double_blocks.{}.txt_mlp.2
+        transformer_blocks\.(\d+)\.attn\.to_([qkv]) = double_blocks.{}.img_attn.qkv third
+        transformer_blocks\.(\d+)\.attn\.add_([qkv])_proj = double_blocks.{}.txt_attn.qkv third
+        single_transformer_blocks\.(\d+)\.attn\.(to_qkv_mlp_proj) = single_blocks.{}.linear1
+        single_transformer_blocks\.(\d+)\.attn\.(to_out) = single_blocks.{}.linear2
+        ()(x_embedder) = img_in
+        ()(context_embedder) = txt_in
+        ()(proj_out) = final_layer.linear
+        ()norm_(out)\.linear = final_layer.adaLN_modulation.1 swapped""",
+        "transformer. lycoris_ lora_transformer_ ."),
+    "ZImageTransformer2DModel": (
+        r"""
+        ((?:layers|noise_refiner|context_refiner)\.\d+)\.attention\.to_([qkv]) = {}.attention.qkv third
+        ((?:layers|noise_refiner|context_refiner)\.\d+)\.attention\.to_(out\.0) = {}.attention.out
+        ((?:layers|noise_refiner|context_refiner)\.\d+\.feed_forward\.w[123])() = {}
+        ((?:layers|noise_refiner)\.\d+\.adaLN_modulation\.0)() = {}
+        (cap_embedder\.1|t_embedder\.mlp\.[02])() = {}
+        all_final_layer\.2-1\.(linear|adaLN_modulation\.1)() = final_layer.{}
+        ()all_(x)_embedder\.2-1 = x_embedder""",
+        "diffusion_model. transformer. lycoris_ ."),
+    "SD3Transformer2DModel": (
+        r"""
+        transformer_blocks\.(\d+)\.attn\.to_([qkv]) = joint_blocks.{}.x_block.attn.qkv third
+        transformer_blocks\.(\d+)\.attn2\.to_([qkv]) = joint_blocks.{}.x_block.attn2.qkv third
+        transformer_blocks\.(\d+)\.attn\.add_([qkv])_proj = joint_blocks.{}.context_block.attn.qkv third
+        transformer_blocks\.(\d+)\.attn\.to_(out\.0) = joint_blocks.{}.x_block.attn.proj
+        transformer_blocks\.(\d+)\.attn2\.to_(out\.0) = joint_blocks.{}.x_block.attn2.proj
+        transformer_blocks\.(\d+)\.attn\.to_(add_out) = joint_blocks.{}.context_block.attn.proj
+        transformer_blocks\.(\d+)\.ff\.net\.(0)\.proj = joint_blocks.{}.x_block.mlp.fc1
+        transformer_blocks\.(\d+)\.ff\.net\.(2) = joint_blocks.{}.x_block.mlp.fc2
+        transformer_blocks\.(\d+)\.ff_context\.net\.(0)\.proj = joint_blocks.{}.context_block.mlp.fc1
+        transformer_blocks\.(\d+)\.ff_context\.net\.(2) = joint_blocks.{}.context_block.mlp.fc2
+        transformer_blocks\.(\d+)\.(norm1)\.linear = joint_blocks.{}.x_block.adaLN_modulation.1
+        transformer_blocks\.(11)\.norm1_(context)\.linear = joint_blocks.{}.context_block.adaLN_modulation.1 swapped
+        transformer_blocks\.(\d+)\.norm1_(context)\.linear = joint_blocks.{}.context_block.adaLN_modulation.1
+        (context_embedder)() = {}
+        ()pos_embed\.(proj) = x_embedder.proj
+        ()time_text_embed\.timestep_embedder\.linear_(1) = t_embedder.mlp.0
+        ()time_text_embed\.timestep_embedder\.linear_(2) = t_embedder.mlp.2
+        ()time_text_embed\.text_embedder\.linear_(1) = y_embedder.mlp.0
+        ()time_text_embed\.text_embedder\.linear_(2) = y_embedder.mlp.2
+        ()(proj_out) = final_layer.linear
+        ()norm_(out)\.linear = final_layer.adaLN_modulation.1 swapped""",
+        "transformer. base_model.model. lycoris_ lora_transformer_"),
+    "QwenImageTransformer2DModel": (r"(.*)() = {}", ". transformer. lycoris_"),
+}  # fmt: skip
+"""diffusers' names that ComfyUI knows, with the native weight, and the prefixes before them; ``.`` is none."""
+
+
+def known_to_comfyui(kind: str, names: NamedNetwork) -> dict[str, Target]:
+    """ComfyUI's map from keys to weights of its network."""
+    found = {}
+    for native in names.natives:
+        target = Target(native.name)
+        found |= {f"diffusion_model.{native.name}": target, f"lora_unet_{native.name.replace('.', '_')}": target}
+        if kind in tiny.UNET_KINDS:
+            (layer,) = native.parts
+            spelt = re.sub(r"\.to_out\.0$", ".to_out", layer.replace(".to_", ".processor.to_"))
+            found |= dict.fromkeys((f"lora_unet_{layer.replace('.', '_')}", spelt, f"unet.{spelt}"), target)
+    rows, prefixes = COMFYUI_NAMES.get(kind, ("", ""))
+    for layer in names.layers:
+        for target in _target_of(layer, rows):
+            for prefix in prefixes.split():
+                key = layer.replace(".", "_") if prefix.endswith("_") else layer
+                found[prefix.removeprefix(".") + key] = target
+    return found
+
+
+def _target_of(layer: str, rows: str) -> Iterator[Target]:
+    for row in rows.strip().splitlines():
+        pattern, _, rest = row.strip().partition(" = ")
+        native, _, how = rest.partition(" ")
+        if match := re.fullmatch(pattern, layer):
+            third = "qkv".index(match[2]) if how == "third" else None
+            yield Target(native.format(match[1]), third, how == "swapped")
+            return
+
+
+def in_comfyui(kind: str, names: NamedNetwork, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], set[str]]:
+    """What ComfyUI adds to each of its weights, and the tensors that it does not know."""
+    endings = (".lora_up.weight", ".lora_down.weight"), (".lora_B.weight", ".lora_A.weight")
+    zeros = {layer: torch.zeros(shape) for layer, shape in names.layers.items()}
+    found, unknown = tiny.in_native_layout(names, zeros), set(tensors)
+    for key, target in known_to_comfyui(kind, names).items():
+        for up, down in endings:
+            if key + up not in tensors:
+                continue
+            b, a, alpha = tensors[key + up], tensors[key + down], tensors.get(f"{key}.alpha")
+            unknown -= {key + up, key + down, f"{key}.alpha"}
+            scale = 1.0 if alpha is None else alpha.item() / len(a)
+            change, weight = scale * (b.flatten(1) @ a.flatten(1)), found[target.weight]
+            part = weight if target.third is None else weight.chunk(3)[target.third]
+            part += (torch.cat(change.chunk(2)[::-1]) if target.swapped else change).view(part.shape)
+    return found, unknown
+
+
+@pytest.mark.parametrize(("kind", "form"), cases(COMFYUI))
+def test_comfyui_changes_all_layers_but_those_of_its_row(kind: str, form: str) -> None:
+    names = tiny.network(kind)
+    changes = tiny.adapter(names, RANK, ALPHA)
+    found, unknown = in_comfyui(kind, names, file_of(FORMS[form], names, changes))
+    dropped = COMFYUI.dropped(FORMS[form], names.diffusers_class, list(changes))
+    assert len(unknown) == 2 * len(dropped)
+    kept = {layer: change.change() for layer, change in changes.items() if layer not in dropped}
+    nothing = {layer: torch.zeros(names.layers[layer]) for layer in dropped}
+    for layer, expected in tiny.in_native_layout(names, kept | nothing).items():
+        assert equal(found[layer], expected), layer
