@@ -15,7 +15,7 @@ from fastdiff.errors import ConfigError, require
 StoredDtype = Literal["float16", "float32", "uint8", "bfloat16", "float8_e4m3fn", "int8"]
 BITS: Mapping[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 """Dtypes of embeddings that numpy lacks: shards and numpy hold their bits as integers of this dtype."""
-Source = Literal["caption", "class", "image", "encoder", "step"]
+Source = Literal["caption", "class", "image", "encoder", "reference", "step"]
 Shape = tuple[int, ...]
 Size = tuple[int, int]
 _ROWS = 8
@@ -47,7 +47,7 @@ class ConditionKind:
     """Dtype in a batch; ``floating``: float16, bfloat16 or float32, as encoded. Shards store bool as uint8."""
     source: Source
     """What gives it: each caption of a sample, by the text encoder; its class; its image; the autoencoder, in the pass
-    that gives the latents; the training step."""
+    that gives the latents; the autoencoder, from the pictures that it refers to; the training step."""
     null: Literal["caption", "class"] | None = None
     """What replaces a dropped one: the text encoder's null (zeros, or the empty caption), the number of classes; None:
     it is never dropped."""
@@ -69,6 +69,12 @@ CONDITIONS: Mapping[str, ConditionKind] = {
     "time_ids": ConditionKind(shape=(6,), dtype="float32", source="image", of_image=time_ids),
     # Class token of the teacher whose features are the latents; of the mirrored image where the latents are mirrored.
     "teacher_token": ConditionKind(shape=("teacher_width",), dtype="floating", source="encoder"),
+    # Normalised latents of the pictures that an edited one refers to, the means of their posteriors; mirrored with it.
+    "reference": ConditionKind(
+        shape=("references", "reference_channels", "reference_rows", "reference_columns"),
+        dtype="floating",
+        source="reference",
+    ),
     # Small image to enlarge.
     "low_res": ConditionKind(shape=("channels", "low_res_size", "low_res_size"), dtype="float32", source="step"),
     # Position of the sample in the run, the key of a dropout.
@@ -100,6 +106,8 @@ def of_source(source: Source, names: Iterable[str] = CONDITIONS) -> tuple[str, .
     return tuple(name for name, kind in CONDITIONS.items() if name in wanted and kind.source == source)
 
 
+(REFERENCE,) = of_source("reference")
+"""Latents of reference pictures."""
 CAPTIONED = of_source("caption")
 """Conditions with one array per caption."""
 OF_IMAGE = of_source("image")

@@ -116,6 +116,16 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--image-root", metavar="FOLDER", help="folder of the images of a file of metadata")
     group.add_argument("--image-column", help="column of a Hugging Face dataset or a file of metadata")
+    group.add_argument(
+        "--references",
+        metavar="FOLDER",
+        help="pictures that each image refers to, for edit models: NAME.png, or NAME_1.png, NAME_2.png and so on",
+    )
+    group.add_argument(
+        "--reference-column",
+        metavar="COLUMN",
+        help="column of a file of metadata with the reference, or a list of them",
+    )
     group.add_argument("--dataset-config", metavar="NAME", help="configuration of a Hugging Face dataset")
     group.add_argument("--split", help="split of a Hugging Face dataset or a folder; of digits: all, train or test")
     group.add_argument("--max-samples", type=count, help="use only the first N images")

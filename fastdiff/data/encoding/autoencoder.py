@@ -102,6 +102,10 @@ class LatentEncoder:
             return latents
         return stored(latents, self._posterior, keys, mirrored=mirrored)
 
+    def means(self, latents: Tensor) -> Tensor:
+        """Return the latents ``[B, C, h, w]`` that ``encode`` returned; of posteriors, their means."""
+        return stored(latents, "mean", (), mirrored=False) if self._space.posterior else latents
+
     @property
     def columns(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of what ``encode_columns`` gives beside the latents, by name."""
@@ -210,6 +214,10 @@ class PixelEncoder:
         return self.encode(pixels), {}
 
     def stored(self, latents: Tensor, keys: Sequence[str], *, mirrored: bool) -> Tensor:
+        """Return the pixels as they are."""
+        return latents
+
+    def means(self, latents: Tensor) -> Tensor:
         """Return the pixels as they are."""
         return latents
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from fastdiff.batch import to_stored, without_padding
-from fastdiff.conditions import OF_IMAGE, StoredDtype, of_source, stored_dtype
+from fastdiff.conditions import OF_IMAGE, REFERENCE, StoredDtype, of_source, stored_dtype
 from fastdiff.console import log, show
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, reproducible, require_side
 from fastdiff.data.encoding.builtin import versions
@@ -36,6 +36,7 @@ from fastdiff.data.encoding.uncaptioned import lacks_captions, require_captions,
 from fastdiff.data.images.decode import BadImage, Decoded, Decoder, ImageTransform, open_decoder
 from fastdiff.data.images.geometry import Size, aspect_buckets
 from fastdiff.data.images.items import BadItem, ImageItem, ImageSource
+from fastdiff.data.images.references import ReferenceDecoder
 from fastdiff.data.images.sources import open_source
 from fastdiff.data.images.stream import Chunk, Stopwatch, decoded_images
 from fastdiff.data.images.webdataset_tars import WebDatasetSource
@@ -115,6 +116,10 @@ class _ImageEncode:
         self._encoder, self._statistics = self._opened_encoder(pretrained)
         self._transform = _transform(options, self._encoder)
         self._decoder: Decoder = open_decoder(options.decode, self._transform, options.workers, self._device)
+        self._references = ReferenceDecoder(
+            self._transform,
+            lambda transform: open_decoder(options.decode, transform, options.workers, self._device),
+        )
         self._of_image = _taken_of_image(pretrained) if self._embeds_captions else ()
         self._autoencoder_digest = None if self._in_pixels else pretrained.digest("vae")
         self._text_digest = pretrained.digest("text_encoder") if self._embeds_captions else None
@@ -220,6 +225,7 @@ class _ImageEncode:
             partitions,
             self._stopwatch,
             start=lambda: torch.cuda.set_device(device) if on_gpu else None,  # the device is set per thread
+            complete=self._references.add,
         )
         description = "encode" if self._place.size == 1 else f"encode, rank {self._place.rank}"
         bar = Bar(description, expected.images, "images", done=expected.done, alone=self._place.size == 1)
@@ -350,7 +356,9 @@ class _ImageEncode:
     def _listing_options(self) -> dict[str, Any]:
         """Return the given options that choose what the source lists; its digest holds what they chose."""
         fields = EncodeOptions.__dataclass_fields__
-        names = ("classes_from", "image_root", "dataset_config", "caption", "caption_from")
+        names = (
+            "classes_from", "image_root", "dataset_config", "references", "reference_column", "caption", "caption_from",
+        )  # fmt: skip
         given = {name: getattr(self._options, name) for name in names}
         given = {name: value for name, value in given.items() if value != fields[name].default}
         return {LISTING_OPTIONS: given} if given else {}
@@ -369,6 +377,7 @@ class _ImageEncode:
             **({"image_conditions": OF_IMAGE} if self._of_image is None else {}),
             **{name: given for name in _OF_TEXT if (given := getattr(self._options, name)) is not None},
             **self._plan_of_variants(),
+            **({REFERENCE: self._source.references} if self._source.references else {}),
             **(self._statistics.plan if self._statistics else {}),
             **({"posterior": self._options.posterior} if self._options.posterior != "each-step" else {}),
         } | self._listing_options()
@@ -441,6 +450,10 @@ class _ImageEncode:
             captioned, self._text_dtype, OF_IMAGE if self._of_image is None else self._of_image
         )
         columns |= condition_columns(encoder.columns, self._floating)
+        if references := self._source.references:
+            channels = encoder.channels // (2 if encoder.kind == "posterior" else 1)
+            shape = (references, channels, *sizes[0])
+            columns |= condition_columns({REFERENCE: shape}, self._floating)
         packages = ("pillow",) if self._in_pixels else ("torch", "diffusers", "transformers", "pillow")
         return DatasetInfo(
             columns=columns,

@@ -28,6 +28,8 @@ _OF_PIPELINE = (
     "posterior",
     "batch",
     "flip",
+    "references",
+    "reference_column",
     "captions",
     "caption",
     "caption_from",

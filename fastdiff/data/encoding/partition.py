@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import as_numbers, from_stored, to_stored
-from fastdiff.conditions import CAPTIONED, image_conditions, of_source
+from fastdiff.conditions import CAPTIONED, REFERENCE, image_conditions, of_source
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder
 from fastdiff.data.encoding.embedded_texts import EmbeddedTexts
 from fastdiff.data.encoding.statistics import PartitionSums
@@ -150,6 +150,8 @@ class PartitionEncoder:
             self._add_latents(batch, pixels, mirrored=False)
             if self._info.flipped:
                 self._add_latents(batch, pixels.flip(2), mirrored=True)  # along W
+            if REFERENCE in self._info.columns:
+                self._add_references(batch)
         if len(group.batches) == self._together:
             self._embed()
 
@@ -177,6 +179,15 @@ class PartitionEncoder:
             columns[LATENT] = latents
         for name, values in columns.items():
             batch.latents[self._info.variants(name)[mirrored]] = self._to_host(values, name)
+
+    def _add_references(self, batch: _Batch) -> None:
+        """Add the latents of the references of a batch, ``[B, N, C, h, w]``; of a posterior the mean."""
+        stacked = np.stack([pixels for _, decoded in batch.images for pixels in decoded.references])
+        pixels = torch.from_numpy(stacked).to(self._encoder.device, non_blocking=True)
+        for mirrored, name in enumerate(self._info.variants(REFERENCE)):
+            latents = self._encoder.means(self._encode(pixels.flip(2) if mirrored else pixels)[0])
+            each = latents.view(len(batch.images), -1, *latents.shape[1:])  # [B * N, C, h, w] -> [B, N, C, h, w]
+            batch.latents[name] = self._to_host(each, REFERENCE)
 
     def _encode(self, pixels: Tensor) -> Columns:
         """Encode pixels ``[B, H, W, 3]``; on a CPU in parts whose size does not depend on the number of threads."""

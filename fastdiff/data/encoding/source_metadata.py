@@ -31,7 +31,7 @@ class PartitionMetadata:
     stamps: dict[str, Any] | None
     """See ``ImageSource.stamps``; taken before the files were read."""
     items: tuple[tuple[str, str, str], ...]
-    """Name of each picture, sha256 of its file, and sha256 of its captions and class."""
+    """Name of each picture, sha256 of its file and its references, and sha256 of its captions and class."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,11 @@ def _edited(before: PartitionMetadata, after: PartitionMetadata) -> Iterator[str
 def _digest(item: ImageItem | BadItem) -> tuple[str, str, str]:
     if isinstance(item, BadItem):
         return item.name, "", _sha256(item.reason.encode())
-    return item.name, _sha256(item.image), _sha256(json.dumps([item.captions, item.label]).encode())
+    return (
+        item.name,
+        _sha256(b"".join([item.image, *item.references])),
+        _sha256(json.dumps([item.captions, item.label]).encode()),
+    )
 
 
 def _sha256(content: bytes) -> str:

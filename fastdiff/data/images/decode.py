@@ -143,12 +143,14 @@ class Decoded:
         original_size: Height and width in pixels of the upright original.
         crop: Top and left of the crop in pixels of the resized image.
         bucket: Number of the transform's bucket, 0 without buckets.
+        references: Of the pictures that it refers to, as ``pixels``.
     """
 
     pixels: Pixels
     original_size: Size
     crop: tuple[int, int]
     bucket: int
+    references: tuple[Pixels, ...] = ()
 
 
 @dataclass(frozen=True)

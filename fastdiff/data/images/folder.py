@@ -26,9 +26,10 @@ from fastdiff.data.images.kinds import READ, UNPACKED, is_archive
 from fastdiff.data.images.listing import Listing
 from fastdiff.data.images.metadata import LISTS, METADATA, Table, read_table
 from fastdiff.data.images.options import SourceOptions
+from fastdiff.data.images.references import ReferenceFiles
 from fastdiff.data.images.walk import Names, is_folder, nfc, unreadable, visible
 from fastdiff.data.selection import Selection, Tally
-from fastdiff.errors import ConfigError, DataError
+from fastdiff.errors import ConfigError, DataError, require
 from fastdiff.sanitize import escape
 
 _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"}
@@ -48,6 +49,8 @@ class _Entry:
     text: str | None = None
     """Relative path of its caption file."""
     label: int | None = None
+    references: tuple[str, ...] = ()
+    """Paths of the pictures that it refers to, relative to their folder."""
 
 
 class ImageFolder(ImageSource):
@@ -69,12 +72,14 @@ class ImageFolder(ImageSource):
         folder: The folder, or its parent if that holds only splits.
         options: What is read. ``image_column`` is the column of the metadata with the path of an image, absolute or
             below ``folder``, if it has no ``file_name``. ``caption_from`` ``folder``: the name without the repeats of
-            kohya's ``10_sks dog``.
+            kohya's ``10_sks dog``. References are in a folder outside of ``folder`` (``references.py``), or, by
+            ``reference_column``, below it or ``folder``.
         metadata: File of metadata of images in ``folder``, instead of one in it; also a .json file with a list of rows.
 
     Raises:
         ConfigError: The metadata has no such column, or the folder holds only other splits.
-        DataError: The folder holds no images, images beside class folders, or metadata that are not readable.
+        DataError: The folder holds no images, images beside class folders, metadata that are not readable, or no
+            reference of any image.
         StorageError: A folder or file cannot be read.
     """
 
@@ -87,7 +92,8 @@ class ImageFolder(ImageSource):
         self._left_out, self._noted = Tally(), Tally()
         self._note_splits(folder)
         self._substitute = _substitute(self.root, options)
-        entries = sorted(self._list(metadata), key=lambda entry: entry.path)
+        self._reference_root = Path(options.references).absolute() if options.references else self.root
+        entries = self._with_references(sorted(self._list(metadata), key=lambda entry: entry.path))
         max_samples = options.max_samples
         self.classes = len(self.class_names) or None
         self._entries = self._substituted(entries[:max_samples])
@@ -95,7 +101,7 @@ class ImageFolder(ImageSource):
             self._left_out.add(f"beyond --max-samples {max_samples}", entry.path)
         self._note_repeats(entries)
         self.selection = Selection(left_out=self._left_out.counted(), noted=self._noted.counted())
-        facts = ([entry.path, entry.captions, entry.label] for entry in self._entries)
+        facts = ([entry.path, entry.captions, entry.label, *entry.references] for entry in self._entries)
         kind = "" if self.captioned or self.classes else ", no captions"
         self.digest = digest_of(f"folder, {self._per_partition} per unit, {self.classes} classes{kind}", facts)
 
@@ -106,16 +112,18 @@ class ImageFolder(ImageSource):
     def stamps(self, partition: int) -> dict[str, Any] | None:
         """See ``ImageSource``."""
         entries = [self._entries[number] for number in self._numbers(partition)]
-        listed = digest_of("listed", ([entry.path, entry.captions, entry.text, entry.label] for entry in entries))
+        facts = ([entry.path, entry.captions, entry.text, entry.label, *entry.references] for entry in entries)
+        listed = digest_of("listed", facts)
         files = {file for entry in entries for file in self._files(entry)}
         return {"": listed} | {file: stamp(self.root / file) for file in sorted(files)}
 
     def _files(self, entry: _Entry) -> list[str]:
-        """Return the relative paths of an image and its caption file."""
+        """Return the relative paths of an image and its caption file, and the paths of its references."""
         reads_text = (
             self.captioned and self._options.needs_captions and entry.captions is None and entry.text is not None
         )
-        return [entry.path, str(entry.text)] if reads_text else [entry.path]
+        references = [str(self._reference_root / reference) for reference in entry.references]
+        return [entry.path, *([str(entry.text)] if reads_text else []), *references]
 
     def item(self, index: int) -> ImageItem | BadItem:
         """Return an image by number; StorageError if the storage fails."""
@@ -126,9 +134,10 @@ class ImageFolder(ImageSource):
             _require_inside(entry.path)
             image = self._image(entry.path)
             captions = self._captions(entry)
+            references = self._references(entry)
         except (BadCaptionError, _BadFileError) as error:
             return BadItem(key, name, str(error))
-        return ImageItem(key, name, image, captions, entry.label)
+        return ImageItem(key, name, image, captions, entry.label, references)
 
     def most_captions(self, partition: int) -> int:
         """Return the largest number of captions per image in a partition, without reading images."""
@@ -145,6 +154,17 @@ class ImageFolder(ImageSource):
             other = self._names.like(path)
             hint = f"; its folder has {escape(other)}" if other and other != os.path.basename(path) else ""
             raise _BadFileError(f"{error}{hint}") from error
+
+    def _references(self, entry: _Entry) -> tuple[bytes, ...]:
+        if len(entry.references) < self.references:
+            stem = os.path.splitext(os.path.basename(entry.path))[0]
+            raise _BadFileError(
+                f"it has {len(entry.references)} references, others {self.references}: expected {escape(stem)}.png, "
+                f"{escape(stem)}_1.png and so on in the folder of --references, or more in --reference-column"
+            )
+        for reference in entry.references:
+            _require_inside(reference)
+        return tuple(_read(self._reference_root / reference, LARGEST_IMAGE) for reference in entry.references)
 
     def _captions(self, entry: _Entry) -> tuple[str, ...]:
         if not (self.captioned and self._options.needs_captions):
@@ -182,19 +202,56 @@ class ImageFolder(ImageSource):
         options = self._options
         needed = options.needs_captions and self._substitute is None
         columns = options.caption_column, options.image_column
-        return read_table(path, *columns, self.root, self._names, needs_captions=needed)
+        column = options.reference_column
+        return read_table(path, *columns, self.root, self._names, needs_captions=needed, reference_column=column)
 
     def _by_table(self, path: Path, table: Table, listing: Listing) -> list[_Entry]:
         self.captioned = table.captioned or self._substitute is not None
         own = os.path.relpath(path, self.root)
+        entries = [
+            _Entry(name, values, references=self._named(table.references[name]))
+            for name, values in table.captions.items()
+        ]
         rows = {os.path.normpath(row) for row in table.captions}
+        if not self._options.references:
+            rows |= {os.path.normpath(reference) for entry in entries for reference in entry.references}
         for image in listing.images:
             if image not in rows:
                 self._left_out.add(f"without a row in {escape(path.name)}", image)
         listing.others = {file: kind for file, kind in listing.others.items() if file not in rows}
         why = f"caption files, not read because {escape(path.name)} has the captions"
         self._count_files(listing, [own], lambda file: why)
-        return [_Entry(name, values) for name, values in table.captions.items()]
+        return entries
+
+    def _named(self, references: list[Any]) -> tuple[str, ...]:
+        """Return the paths of references in a table as they are on the disk."""
+        if wrong := [each for each in references if not isinstance(each, str) or not each.strip()]:
+            raise DataError(f"the reference {wrong[0]!r} in {self._options.reference_column}: expected a path")
+        names, top = Names(self._reference_root), self._reference_root.absolute()
+        paths = (PurePosixPath(each) for each in references)
+        return tuple(names.find(str(path.relative_to(top) if path.is_relative_to(top) else path)) for path in paths)
+
+    def _with_references(self, entries: list[_Entry]) -> list[_Entry]:
+        """Give each image its references, set their number, and count what their folder holds besides."""
+        options = self._options
+        if options.references and not options.reference_column:
+            own, folder = (Path(os.path.realpath(path)) for path in (self.root, options.references))
+            require(
+                own not in (folder, *folder.parents),
+                f"--references {options.references} is in the folder of the pictures, so that the references would be "
+                "pictures, too; move it, or name them in a column of a file of metadata with --reference-column",
+            )
+            files = ReferenceFiles(Path(options.references), [entry.path for entry in entries])
+            entries = [replace(entry, references=files.of(entry.path)) for entry in entries]
+            files.count(self._noted)
+        self.references = max((len(entry.references) for entry in entries), default=0)
+        if (options.references or options.reference_column) and not self.references:
+            stem = os.path.splitext(entries[0].path)[0] if entries else "NAME"
+            raise DataError(
+                f"none of the {len(entries)} pictures has a reference; expected for example {escape(stem)}.png in "
+                f"{escape(str(self._reference_root))}, or the column of a file of metadata with --reference-column"
+            )
+        return entries
 
     def _described(self, listing: Listing) -> list[_Entry]:
         """List the images with captions if there are any, otherwise with classes by subfolder, otherwise alone."""

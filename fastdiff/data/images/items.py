@@ -31,6 +31,8 @@ class ImageItem:
     """Content of the image file."""
     captions: tuple[str, ...] = ()
     label: int | None = None
+    references: tuple[bytes, ...] = ()
+    """Contents of the files of the pictures that it refers to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class ImageSource(ABC):
     """Names of the classes in the order of their numbers; empty: unknown."""
     captioned: bool
     """Whether the images have captions."""
+    references: int = 0
+    """Pictures that each image refers to."""
     digest: str
     """Sha256 of the listing; it changes with the partitions."""
     selection: Selection

@@ -33,14 +33,23 @@ class Table:
     Attributes:
         captions: By relative path as it is on the disk, or as in the table if no such file is there.
         captioned: Whether it has the column of captions.
+        references: By the same paths, those in the column of references, unchecked.
     """
 
     captions: dict[str, list[Any]]
     captioned: bool
+    references: dict[str, list[Any]]
 
 
 def read_table(
-    path: Path, caption_column: str, image_column: str, root: Path, names: Names, *, needs_captions: bool = True
+    path: Path,
+    caption_column: str,
+    image_column: str,
+    root: Path,
+    names: Names,
+    *,
+    needs_captions: bool = True,
+    reference_column: str = "",
 ) -> Table:
     """Read a table.
 
@@ -51,9 +60,10 @@ def read_table(
         root: Folder of the images.
         names: Finds files below it.
         needs_captions: Whether a table without the column of captions is refused.
+        reference_column: Column with the path of a reference, or a list of paths; empty: none.
 
     Raises:
-        ConfigError: It has no column of images or of captions.
+        ConfigError: It has no column of images, of captions or of references.
         DataError: It is damaged: with the line.
         StorageError: It cannot be read.
     """
@@ -70,7 +80,10 @@ def read_table(
             f"{path} has no caption column {caption_column!r}; its columns: {', '.join(columns)}"
             f"{_instead('--caption-column', columns, _LIKE_CAPTIONS)}"
         )
+    if reference_column and reference_column not in columns:
+        raise ConfigError(f"{path} has no column {reference_column!r} of references; its columns: {', '.join(columns)}")
     captions: dict[str, list[Any]] = {}
+    references: dict[str, list[Any]] = {}
     top = os.path.abspath(root)
     for line, row in rows:
         name = row.get(image_column)
@@ -79,8 +92,13 @@ def read_table(
         value, image = row.get(caption_column), PurePosixPath(name)
         if image.is_absolute() and image.is_relative_to(top):
             image = image.relative_to(top)
-        captions.setdefault(names.find(str(image)), []).extend(value if isinstance(value, list) else [value])
-    return Table(captions, captioned)
+        found = names.find(str(image))
+        captions.setdefault(found, []).extend(value if isinstance(value, list) else [value])
+        given = row.get(reference_column) or []
+        given = given if isinstance(given, list) else [given]
+        if references.setdefault(found, given) != given:
+            raise DataError(f"{path}, line {line}: {name} has other references in an earlier row; give the same in all")
+    return Table(captions, captioned, references)
 
 
 _LIKE_IMAGES = ("filename", "file", "image", "images", "img", "image_path", "imagepath", "path", "image_file", "name")

@@ -39,6 +39,10 @@ class SourceOptions:
     """Folder of the images of a file of metadata; empty: the folder of the file."""
     dataset_config: str | None = None
     """Configuration of a data set that has several."""
+    references: str = ""
+    """Folder of the pictures that each image refers to, see ``references.py``; empty: none, or those of a column."""
+    reference_column: str = ""
+    """Column of a file of metadata, or of a data set, with the reference of each image, or a list of them."""
     caption: str = ""
     """Caption of each image without one of its own; empty: none."""
     caption_from: CaptionFrom = "none"
@@ -73,6 +77,7 @@ class SourceOptions:
     def require_read(self, kind: Kind) -> None:
         """Raise ConfigError for options that such sources do not read, or an ``image_root`` that is no folder here."""
         require_local("--image-root", self.image_root)
+        require_local("--references", self.references)
         for name, (readers, why) in _READERS.items():
             value, flag = getattr(self, name), name.replace("_", "-")
             unused = kind not in readers and value != SourceOptions.__dataclass_fields__[name].default
@@ -89,6 +94,14 @@ _READERS: dict[str, tuple[tuple[Kind, ...], str]] = {
         "is for a file of metadata (.json, .jsonl or .csv), which the source is not; leave it out",
     ),
     "dataset_config": (("rows",), "is for a data set of Hugging Face, which the source is not; leave it out"),
+    "references": (
+        ("table", "folder"),
+        "is a folder beside a folder of images or a file of metadata, which the source is not; leave it out",
+    ),
+    "reference_column": (
+        ("table", "folder", "rows"),
+        "is for a file of metadata or a data set of Hugging Face; leave it out",
+    ),
     "caption": (("tars", "table", "folder", "rows"), "is not read"),
     "caption_from": (("table", "folder"), "needs a folder of images; use --caption TEXT"),
     "classes_from": (

@@ -35,7 +35,12 @@ class Items(Protocol):
 
 
 def decoded_images(
-    source: Items, decoder: Decoder, partitions: Iterable[int], stopwatch: Stopwatch, start: Callable[[], None]
+    source: Items,
+    decoder: Decoder,
+    partitions: Iterable[int],
+    stopwatch: Stopwatch,
+    start: Callable[[], None],
+    complete: Callable[[Chunk], Chunk] = lambda chunk: chunk,
 ) -> Generator[Chunk, None, None]:
     """Read and decode ``partitions`` in order.
 
@@ -45,12 +50,13 @@ def decoded_images(
         partitions: Numbers of the partitions.
         stopwatch: Records the stages ``read`` and ``decode``.
         start: Called first in the decoding thread, for example to select the GPU.
+        complete: Called there with each chunk, to decode what belongs to its images.
 
     Yields:
         The chunks in order; an error of the source is raised at its chunk.
     """
     read = read_ahead(_read(source, partitions, stopwatch), _DEPTH)
-    return read_ahead(_decode(read, decoder, stopwatch), _DEPTH, start=start)
+    return read_ahead(_decode(read, decoder, complete, stopwatch), _DEPTH, start=start)
 
 
 def _read(
@@ -71,7 +77,7 @@ def _chunks(items: Iterator[ImageItem | BadItem]) -> Iterator[list[ImageItem | B
     size = 0
     for item in items:
         chunk.append(item)
-        size += len(item.image) if isinstance(item, ImageItem) else 0
+        size += sum(map(len, (item.image, *item.references))) if isinstance(item, ImageItem) else 0
         if len(chunk) == _IMAGES or size >= _BYTES:
             yield chunk
             chunk, size = [], 0
@@ -79,16 +85,20 @@ def _chunks(items: Iterator[ImageItem | BadItem]) -> Iterator[list[ImageItem | B
 
 
 def _decode(
-    chunks: Generator[tuple[int, list[ImageItem | BadItem]], None, None], decoder: Decoder, stopwatch: Stopwatch
+    chunks: Generator[tuple[int, list[ImageItem | BadItem]], None, None],
+    decoder: Decoder,
+    complete: Callable[[Chunk], Chunk],
+    stopwatch: Stopwatch,
 ) -> Generator[Chunk, None, None]:
     try:
         for partition, items in chunks:
             with stopwatch.measure("decode"):
                 decoded = iter(decoder.decode([item.image for item in items if isinstance(item, ImageItem)]))
-            yield Chunk(
-                partition,
-                [(item, next(decoded) if isinstance(item, ImageItem) else BadImage(item.reason)) for item in items],
-            )
+                images = [
+                    (item, next(decoded) if isinstance(item, ImageItem) else BadImage(item.reason)) for item in items
+                ]
+                chunk = complete(Chunk(partition, images))
+            yield chunk
     finally:
         chunks.close()
 

@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from fastdiff.batch import Batch, as_numbers, from_stored
-from fastdiff.conditions import MASK_OF
+from fastdiff.conditions import MASK_OF, REFERENCE
 from fastdiff.console import log
 from fastdiff.data.loading.order import Int64, RankPositions, SampleOrder
 from fastdiff.data.shards.format import LATENT, LATENT_LIMITS, LOSS_MASK, DatasetInfo, Normalisation
@@ -211,6 +211,7 @@ class Normaliser:
     def __init__(self, info: DatasetInfo, device: torch.device) -> None:
         self.device = device
         self._of_latents = _scales(info.normalisation, info.statistics_shape, device)
+        self._of_references = _scales(info.x0_normalisation, (-1, *info.statistics_shape[1:]), device)
         self._of_others = {
             name: _scales(found, info.columns[name].shape, device) for name, found in info.normalisations.items()
         }
@@ -222,6 +223,9 @@ class Normaliser:
             latents = as_numbers(latents).float() if limits is None else dequantised(latents, limits)
             shift, scale = self._of_latents
             latents.sub_(shift).mul_(scale)  # in place: allocating results would take longer than computing them
+        if REFERENCE in stored:
+            shift, scale = self._of_references
+            stored[REFERENCE] = (from_stored({REFERENCE: stored[REFERENCE]})[REFERENCE].float() - shift) * scale
         for name, (shift, scale) in self._of_others.items():
             stored[name] = (as_numbers(stored[name]).float() - shift) * scale
         position, mask = stored.pop("position"), stored.pop(LOSS_MASK, None)

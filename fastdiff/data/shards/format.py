@@ -35,6 +35,7 @@ from fastdiff.conditions import (
     MASKS,
     OF_ENCODER,
     OF_IMAGE,
+    REFERENCE,
     Shape,
     StoredDtype,
     image_shape,
@@ -57,9 +58,9 @@ LATENT_LIMITS = "latent_limits"
 LATENT_DTYPES: tuple[StoredDtype, ...] = ("float16", "bfloat16", "float32", "uint8", "int8")
 LOSS_MASK = "loss_mask"
 """Weight of each latent position in the loss, float16 of 0 to 1; mirrored with the latent when it is read."""
-COLUMNS = (LATENT, LATENT_LIMITS, *CAPTIONED, *OF_IMAGE, *OF_ENCODER, LOSS_MASK)
+COLUMNS = (LATENT, LATENT_LIMITS, *CAPTIONED, *OF_IMAGE, *OF_ENCODER, REFERENCE, LOSS_MASK)
 """All columns, in the order of the tar."""
-ENCODED = (LATENT, LATENT_LIMITS, *OF_ENCODER)
+ENCODED = (LATENT, LATENT_LIMITS, *OF_ENCODER, REFERENCE)
 """Columns that the autoencoder gives; each has a variant for the mirrored image, if there is one of the latent."""
 
 # Limits of the memory that an untrusted dataset.json can make a reader allocate; far above useful values.
@@ -240,6 +241,9 @@ class DatasetInfo:
             columns[LATENT] = dataclasses.replace(self.latent, shape=shape)
             if LOSS_MASK in columns:
                 columns[LOSS_MASK] = loss_mask_column(columns[LATENT])
+            if REFERENCE in columns:
+                of_all = (*columns[REFERENCE].shape[:2], *self.buckets[bucket])
+                columns[REFERENCE] = dataclasses.replace(columns[REFERENCE], shape=of_all)
         return columns
 
     def batch_columns(self, bucket: int) -> dict[str, Column]:
@@ -366,6 +370,9 @@ class DatasetInfo:
         limits = {LATENT_LIMITS: Column(dtype="float32", shape=(2, self.latent.shape[0]))}
         if {n: self.columns[n] for n in limits if n in self.columns} != (limits if self.latent.dtype == "int8" else {}):
             return f"latents in int8, and these alone, need {LATENT_LIMITS} of float32 [2, {self.latent.shape[0]}]"
+        of_latents = self.latent.shape[0] // (2 if self.kind == "posterior" else 1), *self.latent.shape[1:]
+        if REFERENCE in self.columns and (self.in_pixels or self.columns[REFERENCE].shape[1:] != of_latents):
+            return f"{REFERENCE} is {self.columns[REFERENCE]}, expected latents {list(of_latents)} and no pixels"
         mask = loss_mask_column(self.latent)
         if self.columns.get(LOSS_MASK, mask) != mask:
             return f"{LOSS_MASK} is {self.columns[LOSS_MASK]}, expected float16 {list(mask.shape)} as the latents"
