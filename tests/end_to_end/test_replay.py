@@ -7,6 +7,7 @@ average. Nothing of fastdiff computes there.
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fastdiff.batch import Batch, Condition
+from fastdiff.cli.compat.run import translate
+from fastdiff.cli.main import main
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.run import RunConfig
@@ -204,14 +207,15 @@ def unet_of(pipeline: Path) -> tuple[Any, Any]:
     return unet, DDPMScheduler.from_pretrained(pipeline, subfolder="scheduler")
 
 
-def adapted(unet: Any, weights: Weights) -> Weights:
-    """The adapted weights of a network, by LoRA matrices with alpha equal to the rank."""
+def adapted(unet: Any, weights: Weights, alpha: float | None = None) -> Weights:
+    """The adapted weights of a network, by LoRA matrices; alpha is the rank unless given."""
     base, found = dict(unet.named_parameters()), {}
     layers = sorted({name.partition(".lora_")[0] for name in weights})
     assert len(layers) >= 4 * 2 * 3
     for layer in layers:
         down, up = (weights[f"{layer}.lora_{which}.default.weight"] for which in "AB")
-        found[f"{layer}.weight"] = base[f"{layer}.weight"].detach() + up @ down
+        scale = 1.0 if alpha is None else alpha / len(down)
+        found[f"{layer}.weight"] = base[f"{layer}.weight"].detach() + scale * up @ down
     return found
 
 
@@ -290,6 +294,35 @@ def test_lora_xl(world: World, xl: Path, xl_flags: list[str], dump: list[Micro],
     def loss_of(weights: Weights, micro: Micro) -> Tensor:
         target = scheduler.get_velocity(micro.clean, micro.noise, micro.time)
         return error_of(unet, adapted(unet, weights), scheduler, micro, target).mean()
+
+    script = Script(warmed_cosine, weight_decay=1e-2, clip=0.1)
+    assert_replayed(config, *script.replay(weights, loss_of, dump))
+
+
+# kohya's sdxl_train_network.py
+
+
+def test_network_of_kohya(
+    world: World, xl: Path, pictures: Path, dump: list[Micro], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every linear layer of the transformer blocks, with alpha apart from the rank."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pictures").mkdir()
+    shutil.copytree(pictures, tmp_path / "pictures" / "2_a picture", ignore=shutil.ignore_patterns("*.jsonl"))
+    words = (
+        "--train_data_dir pictures --output_dir out --resolution 32 --network_module networks.lora --network_dim 4 "
+        "--network_alpha 2 --network_train_unet_only --unet_lr 1e-3 --lr_scheduler cosine --lr_warmup_steps 5 "
+        f"--max_train_steps {STEPS} --train_batch_size 2 --seed 3 --min_snr_gamma 5 --max_grad_norm 0.1"
+    )
+    flags = ["--pretrained_model_name_or_path", str(xl), *words.split()]
+    assert main(translate("sdxl_train_network", flags, gpus=1).commands[0][1:]) == 0
+    config, weights = run(run_of("sdxl_train_network", flags)[0], world, dump)
+    unet, scheduler = unet_of(xl)
+    abar = scheduler.alphas_cumprod.double()
+
+    def loss_of(weights: Weights, micro: Micro) -> Tensor:
+        snr = abar[micro.time] / (1 - abar[micro.time])
+        return (error_of(unet, adapted(unet, weights, alpha=2), scheduler, micro) * snr.clamp(max=5) / snr).mean()
 
     script = Script(warmed_cosine, weight_decay=1e-2, clip=0.1)
     assert_replayed(config, *script.replay(weights, loss_of, dump))

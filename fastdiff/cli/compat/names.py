@@ -5,6 +5,8 @@ TITLES = {
     "t2i-lora": "diffusers' train_text_to_image_lora.py",
     "train_text_to_image_sdxl": "diffusers' train_text_to_image_sdxl.py",
     "train_text_to_image_lora_sdxl": "diffusers' train_text_to_image_lora_sdxl.py",
+    "sdxl_train_network": "sdxl_train_network.py of kohya's sd-scripts",
+    "sdxl_train": "sdxl_train.py of kohya's sd-scripts",
     "dit": "facebookresearch/DiT's train.py",
     "iddpm": "openai/improved-diffusion's image_train.py",
     "iddpm-sr": "openai/improved-diffusion's super_res_train.py",

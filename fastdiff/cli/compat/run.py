@@ -11,6 +11,8 @@ from fastdiff.cli.compat import dit, iddpm
 from fastdiff.cli.compat.diffusers.script import DiffusersScript
 from fastdiff.cli.compat.diffusers.text_to_image import OF_OTHERS, TEXT_TO_IMAGE, TEXT_TO_IMAGE_LORA
 from fastdiff.cli.compat.diffusers.text_to_image_sdxl import SDXL, SDXL_LORA
+from fastdiff.cli.compat.kohya.script import KohyaScript
+from fastdiff.cli.compat.kohya.sdxl import SDXL_FULL, SDXL_NETWORK
 from fastdiff.cli.compat.names import ALIASES, TITLES
 from fastdiff.cli.compat.translation import LAUNCH, CountImages, Translation, program
 from fastdiff.config.command_line.train_flags import parse
@@ -29,10 +31,16 @@ class Script(NamedTuple):
     translate: Callable[[argparse.Namespace, int, CountImages], Translation]
     idle: Mapping[str, str]
     """Why a flag changes nothing, by its name; for those that some other flag makes so."""
+    read: Callable[[argparse.ArgumentParser, Sequence[str]], argparse.Namespace] = argparse.ArgumentParser.parse_args
+    """Parses a command line; scripts with files of flags read those, too."""
 
 
 def _of_diffusers(script: DiffusersScript) -> Script:
     return Script(script.add_flags, script.translate, script.idle)
+
+
+def _of_kohya(script: KohyaScript) -> Script:
+    return Script(script.add_flags, script.translate, script.idle, script.read)
 
 
 SCRIPTS = {
@@ -40,6 +48,8 @@ SCRIPTS = {
     "t2i-lora": _of_diffusers(TEXT_TO_IMAGE_LORA),
     "train_text_to_image_sdxl": _of_diffusers(SDXL),
     "train_text_to_image_lora_sdxl": _of_diffusers(SDXL_LORA),
+    "sdxl_train_network": _of_kohya(SDXL_NETWORK),
+    "sdxl_train": _of_kohya(SDXL_FULL),
     "dit": Script(dit.add_flags, dit.translate, {}),
     "iddpm": Script(iddpm.add_flags, iddpm.translate, iddpm.IDLE),
     "iddpm-sr": Script(iddpm.add_super_resolution_flags, iddpm.translate_super_resolution, iddpm.IDLE),
@@ -68,7 +78,7 @@ def translate(script: str, flags: Sequence[str], *, gpus: int) -> Translation:
     known = SCRIPTS[name]
     parser = _Parser(prog=TITLES[name], add_help=False)  # abbreviations as the scripts accept them
     known.add_flags(parser)
-    given = parser.parse_args(list(flags))
+    given = known.read(parser, list(flags))
     translation = known.translate(given, gpus, count_images)
     _check(_train_flags(translation))
     for action in idle_flags(parser, given, lambda others: known.translate(others, gpus, lambda *_, **__: _MANY)):
@@ -89,7 +99,8 @@ def in_words(translation: Translation, room: int | None = None) -> str:
         translation: what the script's flags mean here.
         room: columns of the terminal, at which the comments are wrapped; None: one line each.
     """
-    commands = "\n".join(_broken([program(), *command[1:]]) for command in translation.commands)
+    own = {"fastdiff": program()}
+    commands = "\n".join(_broken([own.get(command[0], command[0]), *command[1:]]) for command in translation.commands)
     hidden = any(sanitize.argument(word) != word for command in translation.commands for word in command)
     told = [*translation.notes, *([sanitize.LEFT_OUT] if hidden else [])]
     notes = "\n".join(f"# - {sanitize.message(note)}" for note in told)

@@ -122,7 +122,7 @@ def _commands() -> Iterator[Command]:
                 yield from leaves([*words, name], inner)
 
     yield from leaves([], main._parser())
-    for name, (add_flags, _, _) in SCRIPTS.items():
+    for name, (add_flags, *_) in SCRIPTS.items():
         parser = argparse.ArgumentParser(add_help=False)
         add_flags(parser)
         yield ["compat", name, "--"], parser

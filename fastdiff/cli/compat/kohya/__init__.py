@@ -1,0 +1,1 @@
+"""Training scripts of kohya's sd-scripts for Stable Diffusion XL."""

@@ -1,0 +1,163 @@
+"""sdxl_train_network.py and sdxl_train.py; defaults are theirs."""
+
+import argparse
+
+from fastdiff.cli.compat.kohya.given import Given
+from fastdiff.cli.compat.kohya.meanings import MEANINGS
+from fastdiff.cli.compat.kohya.script import KohyaScript
+from fastdiff.cli.compat.table import SWITCH, Defaults, Meaning
+from fastdiff.cli.compat.translation import flag
+from fastdiff.config.arguments.types import count
+from fastdiff.errors import ConfigError, require
+
+_OFF = {name: False for name, meaning in MEANINGS.items() if meaning.kind is SWITCH}
+_VALUES: dict[str, object] = dict.fromkeys(name for name in MEANINGS if name not in _OFF) | {
+    "caption_separator": ",", "caption_extension": ".caption", "keep_tokens": 0, "keep_tokens_separator": "",
+    "vae_batch_size": 1, "min_bucket_reso": 256, "max_bucket_reso": 1024, "bucket_reso_steps": 64,
+    "token_warmup_min": 1, "token_warmup_step": 0, "caption_dropout_rate": 0.0, "caption_dropout_every_n_epochs": 0,
+    "caption_tag_dropout_rate": 0.0, "dataset_repeats": 1, "train_batch_size": 1, "dynamo_backend": "inductor",
+    "max_train_steps": 1600, "max_data_loader_n_workers": 8, "gradient_accumulation_steps": 1, "mixed_precision": "no",
+    "multires_noise_discount": 0.3, "loss_type": "l2", "huber_schedule": "snr", "huber_c": 0.1, "huber_scale": 1.0,
+    "sample_sampler": "ddim", "zero_stage": 2, "optimizer_type": "", "learning_rate": 2.0e-6, "max_grad_norm": 1.0,
+    "lr_scheduler_type": "", "lr_scheduler": "constant", "lr_warmup_steps": 0, "lr_decay_steps": 0,
+    "lr_scheduler_num_cycles": 1, "lr_scheduler_power": 1,
+}  # fmt: skip
+"""Defaults of both scripts; the others are None."""
+_OF_NETWORKS: dict[str, object] = {
+    "prior_loss_weight": 1.0, "initial_epoch": None, "initial_step": None, "skip_until_initial_step": False,
+    "validation_seed": None, "validation_split": 0.0, "validate_every_n_steps": None, "validate_every_n_epochs": None,
+    "max_validation_steps": None,
+}  # fmt: skip
+"""Flags of sdxl_train_network.py alone, with their defaults."""
+_ALL: dict[str, object] = {**_OFF, **_VALUES}
+_BOTH: dict[str, object] = {name: value for name, value in _ALL.items() if name not in _OF_NETWORKS}
+
+_LAYERS = ("to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2")
+"""Linear layers of the transformer blocks, which networks.lora adapts."""
+_CONVOLUTIONS = ("conv1", "conv2", "conv_shortcut", "time_emb_proj", "downsamplers.0.conv", "upsamplers.0.conv")
+"""Layers of residual blocks, which it adapts too with conv_dim."""
+_RANK, _ALPHA = 4, 1.0
+"""Of networks.lora without --network_dim and with conv_dim alone."""
+_BASE = "the base is frozen as it is published; merge the files into it first, and give that"
+_TEXT = (
+    "text encoders are not trained here; give --network_train_unet_only, as theirs recommends for Stable Diffusion XL"
+)
+
+
+def _network(given: Given, module: str | None) -> list[str]:
+    if module != "networks.lora":
+        raise ConfigError(
+            f"--network_module {module}: networks here are those of networks.lora; for LoKr and DoRA see --lora.* of "
+            "`fastdiff train --help`"
+        )
+    arguments = dict(_pair(word) for word in given.flags.network_args or ())
+    rank = given.flags.network_dim or _RANK
+    layers = [*_LAYERS, *(_CONVOLUTIONS if _adapts_convolutions(given, arguments, rank) else ())]
+    return [*flag("lora.rank", rank), *flag("lora.targets", layers)]
+
+
+def _pair(word: str) -> tuple[str, str]:
+    name, equals, value = word.partition("=")
+    require(bool(equals), f"--network_args {word}: expected NAME=VALUE")
+    return name, value
+
+
+def _adapts_convolutions(given: Given, arguments: dict[str, str], rank: int) -> bool:
+    unknown = sorted(arguments.keys() - {"conv_dim", "conv_alpha"})
+    require(not unknown, f"--network_args {', '.join(unknown)}: all layers have one rank and one learning rate here")
+    if "conv_dim" not in arguments:
+        return False
+    alpha, conv = given.flags.network_alpha, (arguments["conv_dim"], arguments.get("conv_alpha", str(_ALPHA)))
+    if (float(conv[0]), float(conv[1])) != (rank, alpha):
+        raise ConfigError(
+            f"--network_args conv_dim={conv[0]} conv_alpha={conv[1]}: all layers have one rank and alpha here; give "
+            f"those of --network_dim {rank} and --network_alpha {alpha:g}"
+        )
+    return True
+
+
+def _check_network(flags: argparse.Namespace) -> None:
+    if flags.network_train_text_encoder_only:
+        raise ConfigError("--network_train_text_encoder_only: text encoders are not trained here")
+    require(
+        flags.network_train_unet_only, f"without --network_train_unet_only theirs trains text encoders too: {_TEXT}"
+    )
+    require(bool(flags.network_module), "--network_module is missing; their script needs it too: networks.lora")
+
+
+def _check_full(flags: argparse.Namespace) -> None:
+    if flags.train_text_encoder:
+        raise ConfigError("--train_text_encoder: text encoders are not trained here; leave it out")
+
+
+def _format(flags: argparse.Namespace) -> str:
+    """Return the format of a whole network: theirs is that of the base without --save_model_as."""
+    folder = not str(flags.pretrained_model_name_or_path).endswith((".safetensors", ".ckpt", ".pt"))
+    named = flags.save_model_as or ("diffusers" if folder else "safetensors")
+    return "diffusers" if named.startswith("diffusers") else "single-file"
+
+
+_SAFE = "files are safetensors: pickles are not written"
+_NETWORK: dict[str, Meaning] = {
+    "network_module": Meaning(str, _network),
+    "network_dim": Meaning(count),
+    "network_alpha": Meaning(float, lambda given, alpha: flag("lora.alpha", alpha or None)),
+    "network_args": Meaning(several="*"),
+    "network_dropout": Meaning(float, refused="outputs of the added matrices are not dropped; leave it out"),
+    "network_weights": Meaning(refused="a published adapter is merged into its base first, and the run begins there"),
+    "dim_from_weights": Meaning(SWITCH, refused="give the rank of the file as --network_dim"),
+    "network_train_unet_only": Meaning(SWITCH),
+    "network_train_text_encoder_only": Meaning(SWITCH, refused=_TEXT),
+    "scale_weight_norms": Meaning(float, refused="norms of the added matrices are not bounded; leave it out"),
+    "base_weights": Meaning(refused=_BASE, several="*"),
+    "base_weights_multiplier": Meaning(float, refused=_BASE, several="*"),
+    "unet_lr": Meaning(float),
+    "text_encoder_lr": Meaning(float, told="text encoders are not trained, in theirs neither", several="*"),
+    "fp8_base": Meaning(
+        SWITCH,
+        lambda given, on: flag("lora.quantize", "8bit" if on or given.flags.fp8_base_unet else None),
+        told="the frozen matrices are in 8-bit integers",
+    ),
+    "fp8_base_unet": Meaning(SWITCH, told="the frozen matrices of the UNet are in 8-bit integers"),
+    "cpu_offload_checkpointing": Meaning(SWITCH, told="activations are computed again, and none is moved to the host"),
+    "no_metadata": Meaning(SWITCH, told="a file of weights has few metadata, none of them private"),
+    "save_model_as": Meaning(told=_SAFE, choices=(None, "ckpt", "pt", "safetensors")),
+    "training_comment": Meaning(told="the model card has facts of the run alone; add it to OUT/README.md"),
+}
+_FULL: dict[str, Meaning] = {
+    "fp8_base": Meaning(SWITCH, told="all weights are trained, so none is frozen in 8 bits; theirs does not read it"),
+    "train_text_encoder": Meaning(SWITCH),
+    "learning_rate_te1": Meaning(float, idle="it belongs to --train_text_encoder"),
+    "learning_rate_te2": Meaning(float, idle="it belongs to --train_text_encoder"),
+    "diffusers_xformers": Meaning(SWITCH, told="see --xformers"),
+    "use_safetensors": Meaning(SWITCH, told=_SAFE),
+    "save_model_as": Meaning(choices=(None, "ckpt", "safetensors", "diffusers", "diffusers_safetensors")),
+    "block_lr": Meaning(refused="all layers have one learning rate here; leave it out"),
+    "fused_optimizer_groups": Meaning(int, told="gradients are sharded by ZeRO instead: see --deepspeed_config zero2"),
+}
+
+
+def _own(meanings: dict[str, Meaning], **values: object) -> Defaults:
+    """Return the defaults of a script's own flags: off, None, or those given."""
+    return {name: False if meaning.kind is SWITCH else None for name, meaning in meanings.items()} | values
+
+
+SDXL_NETWORK = KohyaScript(
+    defaults={**_ALL, **_own(_NETWORK, network_alpha=1, save_model_as="safetensors"), **_OF_NETWORKS},
+    own=_NETWORK,
+    always=(flag("preset", "sdxl-lora"), flag("validation.captions", 0), flag("ema.rates", ())),
+    export=lambda _: "lora",
+    check=_check_network,
+    notes=(
+        "A of each added layer begins normal with the deviation 1 / rank; theirs uniform by Kaiming's rule; B at 0 in "
+        "both",
+        "the file has alpha as a tensor of each layer, as theirs has",
+    ),
+)
+SDXL_FULL = KohyaScript(
+    defaults={**_BOTH, **_own(_FULL)},
+    own=_FULL,
+    always=(flag("preset", "sd15-finetune"), flag("ema.rates", ())),
+    export=_format,
+    check=_check_full,
+)

@@ -1,0 +1,197 @@
+"""Command lines of kohya's sd-scripts become runs of fastdiff."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fastdiff.cli.compat.run import translate
+from fastdiff.cli.main import _parser
+from fastdiff.config.run import RunConfig
+from fastdiff.errors import ConfigError
+from tests.cli.test_compat import config_of, training_command
+from tests.support.inputs.images import encode, natural
+
+NETWORK, FULL = "sdxl_train_network", "sdxl_train"
+LORA = "--network_module networks.lora --network_train_unet_only"
+
+
+@pytest.fixture
+def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Six pictures in a folder with ten repeats, and another folder that is none of theirs."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("10_sks dog", "drafts"):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+    for number in range(6):
+        (tmp_path / "pictures" / "10_sks dog" / f"{number}.png").write_bytes(encode(natural(8, 8), "PNG"))
+    return tmp_path / "pictures"
+
+
+def run_of(script: str, flags: str, gpus: int = 1) -> tuple[RunConfig, str]:
+    done = translate(script, words(flags), gpus=gpus)
+    return config_of(training_command(done)), "\n".join(done.notes)
+
+
+def words(flags: str) -> list[str]:
+    base = "--pretrained_model_name_or_path some/pipeline --train_data_dir pictures --output_dir out --resolution 1024"
+    return [*base.split(), *shlex.split(flags)]
+
+
+@pytest.mark.usefixtures("pictures")
+@pytest.mark.parametrize(("script", "flags"), [(NETWORK, LORA), (FULL, "")])
+def test_the_defaults_of_the_script_are_those_of_the_run(script: str, flags: str) -> None:
+    config, notes = run_of(script, flags)
+    assert (config.steps, config.batch.samples, config.batch.micro) == (1600, 1, 1)
+    optim = config.optim
+    assert (optim.name, optim.lr, optim.betas, optim.eps, optim.weight_decay) == (
+        "adamw", 2e-6, (0.9, 0.999), 1e-8, 0.01,
+    )  # fmt: skip
+    assert (optim.clip, optim.schedule, optim.warmup_steps) == (1.0, "constant", 0)
+    objective = config.objective
+    assert (objective.schedule, objective.prediction, objective.min_snr_gamma) == ("scaled_linear", "epsilon", None)
+    assert (objective.noise_offset, objective.condition_dropout) == (0.0, 0.0)
+    assert (config.performance.precision, config.performance.recompute, config.ema.rates) == ("fp32", False, ())
+    assert (config.output.checkpoint_every, config.output.report_to, config.validation.draws_prompts) == (0, (), False)
+    assert (config.lora.rank, config.lora.alpha) == ((4, 1.0) if script == NETWORK else (0, None))
+    assert "drafts: its name does not begin with repeats" in notes
+    assert "without --seed theirs draws one by chance" in notes
+
+
+@pytest.mark.usefixtures("pictures")
+def test_the_flags_arrive() -> None:
+    config, notes = run_of(
+        NETWORK,
+        f"{LORA} --network_dim 32 --network_alpha 16 --network_args conv_dim=32 conv_alpha=16 --fp8_base "
+        "--max_train_steps 50 --train_batch_size 2 --gradient_accumulation_steps 3 --seed 7 --unet_lr 1e-4 "
+        "--text_encoder_lr 5e-5 --optimizer_type AdamW8bit --optimizer_args weight_decay=0.1 betas=0.9,0.99 "
+        "--lr_scheduler cosine --lr_warmup_steps 10% --max_grad_norm 0 --mixed_precision bf16 "
+        "--gradient_checkpointing --xformers --min_snr_gamma 5 --noise_offset 0.0357 --multires_noise_iterations 6 "
+        "--ip_noise_gamma 0.1 --v_parameterization --zero_terminal_snr --caption_dropout_rate 0.1 --cache_latents "
+        "--save_every_n_epochs 2 --save_last_n_epochs 3 --logging_dir logs --log_with all --flip_aug --deepspeed",
+        gpus=2,
+    )
+    assert config.lora.rank == 32
+    assert (config.lora.alpha, config.lora.quantize, "conv1" in config.lora.targets) == (16.0, "8bit", True)
+    assert (config.batch.samples, config.batch.accumulation(2), config.seed) == (12, 3, 7)
+    optim = config.optim
+    assert (optim.name, optim.lr, optim.weight_decay, optim.betas) == ("adamw8bit", 1e-4, 0.1, (0.9, 0.99))
+    assert (optim.schedule, optim.warmup_steps, optim.clip) == ("cosine", 5, 0.0)
+    objective = config.objective
+    assert (objective.prediction, objective.min_snr_gamma, objective.noise_offset) == ("v", 5.0, 0.0357)
+    assert (objective.multires_noise_iterations, objective.input_perturbation) == (6, 0.1)
+    assert objective.condition_dropout == 0.1
+    assert (config.performance.precision, config.performance.recompute) == ("bf16", True)
+    assert (config.performance.attention, config.data.random_flip) == ("xformers", True)
+    assert (config.output.checkpoint_every, config.output.keep) == (10, 3), "60 samples make 5 steps of 12"
+    assert config.output.report_to == ("tensorboard", "wandb")
+    for word in ("--cache_latents: what", "smaller by 2 to 4 by chance", "a dropped caption is zeros", "Kaiming"):
+        assert word in notes, word
+
+
+@pytest.mark.usefixtures("pictures")
+def test_an_epoch_has_the_repeats_of_the_folder() -> None:
+    command = training_command(translate(NETWORK, words(f"{LORA} --max_train_epochs 3"), gpus=1))
+    assert command[command.index("--epochs") + 1] == "30"
+
+
+@pytest.mark.usefixtures("pictures")
+def test_the_other_commands_are_ones_that_fastdiff_has() -> None:
+    flags = (
+        "--pretrained_model_name_or_path base.safetensors --vae vae.safetensors --output_name dog --enable_bucket "
+        "--bucket_reso_steps 32 --flip_aug --vae_batch_size 4 --save_precision fp16 --huggingface_repo_id me/dog "
+        "--caption_prefix 'photo of' --shuffle_caption --keep_tokens 1 --caption_tag_dropout_rate 0.1"
+    )
+    first, encoded, train, export = translate(FULL, words(flags), gpus=1).commands
+    here = Path.cwd()
+    assert first[:2] == ["python", "-c"]
+    assert compile(first[2], "first", "exec")
+    for part in (f"from_single_file('{here}/base.safetensors'", f"from_single_file('{here}/vae.safetensors'"):
+        assert part in first[2]
+    given = _parser().parse_args(encoded[1:])
+    assert (given.source, given.pretrained) == (f"{here}/pictures/10_sks dog", f"{here}/out/dog-pipeline")
+    assert f"save_pretrained('{given.pretrained}')" in first[2]
+    assert (given.resolution, given.buckets, given.bucket_step, given.flip, given.batch) == (1024, True, 32, True, 4)
+    assert (given.caption, given.caption_prefix) == ("sks dog", "photo of")
+    assert (given.shuffle_tags, given.keep_tokens, given.drop_tags) == (8, 1, 0.1)
+    config = config_of(train)
+    assert (config.data.path, config.pretrained.path) == (str(given.out), given.pretrained)
+    given = _parser().parse_args(export[1:])
+    assert (str(given.run_folder), given.format, given.dtype) == (config.output.folder, "single-file", "fp16")
+    assert given.push_to_hub == "me/dog"
+    lora = translate(NETWORK, words(LORA), gpus=1).commands[-1]
+    assert lora[lora.index("--format") + 1] == "lora"
+
+
+@pytest.mark.usefixtures("pictures")
+def test_flags_in_a_file_count_where_the_command_line_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "flags.toml").write_text(
+        'network_module = "networks.lora"\n[training]\nlearning_rate = 1e-4\nnetwork_train_unet_only = true\n'
+        'max_train_steps = 50\n[other]\nnetwork_args = ["conv_dim=8", "conv_alpha=4"]\nnetwork_dim = 8\n'
+        "network_alpha = 4\nlearning_rat = 3\n"
+    )
+    config, notes = run_of(NETWORK, "--config_file flags --max_train_steps 70")
+    assert (config.steps, config.optim.lr, config.lora.rank) == (70, 1e-4, 8)
+    assert "conv2" in config.lora.targets
+    assert "--config_file: learning_rat: no flags of the script" in notes
+    (tmp_path / "flags.toml").write_text('max_train_steps = "many"\n')
+    with pytest.raises(ConfigError, match="--config_file: max_train_steps = 'many'"):
+        run_of(FULL, "--config_file flags.toml")
+
+
+def test_a_configuration_of_data_sets(pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.toml").write_text(
+        "[general]\nenable_bucket = true\n[[datasets]]\nresolution = [1024, 576]\nbatch_size = 4\n"
+        f"[[datasets.subsets]]\nimage_dir = '{pictures / 'drafts'}'\nclass_tokens = 'a cat'\nnum_repeats = 2\n"
+    )
+    flags = words("--dataset_config data.toml --train_batch_size 2 --max_train_epochs 5")
+    encoded, train, _ = translate(FULL, flags, gpus=1).commands
+    given = _parser().parse_args(encoded[1:])
+    assert (given.source, given.caption, given.resolution) == (str(pictures / "drafts"), "a cat", 768)
+    assert train[train.index("--epochs") + 1] == "10"
+    assert train[train.index("--batch.micro") + 1] == "4", "the file goes before the flag"
+    (tmp_path / "data.toml").write_text(
+        f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = '{pictures}'\ncolor_aug = true\n"
+    )
+    with pytest.raises(ConfigError, match=r"--dataset_config data.toml: .*color_aug = True: pictures are encoded once"):
+        translate(FULL, flags, gpus=1)
+
+
+@pytest.mark.usefixtures("pictures")
+def test_prompts_come_from_their_file(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("# two\na cat --w 832 --h 1216 --d 1\n\na dog\n")
+    config, notes = run_of(FULL, "--sample_prompts prompts.txt --sample_every_n_epochs 1")
+    assert (config.validation.prompts, config.validation.every) == (("a cat", "a dog"), 60)
+    assert "options behind them, such as --w 832, are left out" in notes
+    _, notes = run_of(FULL, "--sample_prompts prompts.txt")
+    assert "--sample_prompts changes nothing: it needs --sample_every_n_steps" in notes
+
+
+@pytest.mark.usefixtures("pictures")
+@pytest.mark.parametrize(
+    ("script", "flags", "message"),
+    [
+        (NETWORK, "--network_module networks.lora", "without --network_train_unet_only theirs trains text encoders"),
+        (NETWORK, "--network_train_unet_only", "--network_module is missing"),
+        (NETWORK, f"{LORA} --network_args conv_dim=8", "--network_args conv_dim=8 conv_alpha=1.0: all layers have"),
+        (NETWORK, f"{LORA} --network_args block_dims=1,2", "--network_args block_dims: all layers have one rank"),
+        (NETWORK, "--network_train_unet_only --network_module networks.dylora", "--network_module networks.dylora"),
+        (FULL, "--train_text_encoder", "--train_text_encoder: text encoders are not trained here"),
+        (FULL, "--optimizer_type Prodigy", "--optimizer_type Prodigy: not known here; known are adamw, adamw8bit"),
+        (FULL, "--optimizer_args momentum=0.9", "--optimizer_args momentum=0.9: known are weight_decay, betas, eps"),
+        (FULL, "--lr_scheduler inverse_sqrt", "--lr_scheduler inverse_sqrt: not known here"),
+        (FULL, "--lr_warmup_steps 100", "--lr_warmup_steps 100 with --lr_scheduler constant: theirs refuses it"),
+        (FULL, "--lr_scheduler cosine_with_restarts --lr_scheduler_num_cycles 3", "--lr_scheduler_num_cycles 3"),
+        (FULL, "--loss_type huber", "--loss_type: the error is squared"),
+        (FULL, "--full_bf16", "--full_bf16 needs --mixed_precision bf16"),
+        (FULL, "--max_token_length 225", "--max_token_length 225: captions of Stable Diffusion XL have 75 tokens"),
+        (FULL, "--resolution 1024,768", "--resolution 1024,768: pictures without buckets are squares here"),
+        (FULL, "--train_data_dir nowhere", "is not here, and the names of its folders are part of the run"),
+        (FULL, "--train_data_dir pictures/drafts", "no folder with repeats in its name"),
+        (FULL, "--offload_optimizer_device cpu --deepspeed", "--offload_optimizer_device: only --zero_stage 3"),
+        (FULL, "--caption_extension .tags", ".tags: of NAME.txt and NAME.caption the first that is there is read"),
+    ],
+)
+def test_untranslatable_flags_are_refused(script: str, flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        translate(script, words(flags), gpus=1)
