@@ -10,10 +10,12 @@ from transformers import Qwen3ForCausalLM, Qwen3Model
 from fastdiff.config.networks.diffusers_transformer import DiffusersTransformerConfig
 from fastdiff.models.pretrained.pipeline import Pretrained
 from tests.support.inputs.autoencoders import tiny_autoencoder
-from tests.support.inputs.text_pipelines import qwen3
+from tests.support.inputs.text_pipelines import qwen3, qwen_vl
 from tests.support.references.transformer_families import FAMILIES
 
-TOKENS = 40
+_OF_TEMPLATE = 170
+"""Tokens, one per character, between those that are dropped of Qwen-Image's template and the caption."""
+TOKENS = {"flux2": 40, "z-image": 40, "qwen-image": 40 + _OF_TEMPLATE}
 """Of a caption of each tiny pipeline."""
 
 
@@ -44,7 +46,20 @@ def _z_image(folder: Path, transformer: Any) -> Any:
     )
 
 
-_BUILDERS: dict[str, Callable[[Path, Any], Any]] = {"flux2": _flux2, "z-image": _z_image}
+def _qwen_image(folder: Path, transformer: Any) -> Any:
+    from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImagePipeline
+
+    text_encoder, tokenizer = qwen_vl(transformer.config.joint_attention_dim)
+    return QwenImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9),
+        vae=AutoencoderKLQwenImage.from_pretrained(tiny_autoencoder(folder, "qwen")),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=transformer,
+    )
+
+
+_BUILDERS: dict[str, Callable[[Path, Any], Any]] = {"flux2": _flux2, "z-image": _z_image, "qwen-image": _qwen_image}
 
 
 def family_pipeline(folder: Path, kind: str) -> Path:

@@ -85,7 +85,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen-image": Family(
         config=QwenImageConfig(
-            channels=4, size=8, num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=24,
+            channels=4, size=8, num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32,
             axes_dims_rope=(4, 6, 6), caption_tokens=12,
         ),
         step=qwen_image_step,
