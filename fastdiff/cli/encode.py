@@ -114,6 +114,13 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
         help="classes of an image folder: folder: the subfolder names; prefix: the part of a file name before the "
         "first underscore; none. auto: captions if there are any, otherwise the subfolders",
     )
+    group.add_argument(
+        "--masks",
+        metavar="FOLDER|alpha",
+        help="weights of the pixels in the loss, black 0 to white 1: a folder with a mask per picture, under its name "
+        "without the ending and of its size, or the alpha channel of each picture, whose colours stay as they are "
+        "below it; a picture without a mask counts as a whole",
+    )
     group.add_argument("--image-root", metavar="FOLDER", help="folder of the images of a file of metadata")
     group.add_argument("--image-column", help="column of a Hugging Face dataset or a file of metadata")
     group.add_argument(

@@ -11,9 +11,9 @@ from fastdiff.tags import Tags
 MOST_WORKERS = 1024
 """Largest number of decoding threads per rank."""
 _ONLINE = (
-    "image_column", "caption_column", "image_root", "dataset_config", "max_samples", "subset", "resolution",
-    "center_crop", "image_interpolation_mode", "decode", "workers", "shuffle_tags", "tag_separator", "keep_tokens",
-    "keep_separator", "drop_tags", "caption_prefix", "caption_suffix",
+    "image_column", "caption_column", "image_root", "dataset_config", "max_samples", "subset", "masks",
+    "resolution", "center_crop", "image_interpolation_mode", "decode", "workers", "shuffle_tags", "tag_separator",
+    "keep_tokens", "keep_separator", "drop_tags", "caption_prefix", "caption_suffix",
 )  # fmt: skip
 """Fields that only online encoding reads."""
 
@@ -59,6 +59,9 @@ class DataConfig:
     """Use only this many images."""
     subset: Literal["first", "random"] = "first"
     """Which images --data.max_samples uses: the first, or others drawn by --seed."""
+    masks: str = ""
+    """Masks of the loss: a folder with a mask per picture, or alpha, the alpha channel of each (`fastdiff encode
+    --masks`). Empty: none."""
     resolution: int = 512
     """Height and width of the images after resizing the shorter side and cropping, in pixels."""
     center_crop: bool = False

@@ -36,12 +36,22 @@ from fastdiff.data.encoding.uncaptioned import lacks_captions, require_captions,
 from fastdiff.data.images.decode import BadImage, Decoded, Decoder, ImageTransform, open_decoder
 from fastdiff.data.images.geometry import Size, aspect_buckets
 from fastdiff.data.images.items import BadItem, ImageItem, ImageSource
+from fastdiff.data.images.masks import MaskDecoder, noted_masks, origin_of
 from fastdiff.data.images.references import ReferenceDecoder
 from fastdiff.data.images.sources import open_source
 from fastdiff.data.images.stream import Chunk, Stopwatch, decoded_images
 from fastdiff.data.images.webdataset_tars import WebDatasetSource
 from fastdiff.data.selection import Selection, Tally
-from fastdiff.data.shards.format import LATENT, LATENT_LIMITS, Column, DatasetInfo, Provenance, condition_columns
+from fastdiff.data.shards.format import (
+    LATENT,
+    LATENT_LIMITS,
+    LOSS_MASK,
+    Column,
+    DatasetInfo,
+    Provenance,
+    condition_columns,
+    loss_mask_column,
+)
 from fastdiff.data.shards.sample_files import sample_bytes
 from fastdiff.errors import ConfigError, DataError, Preempted, require
 from fastdiff.models.pretrained.pipeline import Pretrained
@@ -120,6 +130,8 @@ class _ImageEncode:
             self._transform,
             lambda transform: open_decoder(options.decode, transform, options.workers, self._device),
         )
+        masks = origin_of(options.masks)
+        self._masks = MaskDecoder(masks, self._transform, options.workers) if masks else None
         self._of_image = _taken_of_image(pretrained) if self._embeds_captions else ()
         self._autoencoder_digest = None if self._in_pixels else pretrained.digest("vae")
         self._text_digest = pretrained.digest("text_encoder") if self._embeds_captions else None
@@ -225,7 +237,7 @@ class _ImageEncode:
             partitions,
             self._stopwatch,
             start=lambda: torch.cuda.set_device(device) if on_gpu else None,  # the device is set per thread
-            complete=self._references.add,
+            complete=self._complete,
         )
         description = "encode" if self._place.size == 1 else f"encode, rank {self._place.rank}"
         bar = Bar(description, expected.images, "images", done=expected.done, alone=self._place.size == 1)
@@ -239,6 +251,11 @@ class _ImageEncode:
                 self._encoded.add(partition)
                 expected.add(record)
                 bar.total = expected.images
+
+    def _complete(self, chunk: Chunk) -> Chunk:
+        """Decode what belongs to the images of a chunk: references and masks."""
+        chunk = self._references.add(chunk)
+        return chunk if self._masks is None else self._masks.add(chunk)
 
     def _tell_size(self, info: DatasetInfo) -> None:
         """Say how large the data set becomes, and warn if there is less room; once, on one rank."""
@@ -318,6 +335,8 @@ class _ImageEncode:
                     else:
                         for loss, count in losses(item, decoded, info, self._encoder, self._texts):
                             tally.add(loss, PurePath(item.name).name, count)
+                        for mask in noted_masks(decoded, self._options.masks):
+                            tally.add(mask, PurePath(item.name).name)
                         with self._folder.storage():
                             shards.add(item, decoded)
                     self._images += 1
@@ -358,6 +377,7 @@ class _ImageEncode:
         fields = EncodeOptions.__dataclass_fields__
         names = (
             "classes_from", "image_root", "dataset_config", "references", "reference_column", "caption", "caption_from",
+            "masks",
         )  # fmt: skip
         given = {name: getattr(self._options, name) for name in names}
         given = {name: value for name, value in given.items() if value != fields[name].default}
@@ -380,6 +400,7 @@ class _ImageEncode:
             **({REFERENCE: self._source.references} if self._source.references else {}),
             **(self._statistics.plan if self._statistics else {}),
             **({"posterior": self._options.posterior} if self._options.posterior != "each-step" else {}),
+            **({"masks": origin_of(self._options.masks)} if self._masks else {}),
         } | self._listing_options()
 
     def _plan_of_variants(self) -> dict[str, Any]:
@@ -454,6 +475,8 @@ class _ImageEncode:
             channels = encoder.channels // (2 if encoder.kind == "posterior" else 1)
             shape = (references, channels, *sizes[0])
             columns |= condition_columns({REFERENCE: shape}, self._floating)
+        if self._masks is not None:
+            columns[LOSS_MASK] = loss_mask_column(columns[LATENT])
         packages = ("pillow",) if self._in_pixels else ("torch", "diffusers", "transformers", "pillow")
         return DatasetInfo(
             columns=columns,

@@ -20,8 +20,9 @@ from fastdiff.data.encoding.embedded_texts import EmbeddedTexts
 from fastdiff.data.encoding.statistics import PartitionSums
 from fastdiff.data.images.decode import Decoded
 from fastdiff.data.images.items import ImageItem
+from fastdiff.data.images.masks import on_latents
 from fastdiff.data.images.stream import Stopwatch
-from fastdiff.data.shards.format import LATENT, LATENT_LIMITS, DatasetInfo, ShardInfo
+from fastdiff.data.shards.format import LATENT, LATENT_LIMITS, LOSS_MASK, DatasetInfo, ShardInfo
 from fastdiff.data.shards.int8_latents import dequantised, quantised
 from fastdiff.data.shards.sample_files import components, longest_caption
 from fastdiff.data.shards.tar_writer import ShardTar
@@ -275,6 +276,8 @@ class PartitionEncoder:
         size = decoded.pixels.shape[0], decoded.pixels.shape[1]
         of_image = image_conditions(info.columns, decoded.original_size, decoded.crop, size)
         arrays |= {name: np.array(values, info.columns[name].dtype) for name, values in of_image.items()}
+        if LOSS_MASK in info.columns:
+            arrays[LOSS_MASK] = on_latents(decoded, self._encoder.factor)
         noted = self._texts.whole(item) if captions else ()
         meta = {"name": item.name, "captions": noted, "original_size": decoded.original_size, "crop": decoded.crop}
         count = len(captions) if info.captions > 1 else None

@@ -31,7 +31,7 @@ class PartitionMetadata:
     stamps: dict[str, Any] | None
     """See ``ImageSource.stamps``; taken before the files were read."""
     items: tuple[tuple[str, str, str], ...]
-    """Name of each picture, sha256 of its file and its references, and sha256 of its captions and class."""
+    """Name of each picture, sha256 of its file, its mask and its references, and sha256 of its captions and class."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _digest(item: ImageItem | BadItem) -> tuple[str, str, str]:
         return item.name, "", _sha256(item.reason.encode())
     return (
         item.name,
-        _sha256(b"".join([item.image, *item.references])),
+        _sha256(b"".join([item.image, item.mask or b"", *item.references])),
         _sha256(json.dumps([item.captions, item.label]).encode()),
     )
 

@@ -144,6 +144,7 @@ class Decoded:
         crop: Top and left of the crop in pixels of the resized image.
         bucket: Number of the transform's bucket, 0 without buckets.
         references: Of the pictures that it refers to, as ``pixels``.
+        mask: ``[H, W]`` uint8, weight of each pixel in the loss times 255 (``masks.py``); None: it has no mask.
     """
 
     pixels: Pixels
@@ -151,6 +152,7 @@ class Decoded:
     crop: tuple[int, int]
     bucket: int
     references: tuple[Pixels, ...] = ()
+    mask: Pixels | None = None
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ class PillowDecoder:
 
     def decode(self, images: Sequence[bytes], offsets: Sequence[Offset] | None = None) -> list[Decoded | BadImage]:
         """See ``Decoder``."""
-        return self.decode_each(list(zip(images, _each(offsets, len(images)), strict=True)))
+        return self.decode_each(list(zip(images, each_offset(offsets, len(images)), strict=True)))
 
     def decode_each(self, jobs: Sequence[tuple[bytes, Offset | None]]) -> list[Decoded | BadImage]:
         """Decode pairs of a file and the offset of its random crop."""
@@ -206,7 +208,7 @@ class PillowDecoder:
         try:
             header = read_header(data)
             with self._turn(header.size):
-                image = _upright_rgb(header.image)
+                image = upright(header.image, "RGB")
                 size = image.height, image.width
                 place = self._transform.place(size, offset)
                 with self._turn(place.resized):
@@ -237,7 +239,7 @@ class DaliDecoder:
         """See ``Decoder``."""
         from fastdiff.data.images.decode_dali import Job
 
-        each = _each(offsets, len(images))
+        each = each_offset(offsets, len(images))
         results: list[Decoded | BadImage | None] = [None] * len(images)
         jobs: dict[int, Job] = {}
         for number, data in enumerate(images):
@@ -291,7 +293,8 @@ def _unsupported(transform: ImageTransform) -> str | None:
     return None
 
 
-def _each(offsets: Sequence[Offset] | None, images: int) -> Sequence[Offset | None]:
+def each_offset(offsets: Sequence[Offset] | None, images: int) -> Sequence[Offset | None]:
+    """Return the offset of each of so many images; ValueError: their numbers differ."""
     if offsets is None:
         return [None] * images
     if len(offsets) != images:
@@ -299,17 +302,18 @@ def _each(offsets: Sequence[Offset] | None, images: int) -> Sequence[Offset | No
     return offsets
 
 
-def _upright_rgb(image: Image.Image) -> Image.Image:
-    """Decode the pixels to upright 8-bit RGB; RefusedImageError if the data are damaged."""
+def upright(image: Image.Image, mode: Literal["RGB", "RGBA"]) -> Image.Image:
+    """Decode the pixels to upright 8-bit RGB, without or with alpha; RefusedImageError if the data are damaged."""
     try:
         image.load()
         turn = _UPRIGHT.get(orientation(image))  # after load: a PNG may store EXIF after the pixels
         if image.mode.startswith("I"):  # 16-bit grey, which Pillow would clip at 255
             grey = (np.asarray(image).astype(np.uint32) + 128) // 257
             image = Image.fromarray(grey.astype(np.uint8))
-        if image.mode != "RGB":
-            image.info.pop("transparency", None)  # dropped like alpha; Pillow warns about it in palettes
-            image = image.convert("RGB")
+        if image.mode != mode:
+            if mode == "RGB":
+                image.info.pop("transparency", None)  # dropped like alpha; Pillow warns about it in palettes
+            image = image.convert(mode)
     except MemoryError:
         raise
     except Exception as error:  # on damaged bytes Pillow raises nearly anything

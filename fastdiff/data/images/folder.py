@@ -24,6 +24,7 @@ from fastdiff.data.images.items import (
 )
 from fastdiff.data.images.kinds import READ, UNPACKED, is_archive
 from fastdiff.data.images.listing import Listing
+from fastdiff.data.images.masks import MaskFiles
 from fastdiff.data.images.metadata import LISTS, METADATA, Table, read_table
 from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.images.references import ReferenceFiles
@@ -51,6 +52,8 @@ class _Entry:
     label: int | None = None
     references: tuple[str, ...] = ()
     """Paths of the pictures that it refers to, relative to their folder."""
+    mask: str | None = None
+    """Relative path of its mask in the folder of masks."""
 
 
 class ImageFolder(ImageSource):
@@ -73,7 +76,7 @@ class ImageFolder(ImageSource):
         options: What is read. ``image_column`` is the column of the metadata with the path of an image, absolute or
             below ``folder``, if it has no ``file_name``. ``caption_from`` ``folder``: the name without the repeats of
             kohya's ``10_sks dog``. References are in a folder outside of ``folder`` (``references.py``), or, by
-            ``reference_column``, below it or ``folder``.
+            ``reference_column``, below it or ``folder``. Mask files are in a folder outside of it (``masks.py``).
         metadata: File of metadata of images in ``folder``, instead of one in it; also a .json file with a list of rows.
 
     Raises:
@@ -96,12 +99,15 @@ class ImageFolder(ImageSource):
         entries = self._with_references(sorted(self._list(metadata), key=lambda entry: entry.path))
         max_samples = options.max_samples
         self.classes = len(self.class_names) or None
-        self._entries = self._substituted(entries[:max_samples])
+        self._entries = self._substituted(self._with_masks(entries)[:max_samples])
+        for entry in self._entries if options.mask_folder else ():
+            if entry.mask is None:
+                self._noted.add("pictures without a mask, which count as a whole", entry.path)
         for entry in entries[max_samples:] if max_samples is not None else ():
             self._left_out.add(f"beyond --max-samples {max_samples}", entry.path)
         self._note_repeats(entries)
         self.selection = Selection(left_out=self._left_out.counted(), noted=self._noted.counted())
-        facts = ([entry.path, entry.captions, entry.label, *entry.references] for entry in self._entries)
+        facts = ([e.path, e.captions, e.label, *e.references, *_given(e.mask)] for e in self._entries)
         kind = "" if self.captioned or self.classes else ", no captions"
         self.digest = digest_of(f"folder, {self._per_partition} per unit, {self.classes} classes{kind}", facts)
 
@@ -112,18 +118,19 @@ class ImageFolder(ImageSource):
     def stamps(self, partition: int) -> dict[str, Any] | None:
         """See ``ImageSource``."""
         entries = [self._entries[number] for number in self._numbers(partition)]
-        facts = ([entry.path, entry.captions, entry.text, entry.label, *entry.references] for entry in entries)
+        facts = ([e.path, e.captions, e.text, e.label, *e.references, *_given(e.mask)] for e in entries)
         listed = digest_of("listed", facts)
         files = {file for entry in entries for file in self._files(entry)}
         return {"": listed} | {file: stamp(self.root / file) for file in sorted(files)}
 
     def _files(self, entry: _Entry) -> list[str]:
-        """Return the relative paths of an image and its caption file, and the paths of its references."""
+        """Return the relative paths of an image and its caption file, and the paths of its references and its mask."""
         reads_text = (
             self.captioned and self._options.needs_captions and entry.captions is None and entry.text is not None
         )
-        references = [str(self._reference_root / reference) for reference in entry.references]
-        return [entry.path, *([str(entry.text)] if reads_text else []), *references]
+        references = [self._reference_root / reference for reference in entry.references]
+        others = map(str, [*references, *_given(self._mask_path(entry))])
+        return [entry.path, *([str(entry.text)] if reads_text else []), *others]
 
     def item(self, index: int) -> ImageItem | BadItem:
         """Return an image by number; StorageError if the storage fails."""
@@ -135,9 +142,10 @@ class ImageFolder(ImageSource):
             image = self._image(entry.path)
             captions = self._captions(entry)
             references = self._references(entry)
+            mask = self._mask(entry)
         except (BadCaptionError, _BadFileError) as error:
             return BadItem(key, name, str(error))
-        return ImageItem(key, name, image, captions, entry.label, references)
+        return ImageItem(key, name, image, captions, entry.label, references, mask)
 
     def most_captions(self, partition: int) -> int:
         """Return the largest number of captions per image in a partition, without reading images."""
@@ -165,6 +173,14 @@ class ImageFolder(ImageSource):
         for reference in entry.references:
             _require_inside(reference)
         return tuple(_read(self._reference_root / reference, LARGEST_IMAGE) for reference in entry.references)
+
+    def _mask_path(self, entry: _Entry) -> Path | None:
+        folder = self._options.mask_folder
+        return None if folder is None or entry.mask is None else folder.absolute() / entry.mask
+
+    def _mask(self, entry: _Entry) -> bytes | None:
+        path = self._mask_path(entry)
+        return None if path is None else _read(path, LARGEST_IMAGE)
 
     def _captions(self, entry: _Entry) -> tuple[str, ...]:
         if not (self.captioned and self._options.needs_captions):
@@ -343,6 +359,20 @@ class ImageFolder(ImageSource):
                 found.append(entry)
         return found
 
+    def _with_masks(self, entries: list[_Entry]) -> list[_Entry]:
+        """Give each image its mask file, if masks are files, and count what the folder of masks holds besides."""
+        folder = self._options.mask_folder
+        if folder is None:
+            return entries
+        own, masks = (Path(os.path.realpath(path)) for path in (self.root, folder))
+        require(
+            own not in (masks, *masks.parents),
+            f"--masks {folder} is in the folder of the pictures, so that the masks would be pictures, too; move it",
+        )
+        files = MaskFiles(folder, [entry.path for entry in entries])
+        files.count(self._noted)
+        return [replace(entry, mask=files.of(entry.path)) for entry in entries]
+
     def _note_splits(self, folder: Path) -> None:
         if self.root.parent == folder:
             for image in Listing.beside(folder, [""]).images:
@@ -364,6 +394,10 @@ class _BadFileError(Exception):
 
 class _MissingError(_BadFileError):
     """A file is missing."""
+
+
+def _given(value: Any) -> list[Any]:
+    return [] if value is None else [value]
 
 
 def without_repeats(name: str) -> str:

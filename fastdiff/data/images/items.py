@@ -33,6 +33,8 @@ class ImageItem:
     label: int | None = None
     references: tuple[bytes, ...] = ()
     """Contents of the files of the pictures that it refers to."""
+    mask: bytes | None = None
+    """Content of its mask file; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True)

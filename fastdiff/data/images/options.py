@@ -47,6 +47,8 @@ class SourceOptions:
     """Caption of each image without one of its own; empty: none."""
     caption_from: CaptionFrom = "none"
     """folder: the name of its folder is the caption of each image without one of its own."""
+    masks: str = ""
+    """Folder of masks of the loss, or ``alpha``, see ``masks.py``; empty: none."""
 
     def __post_init__(self) -> None:
         per_shard, most = self.samples_per_shard, self.max_samples
@@ -74,10 +76,21 @@ class SourceOptions:
         """Name of the source for messages and the provenance, without secrets."""
         return shown(self.source) if is_remote(self.source) else escape(self.source)
 
+    @property
+    def mask_folder(self) -> Path | None:
+        """Folder of masks of the loss, if they are files."""
+        return Path(self.masks) if self.masks not in ("", "alpha") else None
+
     def require_read(self, kind: Kind) -> None:
         """Raise ConfigError for options that such sources do not read, or an ``image_root`` that is no folder here."""
         require_local("--image-root", self.image_root)
         require_local("--references", self.references)
+        require_local("--masks", self.masks)
+        require(
+            self.mask_folder is None or kind in ("table", "folder"),
+            f"--masks {self.masks}: mask files belong to the pictures of a folder, which {self.name} is not; the masks "
+            "of other sources are the alpha channels of the pictures: --masks alpha",
+        )
         for name, (readers, why) in _READERS.items():
             value, flag = getattr(self, name), name.replace("_", "-")
             unused = kind not in readers and value != SourceOptions.__dataclass_fields__[name].default

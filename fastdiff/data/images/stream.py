@@ -77,7 +77,7 @@ def _chunks(items: Iterator[ImageItem | BadItem]) -> Iterator[list[ImageItem | B
     size = 0
     for item in items:
         chunk.append(item)
-        size += sum(map(len, (item.image, *item.references))) if isinstance(item, ImageItem) else 0
+        size += sum(map(len, (item.image, item.mask or b"", *item.references))) if isinstance(item, ImageItem) else 0
         if len(chunk) == _IMAGES or size >= _BYTES:
             yield chunk
             chunk, size = [], 0

@@ -19,9 +19,11 @@ from torch import Tensor
 from fastdiff.batch import without_padding
 from fastdiff.conditions import image_conditions, of_source, stored_dtype
 from fastdiff.config.sections.data import DataConfig
+from fastdiff.console import log
 from fastdiff.data.encoding.autoencoder import LatentEncoder, require_side
 from fastdiff.data.images.decode import BadImage, Crop, Decoded, ImageTransform, open_decoder
 from fastdiff.data.images.items import BadItem, ImageItem
+from fastdiff.data.images.masks import WITHOUT_ALPHA, MaskDecoder, on_latents, origin_of
 from fastdiff.data.images.options import SourceOptions
 from fastdiff.data.images.sources import open_source
 from fastdiff.data.loading.batches import Batches, Tensors
@@ -30,12 +32,14 @@ from fastdiff.data.loading.order import RankPositions, SampleOrder, subset
 from fastdiff.data.selection import Counted, Selection
 from fastdiff.data.shards.format import (
     LATENT,
+    LOSS_MASK,
     Column,
     DatasetInfo,
     Provenance,
     ShardInfo,
     canonical_json,
     condition_columns,
+    loss_mask_column,
 )
 from fastdiff.data.shards.remote import is_remote, shown
 from fastdiff.errors import ConfigError, DataError, require
@@ -91,6 +95,7 @@ class OnlineImages:
                 caption_column=config.caption_column,
                 max_samples=config.max_samples if config.subset == "first" else None,
                 image_root=config.image_root,
+                masks=config.masks,
                 dataset_config=config.dataset_config,
             )
         )
@@ -101,6 +106,8 @@ class OnlineImages:
         crop: Crop = "center" if config.center_crop else "random"
         transform = ImageTransform(config.resolution, crop, config.image_interpolation_mode)
         self.decoder = open_decoder(config.decode, transform, config.workers, device)
+        masks = origin_of(config.masks)
+        self.masks = MaskDecoder(masks, transform, config.workers) if masks else None
         self.readers = ThreadPoolExecutor(config.workers, thread_name_prefix="fastdiff-images")
         null = without_padding(self.encoder.null())
         self._null = {
@@ -172,6 +179,8 @@ class OnlineImages:
         digest = hashlib.sha256(canonical_json(facts)).hexdigest()
         columns = {LATENT: Column(dtype=_STORED, shape=(self.encoder.channels, side, side))}
         columns |= condition_columns({name: value.shape for name, value in self._null.items()}, _STORED, of_image)
+        if self.masks is not None:
+            columns[LOSS_MASK] = loss_mask_column(columns[LATENT])
         count = len(self)
         runs = [min(_SHUFFLED_TOGETHER, count - start) for start in range(0, count, _SHUFFLED_TOGETHER)]
         return DatasetInfo(
@@ -196,10 +205,13 @@ class OnlineBatches(Batches):
         super().__init__(images, order, own, **options)
         self.images = images
         self._cut = CutCaptions(images.encoder.lost, own.rank, own.ranks)
+        self._without_alpha: set[str] = set()
 
     def release(self) -> None:
-        """Say which share of the captions was cut."""
+        """Say which share of the captions was cut, and how many pictures had no mask."""
         self._cut.tell()
+        if self._without_alpha:
+            log.warning(f"{WITHOUT_ALPHA}, of those drawn on rank 0: {len(self._without_alpha)}")
 
     def load(self, index: int) -> Tensors:
         """Read, decode and encode one micro-batch."""
@@ -209,17 +221,33 @@ class OnlineBatches(Batches):
         corners = philox.uniform(self.seed, int(Stream.CROP), position, 2, backend="reference")
         offsets = [(top, left) for top, left in corners.tolist()]
         decoded = self.images.decoder.decode([item.image for item in items], offsets)
+        if self.images.masks is not None:
+            decoded = self.images.masks.decode(items, decoded, offsets)
         images = [_good(item, found) for item, found in zip(items, decoded, strict=True)]
         flips = self.random_flip & (self.uniform(Stream.FLIP, position) < 0.5)
         mirrored = [image.pixels[:, ::-1] if flip else image.pixels for image, flip in zip(images, flips, strict=True)]
         pixels = np.stack(mirrored)  # B x [H, W, 3] -> [B, H, W, 3]
         tensors = {LATENT: self.images.encode(torch.from_numpy(pixels)).half().contiguous()}
         tensors |= self._embed(items, position)
+        if self.images.masks is not None:
+            self._note_unmasked(items, images)
+            weights = [on_latents(image, self.images.encoder.factor) for image in images]
+            turned = [mask[:, ::-1] if flip else mask for mask, flip in zip(weights, flips, strict=True)]
+            tensors[LOSS_MASK] = torch.from_numpy(np.stack(turned)).to(self.device)  # B x [h, w] -> [B, h, w]
         self._require_finite(items, tensors)
         columns = self.images.info.columns
         sizes = [image_conditions(columns, i.original_size, i.crop, i.pixels.shape[:2]) for i in images]
         tensors |= {name: torch.tensor([each[name] for each in sizes]).to(self.device) for name in sizes[0]}
         return {"position": position.to(self.device), **tensors}
+
+    def _note_unmasked(self, items: Sequence[ImageItem], images: Sequence[Decoded]) -> None:
+        """Collect pictures without an alpha channel, and name the first; mask files are counted by the listing."""
+        if self.images.masks is None or self.images.masks.origin != "alpha" or self.own.rank:
+            return
+        names = [item.name for item, image in zip(items, images, strict=True) if image.mask is None]
+        if names and not self._without_alpha:
+            log.warning(f"{names[0]} has no alpha channel, so it counts as a whole; their number is told at the end")
+        self._without_alpha.update(names)
 
     def _require_finite(self, items: Sequence[ImageItem], tensors: Tensors) -> None:
         """Raise DataError for non-finite tensors; the wait for the device blocks only this thread."""
