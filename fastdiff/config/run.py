@@ -125,6 +125,11 @@ class RunConfig:
         self._check_class_token()
 
     def _check_convention(self) -> None:
+        require(
+            self.timesteps.shift != "pipeline" or (bool(self.pretrained.path) and not self.pretrained.is_file),
+            "--timesteps.shift pipeline is that of the scheduler of --pretrained.path, which names no pipeline; give "
+            "a number",
+        )
         expected, objective = self.model.flow_convention, self.objective
         if expected is not None:
             convention = objective.convention if isinstance(objective, FlowConfig) else "none"

@@ -47,6 +47,8 @@ def resolve(config: RunConfig) -> RunConfig:
         config = replace(config, pretrained=replace(config.pretrained, revision=found.commit))
     if config.pretrained.weights:
         config = replace(config, model=_described(config))
+    if config.timesteps.shift == "pipeline":
+        config = replace(config, timesteps=replace(config.timesteps, shift=_shift(found.scheduler_config())))
     objective = config.objective
     if not isinstance(objective, DdpmConfig):
         return _explicit(config)
@@ -272,6 +274,11 @@ def _predicted(scheduler: Mapping[str, object]) -> DdpmPrediction:
             "--objective.prediction epsilon, v or x0"
         )
     return cast(DdpmPrediction, known[str(given)])
+
+
+def _shift(scheduler: Mapping[str, object]) -> float:
+    """Return the time shift of a pipeline for pictures of any size; 1 if it depends on the size."""
+    return 1.0 if scheduler.get("use_dynamic_shifting") else float(cast(float, scheduler.get("shift", 1.0)))
 
 
 def _check_schedule(pipeline: str, objective: DdpmConfig, scheduler: Mapping[str, object]) -> None:

@@ -24,8 +24,8 @@ EXTRA = re.compile(r"(?<![\w./-])fastdiff(?:[-_]\w+)?\[[a-z][a-z0-9,_-]*\]")
 ADDRESS = re.compile(r"https?://(?:[^\s/@]+@)?([\w.-]+)(?:/([\w.-]+))?", re.IGNORECASE)
 MAIL = re.compile(r"[\w.+-]+@[\w-]+\.(?:com|org|net|io|dev|ai)\b")
 OWNERS = {
-    "AI-Hypercomputer", "TensorAuto", "chuanyangjin", "facebookresearch", "huggingface", "mosaicml", "prometheus",
-    "pytorch", "toshas",
+    "AI-Hypercomputer", "TensorAuto", "chuanyangjin", "facebookresearch", "huggingface", "kohya-ss", "mosaicml",
+    "prometheus", "pytorch", "toshas",
 }  # fmt: skip
 """Accounts of GitHub whose projects the documents cite."""
 HOSTS = {

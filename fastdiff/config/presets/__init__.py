@@ -9,7 +9,7 @@ from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.optimizers.adamw import AdamWConfig
-from fastdiff.config.presets import digits, iddpm, imagenet, pixart, small_images
+from fastdiff.config.presets import digits, families, iddpm, imagenet, pixart, small_images
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import DataConfig, ValidationConfig
@@ -240,6 +240,12 @@ PRESETS: dict[str, Preset] = {
     "sdxl-finetune": sdxl_finetune,
     "sd15-lora": sd15_lora,
     "sdxl-lora": sdxl_lora,
+    "flux2-klein-lora": families.flux2_klein_lora,
+    "flux2-klein": families.flux2_klein,
+    "z-image-lora": families.z_image_lora,
+    "z-image": families.z_image,
+    "qwen-image-lora": families.qwen_image_lora,
+    "qwen-image": families.qwen_image,
     "pixart-256": pixart.pixart_256,
     "dit-small-images": small_images.dit_small_images,
     "sit-xl-2-256": sit_xl_2_256,

@@ -59,10 +59,11 @@ class TimestepConfig:
     """Truncate logit_normal to [truncation, 1 - truncation], before the shift; 0: not at all, 0.001: RiT."""
     mode_scale: float = 1.29
     """Scale of mode."""
-    shift: float | Literal["latent"] = 1.0
+    shift: float | Literal["latent", "pipeline"] = 1.0
     """Time shift towards noise in flow, shift * t / (1 + (shift - 1) * t): 3 for SD3 at 1024 px. latent: the square
-    root of the latents' elements (--model.channels * --model.size^2) over 4096 (RAE, RiT, SR-DiT). Sampling has the
-    same unless it is given another."""
+    root of the latents' elements (--model.channels * --model.size^2) over 4096 (RAE, RiT, SR-DiT). pipeline: that of
+    the scheduler of --pretrained.path, 1 if it depends on the size of a picture, as in diffusers' scripts. Sampling
+    has the same unless it is given another."""
     bias_multiplier: float = 1.0
     """Factor of the probability of biased timesteps; earlier, later and range need another value than 1."""
     bias_portion: float = 0.25
@@ -90,7 +91,7 @@ class TimestepConfig:
         require(-1.0 <= self.mode_scale <= 1.75, f"--timesteps.mode_scale {self.mode_scale}: from -1 to 1.75")
         require(
             isinstance(self.shift, str) or 0 < self.shift < math.inf,
-            f"--timesteps.shift {self.shift}: above 0, or latent, which follows from the size of the latents",
+            f"--timesteps.shift {self.shift}: above 0, or latent (by the size of the latents), or pipeline",
         )
         require(
             0.0 <= self.truncation < 0.5,
@@ -125,7 +126,9 @@ class TimestepConfig:
         )
 
     def time_shift(self, elements: int) -> float:
-        """Return the time shift for latents with this number of elements, C * H * W."""
+        """Return the time shift for latents with this number of elements, C * H * W; 1 before a pipeline is read."""
+        if self.shift == "pipeline":
+            return 1.0
         return math.sqrt(elements / _BASE_ELEMENTS) if isinstance(self.shift, str) else self.shift
 
     def kept(self) -> tuple[float, float]:

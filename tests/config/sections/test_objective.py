@@ -259,7 +259,7 @@ def test_processes_that_share_a_field_share_its_default() -> None:
         ({"density": "mode", "mode_scale": 1.8}, "--timesteps.mode_scale 1.8: from -1 to 1.75"),
         ({"density": "mode", "mode_scale": -1.1}, "--timesteps.mode_scale -1.1: from -1 to 1.75"),
         ({"mode_scale": 0.8}, "--timesteps.mode_scale 0.8 is for --timesteps.density mode, given auto"),
-        ({"shift": 0.0}, "--timesteps.shift 0.0: above 0, or latent, which follows from the size of the latents"),
+        ({"shift": 0.0}, "--timesteps.shift 0.0: above 0, or latent (by the size of the latents), or pipeline"),
         ({"density": "logit_normal", "truncation": 0.5}, "--timesteps.truncation 0.5: 0 (none) or above, below 0.5"),
         ({"density": "logit_normal", "truncation": NAN}, "--timesteps.truncation nan: 0 (none) or above"),
         ({"truncation": 0.001}, "--timesteps.truncation 0.001 is for --timesteps.density logit_normal, given auto"),
