@@ -74,6 +74,8 @@ class Manifest(TypedDict):
     """In the order of their numbers; empty: unknown."""
     base: NotRequired[str | None]
     """Digest of the weights that a LoRA is added to."""
+    adapter: NotRequired[str | None]
+    """Digest of the file that a LoRA started from."""
     pretrained: NotRequired[str | None]
     """Absolute path of the pretrained pipeline or file; None: of the hub, or none."""
     autoencoder: NotRequired[str | None]

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastdiff.checkpoint.manifest import Manifest, committed, read_manifest, require_fields
 from fastdiff.config.command_line.config_file import with_kind
@@ -20,7 +20,7 @@ from fastdiff.config.sections.objective import DEFAULTS
 from fastdiff.errors import ConfigError, StorageError
 
 Metadata = dict[str, Any]
-"""``config`` as JSON, ``versions`` with the code of users, and the digests ``dataset`` and ``base``; None: unknown."""
+"""``config`` as JSON, ``versions`` with the code of users, and digests: ``dataset`` and ``_OF_LORA``; None: unknown."""
 
 FREE = (
     "output.",
@@ -50,6 +50,11 @@ _OF_RESULT = ("plugin.network", "plugin.objective", "plugin.optimizer")
 """Plug-ins that decide the result of a run (``run_record.plugins``)."""
 _KEEPS_WEIGHTS = ("model.dropout", "model.qkv_order")
 """Fields of a network that leave the shapes of its weights as they are."""
+_OF_LORA: Mapping[Literal["base", "adapter"], str] = {
+    "base": "weights that the LoRA is added to",
+    "adapter": "file that the LoRA starts from",
+}
+"""Digests of the files of a LoRA; one that is not known before or now is not compared."""
 _MOST = 12
 """Changes that a message lists."""
 _SUMS = "performance.grad_accum_dtype"
@@ -116,9 +121,10 @@ def _changes(manifest: Manifest, metadata: Metadata, allowed: Sequence[str]) -> 
     digest = metadata["dataset"]
     if digest is not None and manifest["dataset"] != digest and "dataset" not in allowed:
         changes["dataset"] = f"{manifest['dataset'][:12]} -> {digest[:12]} (digest)"
-    base, now = manifest.get("base"), metadata["base"]
-    if base is not None and now is not None and base != now and "base" not in allowed:
-        changes["base"] = f"{base[:12]} -> {now[:12]} (digest of the weights that the LoRA is added to)"
+    for name, what in _OF_LORA.items():
+        before, now = manifest.get(name), metadata.get(name)
+        if before is not None and now is not None and before != now and name not in allowed:
+            changes[name] = f"{before[:12]} -> {now[:12]} (digest of the {what})"
     return changes | _plugin_changes(manifest.get("versions", {}), metadata["versions"], allowed)
 
 
@@ -201,7 +207,7 @@ def _is_free(key: str, free: Sequence[str]) -> bool:
 
 
 def _check_known(allowed: Sequence[str], config: dict[str, Any]) -> None:
-    known = ["dataset", "base", *_OF_RESULT, *(_OBJECTIVE | flatten(config))]
+    known = ["dataset", *_OF_LORA, *_OF_RESULT, *(_OBJECTIVE | flatten(config))]
     for key in allowed:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)

@@ -124,12 +124,14 @@ def _is_beside(name: str) -> bool:
 def run_json(config: RunConfig, launch: Launch, ds_config: DsConfig, device: str, metadata: Mapping[str, Any]) -> bytes:
     """Return the content of ``run.json``: configuration, command line, versions, commit and device, without secrets.
 
-    ``metadata`` has the versions, and the names of the classes that the network learns in the order of their numbers.
+    ``metadata`` has the versions, the names of the classes that the network learns in the order of their numbers, and
+    the digest of the file that a LoRA starts from.
     """
     content = {
         "config": as_json(config),
         "class_names": metadata["class_names"],
         "argv": [sanitize.argument(argument) for argument in launch.argv],
+        **({"adapter": metadata["adapter"]} if metadata.get("adapter") else {}),
         "versions": metadata["versions"],
         "git": _git_state(),
         "device": device,

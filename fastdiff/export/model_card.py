@@ -128,6 +128,8 @@ def _metadata(exported: Exported, dtype: str) -> dict[str, object]:
         metadata["Base model" if pretrained.weights else "Text encoder and autoencoder"] = f"`{base_name(pretrained)}`"
     if lora.rank:
         metadata["LoRA"] = f"rank {lora.rank}, alpha {lora.numerator:g}, base weights in {_bits(lora)}"
+    if lora.init:
+        metadata["Started from"] = f"`{Path(lora.init).name}` (sha256 `{manifest.get('adapter')}`)"
     return metadata | {
         "Data set (sha256)": f"`{manifest['dataset']}`",
         "Samples per step": config.batch.samples,

@@ -1,7 +1,7 @@
 """Network of a run, built from its seed, pretrained weights or a checkpoint, with LoRA if configured."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -19,6 +19,8 @@ from fastdiff.config.sections.objective import PREDICTION_TYPES, DdpmConfig, Ddp
 from fastdiff.diffusion.schedules import alpha_bar_of, betas
 from fastdiff.errors import ConfigError
 from fastdiff.files import file_digest
+from fastdiff.models.adapter_files.native_names import layers_of, with_names
+from fastdiff.models.adapter_files.start import start_from_file, with_values_of_file
 from fastdiff.models.build import Model, build_deferred, build_model, load_model
 from fastdiff.models.family import family_of
 from fastdiff.models.lora import add_lora
@@ -35,13 +37,17 @@ def pretrained(config: PretrainedConfig) -> Pretrained:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Fill in the network's shape and the prediction from the pretrained pipeline.
+    """Fill in the network's shape and the prediction from the pretrained pipeline, and a LoRA's layers from its file.
 
     A branch of a pipeline on the hub is replaced by its current commit, so that the run, its resumes and its export use
-    the same weights. ConfigError: unknown pipeline, or its noise schedule differs from that of the run.
+    the same weights. ConfigError: unknown pipeline, or its noise schedule differs from that of the run; or the
+    file of a LoRA is of another network.
     """
-    if not config.pretrained.path or config.pretrained.is_file:
-        return _explicit(config)
+    by_file = not config.pretrained.path or config.pretrained.is_file
+    return _with_adapter_file(_explicit(config) if by_file else _of_pipeline(config))
+
+
+def _of_pipeline(config: RunConfig) -> RunConfig:
     found = pretrained(config.pretrained)
     if found.commit is not None:
         config = replace(config, pretrained=replace(config.pretrained, revision=found.commit))
@@ -61,13 +67,18 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def with_local_shape(config: RunConfig) -> RunConfig:
-    """Return the run with the shape of its pretrained network, if that is a folder here; ConfigError: it has none."""
+    """Return the run with the shape of its pretrained network, if that is a folder here, and the layers of its LoRA.
+
+    ConfigError: there is no such network, or the file of the LoRA is of another one.
+    """
     here = config.pretrained.weights and Path(config.pretrained.path).is_dir()
-    return (
-        replace(config, model=pretrained(config.pretrained).network_config().completed(config.model))
-        if here
-        else config
-    )
+    if here:
+        config = replace(config, model=_described(config))
+    return _with_adapter_file(config) if here or config.pretrained.is_file else config
+
+
+def _with_adapter_file(config: RunConfig) -> RunConfig:
+    return replace(config, lora=with_values_of_file(config.lora, config.model))
 
 
 def _described(config: RunConfig) -> ModelConfig:
@@ -118,6 +129,13 @@ def base_digest(config: PretrainedConfig, lora: LoraConfig) -> str | None:
         return file_digest(path)
 
 
+def adapter_digest(lora: LoraConfig) -> str | None:
+    """Return the digest of the file that a LoRA starts from; None: there is none, or it is not here any more."""
+    with suppress(OSError):
+        return file_digest(Path(lora.init)) if lora.init else None
+    return None
+
+
 def check_base(config: PretrainedConfig, lora: LoraConfig, recorded: str | None) -> None:
     """Refuse base weights that differ from those in the training of the adapter.
 
@@ -157,7 +175,10 @@ def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None
         else:
             model = build_model(config.model, **options)  # type: ignore[arg-type]
         if lora:
+            layers = layers_of(model)
             add_lora(model, config.lora, seed=config.seed, weights=weights)
+            if config.lora.init and weights is None:
+                start_from_file(model, config.lora, with_names(config.model, layers))
     return model
 
 

@@ -65,14 +65,14 @@ def adapted_layers(names: Iterable[str], targets: Collection[str]) -> list[str]:
         if not any(f".{name}".endswith(f".{target}") for name in names):
             raise ConfigError(
                 f"--lora.targets {target}: no linear layer or convolution of this network has a name with this end; "
-                f"the names end in {', '.join(sorted({_end(name) for name in names}))}"
+                f"the names end in {', '.join(sorted({end_of(name) for name in names}))}"
             )
     ends = tuple(f".{target}" for target in targets)
     return [name for name in names if f".{name}".endswith(ends)]
 
 
-def _end(name: str) -> str:
-    """Return the last part of a dotted name, with the part before it if the last is a number."""
+def end_of(name: str) -> str:
+    """Return the last part of the dotted name of a layer, with the part before it if the last is a number."""
     parts = name.split(".")
     return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
 

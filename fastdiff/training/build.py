@@ -332,6 +332,7 @@ def _metadata(config: RunConfig, reader: Data, world: World) -> dict[str, Any]:
         "classes": reader.info.classes,
         "class_names": list(reader.info.class_names) if config.model.classes else [],
         "base": world.on_rank0(lambda: load.base_digest(config.pretrained, config.lora)),
+        "adapter": world.on_rank0(lambda: load.adapter_digest(config.lora)),
         "pretrained": load.absolute_path(config.pretrained),
         "autoencoder": reader.info.provenance.autoencoder_digest,
         **manifest_of(reader.info),

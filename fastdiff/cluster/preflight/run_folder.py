@@ -3,6 +3,7 @@
 Advice on how the network could fit a data set would be wrong where the folder holds a run on another one.
 """
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +57,8 @@ def check_run_folder(config: RunConfig, launch: Launch) -> None:
     else:
         prediction: Any = config.objective.predicted
         metadata["config"] = as_json(replace(config, objective=replace(config.objective, prediction=prediction)))
+    if config.lora.init:
+        metadata["config"]["lora"] = _as_in_file(metadata["config"]["lora"], manifest["config"].get("lora", {}))
     check_unchanged(folder, manifest, metadata, allowed, fits=fits)
 
 
@@ -75,6 +78,12 @@ def _read(network: ModelConfig, data: DataConfig, pretrained: PretrainedConfig) 
     except ConfigError:
         return info.digest, False
     return info.digest, True
+
+
+def _as_in_file(lora: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a LoRA with the fields that its file decides as the run has recorded them."""
+    decided = [name for name in ("alpha", "targets") if not lora[name]]
+    return {**lora, **{name: saved[name] for name in decided if name in saved}}
 
 
 def _as_saved(config: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:

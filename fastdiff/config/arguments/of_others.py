@@ -195,6 +195,7 @@ _HF_TRAINER = {
 _KOHYA = {
     "network_dim": _flag("lora.rank"),
     "network_alpha": _flag("lora.alpha"),
+    "network_weights": _flag("lora.init"),
     "network_module": Ours("has no counterpart: --lora.rank N is what makes a LoRA"),
     "unet_lr": _flag("optim.lr"),
     "optimizer_type": _Optimizer("is --optim.name {}"),

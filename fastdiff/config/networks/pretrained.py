@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from fastdiff.config.local_paths import require_local
+from fastdiff.config.networks.adapter_rank import rank_of
 from fastdiff.errors import require
 
 WEIGHT_FILES = (".pt", ".safetensors")
@@ -63,15 +64,22 @@ class LoraConfig:
     """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685) of frozen pretrained weights."""
 
     rank: int = 0
-    """Rank of the added matrices; 0: train all weights."""
+    """Rank of the added matrices; 0: that of ``init``, without it all weights are trained."""
     alpha: float | None = None
-    """Numerator of the scale alpha / rank of the added matrices. None: the rank."""
+    """Numerator of the scale alpha / rank of the added matrices. None: that of ``init``, or the rank."""
     targets: tuple[str, ...] = ()
-    """Suffixes of the names of the adapted layers. Default: the projections of the attention."""
+    """Suffixes of the names of the adapted layers. Default: those of ``init``, or the projections of the attention."""
+    init: str = ""
+    """Adapter to start from: a .safetensors file of diffusers, ComfyUI or kohya's scripts. Rank, alpha and layers are
+    those of the file unless given; a higher rank and further layers start as without a file."""
     quantize: Literal["none", "8bit", "4bit"] = "none"
     """Keep the frozen matrices in 8 or 4 bits (bitsandbytes; 4 bits: NF4 of QLoRA, arXiv:2305.14314)."""
 
     def __post_init__(self) -> None:
+        if self.init:
+            require_local("--lora.init", self.init)
+            require(self.init.endswith(".safetensors"), f"--lora.init {self.init}: expected a .safetensors file")
+            object.__setattr__(self, "rank", self.rank or rank_of(Path(self.init)))
         require(self.rank >= 0, f"--lora.rank {self.rank}: 0 (no LoRA) or above")
         require(self.alpha is None or 0 < self.alpha < math.inf, f"--lora.alpha {self.alpha}: above 0, or None")
         for name, default in (("alpha", None), ("targets", ()), ("quantize", "none")):

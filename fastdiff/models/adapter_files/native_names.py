@@ -178,9 +178,13 @@ _NAMES: Mapping[str, Callable[[ModelConfig, Layers], tuple[NativeLayer, ...]]] =
 
 
 def named_network(model: ModelConfig) -> NamedNetwork:
-    """Return the layers of a network that an adapter can change, with their names."""
+    """Return the layers of a network that an adapter can change, with their names; it is built on ``meta``."""
     with torch.device("meta"):
-        layers = layers_of(build_model(model))
+        return with_names(model, layers_of(build_model(model)))
+
+
+def with_names(model: ModelConfig, layers: Layers) -> NamedNetwork:
+    """Return the layers of a network with their names."""
     kind, part = model.diffusers_class, family_of(model).pipeline_part
     natives = _NAMES[kind](model, layers) if kind in _NAMES else ()
     return NamedNetwork(title=model.title, diffusers_class=kind, part=part, layers=layers, natives=natives)

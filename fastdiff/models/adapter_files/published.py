@@ -99,7 +99,7 @@ def _by_key(tensors: Mapping[str, Tensor]) -> _Keys:
         kinds = sorted({kind for name in others for part, kind in _OTHER_KINDS.items() if part in name})
         what = f", tensors of {' and '.join(kinds)}" if kinds else ""
         raise ConfigError(
-            f"{len(others)} of its {len(tensors)} tensors are no matrices of a LoRA{what}: {_named(others)}; expected "
+            f"{len(others)} of its {len(tensors)} tensors are no matrices of a LoRA{what}: {named(others)}; expected "
             "A and B of each layer, and alpha at most"
         )
     return keys
@@ -133,7 +133,7 @@ def _require_known(keys: _Keys, known: Mapping[str, object], network: NamedNetwo
     why = f"{network.title} has none of this name"
     if len(text) == len(unknown):
         why = "they are of text encoders, which are not trained here; give a copy of the file without them"
-    raise ConfigError(f"{len(unknown)} of its {len(keys)} layers are unknown: {_named(unknown)}; {why}")
+    raise ConfigError(f"{len(unknown)} of its {len(keys)} layers are unknown: {named(unknown)}; {why}")
 
 
 def _of_parts(
@@ -184,5 +184,6 @@ class _Metadata:
         return float(alpha) * (math.sqrt(rank) if own.get("use_rslora") else 1.0)
 
 
-def _named(names: list[str]) -> str:
+def named(names: list[str]) -> str:
+    """Return the first names, and how many more there are."""
     return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")

@@ -1,0 +1,92 @@
+"""A run that starts from a published adapter, on two ranks and ZeRO-3, its record, its resume and its files."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fastdiff.cli.main import main
+from fastdiff.config.networks.pretrained import LoraConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.errors import ConfigError
+from fastdiff.export.adapters import WEIGHTS_FILE
+from fastdiff.export.run import Choice, export
+from fastdiff.files import file_digest
+from fastdiff.models.adapter_files.forms import KOHYA_DIFFUSERS, tensors_of
+from fastdiff.models.adapter_files.low_rank import LowRank
+from fastdiff.models.adapter_files.native_names import named_network
+from fastdiff.models.adapter_files.published import read_adapter
+from fastdiff.models.pretrained.tiny_pipeline import UNETS, build
+from fastdiff.parallel.world import World
+from fastdiff.training.loop import train
+from tests.support.forked import forked_ranks, values
+from tests.support.inputs.text_runs import encode, text_run
+from tests.support.inputs.tiny_transformers import adapter
+from tests.support.runs import launch, newest
+
+NAMES = named_network(UNETS["sd15"])
+
+
+def published(path: Path, alpha: float = 1.5) -> dict[str, LowRank]:
+    """Write an adapter of some layers, of rank 2."""
+    changes = adapter(NAMES, 2, alpha, [layer for layer in NAMES.layers if layer.endswith(("to_q", "ff.net.2"))])
+    save_file(tensors_of(KOHYA_DIFFUSERS, changes, "unet"), path)
+    return changes
+
+
+def trained(world: World, config: RunConfig, stage: int) -> None:
+    train(config, launch(stage), world)
+
+
+def test_a_run_starts_from_the_file_and_goes_on_with_no_other(tmp_path: Path, world: World) -> None:
+    file = tmp_path / "shoe.safetensors"
+    changes = published(file)
+    data = encode(tmp_path / "data", build(tmp_path / "pipeline"))
+    run = text_run(data, tmp_path / "pipeline", tmp_path / "run", optim__lr=1e-30, output__checkpoint_every=1)
+    still = replace(run, lora=LoraConfig(init=str(file)))
+    values(forked_ranks(trained, still, 3))
+
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["config"]["lora"] == {
+        "rank": 2, "alpha": 1.5, "targets": ["net.2", "to_q"], "init": str(file), "quantize": "none"
+    }  # fmt: skip
+    assert record["adapter"] == file_digest(file) == newest(tmp_path / "run").manifest["adapter"]
+
+    export(tmp_path / "run", tmp_path / "out", Choice(format="lora", raw=True))
+    found = read_adapter(tmp_path / "out" / WEIGHTS_FILE, NAMES)
+    assert found.keys() == changes.keys()
+    for layer, change in changes.items():
+        theirs = change.change()
+        torch.testing.assert_close(found[layer].change(), theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"| Started from | `shoe.safetensors` (sha256 `{file_digest(file)}`) |" in card
+
+    longer = replace(still, samples=24)
+    published(file, alpha=1.25)
+    with pytest.raises(ConfigError, match=r"--adapter: \w+ -> \w+ \(digest of the file that the LoRA starts from\)"):
+        train(longer, launch(1, allow_change=("samples", "lora.alpha")), world)
+    published(file)
+    other = file.rename(tmp_path / "other.safetensors")
+    with pytest.raises(ConfigError, match=r"--lora.init: .*shoe.safetensors.* -> .*other.safetensors"):
+        train(replace(longer, lora=LoraConfig(init=str(other))), launch(1, allow_change=("samples",)), world)
+    other.rename(file)
+    train(longer, launch(1, allow_change=("samples",)), world)
+    assert newest(tmp_path / "run").manifest["progress"]["steps"] == 3
+
+    file.unlink()  # drawing and exporting need it no more
+    main(["sample", str(tmp_path / "run"), "--prompt", "a hat", "--steps", "1", "--grid", str(tmp_path / "a.png")])
+    assert (tmp_path / "a.png").exists()
+
+
+def test_dry_run_and_plan_know_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    published(tmp_path / "shoe.safetensors")
+    pipeline = build(tmp_path / "pipeline")
+    flags = ["--preset", "sd15-lora", "--pretrained.path", str(pipeline), "--data.path", str(tmp_path)]
+    flags += ["--lora.rank", "0", "--lora.init", str(tmp_path / "shoe.safetensors")]
+    main(["train", *flags, "--dry-run"])
+    assert '"rank": 2' in capsys.readouterr().out
+    main(["plan", *flags, "--gpus", "1xh100"])
+    assert "LoRA of rank 2" in capsys.readouterr().out
