@@ -23,6 +23,7 @@ from fastdiff.models.adapter_files.native_names import layers_of, with_names
 from fastdiff.models.adapter_files.start import start_from_file, with_values_of_file
 from fastdiff.models.build import Model, build_deferred, build_model, load_model
 from fastdiff.models.family import family_of
+from fastdiff.models.frozen_base import adapted_without_base, fill, on_meta
 from fastdiff.models.lora import add_lora
 from fastdiff.models.pipeline_files import readable, tensors_of
 from fastdiff.models.pretrained.pickles import load_published
@@ -154,12 +155,15 @@ def check_base(config: PretrainedConfig, lora: LoraConfig, recorded: str | None)
         )
 
 
-def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Model:
+def build_network(
+    config: RunConfig, weights: Mapping[str, Tensor] | None = None, *, frozen: torch.dtype = torch.float32
+) -> Model:
     """Build the network of a run in fp32 on the CPU.
 
     Args:
         config: resolved configuration of the run.
         weights: all trained parameters, with LoRA the added ones; None: initial or pretrained weights.
+        frozen: dtype of the weights that an adapter leaves frozen.
 
     Raises:
         ConfigError: the weights, or the pretrained weights, belong to another network.
@@ -170,6 +174,10 @@ def build_network(config: RunConfig, weights: Mapping[str, Tensor] | None = None
     with _of_this_network():
         if weights is not None and not lora:
             return load_model(config.model, weights, **options)  # type: ignore[arg-type]
+        if lora and config.pretrained.weights:
+            model = adapted_without_base(config, weights)
+            fill(model, config, _published(config)[1], frozen)
+            return model
         if config.pretrained.weights:
             model = load_model(config.model, _pretrained_weights(config), **options)  # type: ignore[arg-type]
         else:
@@ -188,16 +196,20 @@ def build_on_meta(
     """Build the network of a run without memory for it, and an iterator over its weights.
 
     Args:
-        config: resolved configuration of the run, without LoRA.
-        shapes: of all parameters, which the caller will fill in; None: initial or pretrained weights.
+        config: resolved configuration of the run, with LoRA only on pretrained weights that are not quantised.
+        shapes: of all trained parameters, which the caller will fill in; None: initial or pretrained weights.
 
     Returns:
         The network of ``build_network`` on the device ``meta``, and its parameters and buffers by name, fp32 on the
-        CPU; with ``shapes`` only the buffers.
+        CPU; with ``shapes`` only the buffers, and what an adapter leaves frozen.
 
     Raises:
         ConfigError: the shapes, or the pretrained weights, belong to another network.
     """
+    if config.lora.rank:
+        with _of_this_network():
+            model = adapted_without_base(config)
+        return model, _checked(on_meta(model, _published(config)[1]))
     performance = config.performance
     deferred = build_deferred(
         config.model, recompute=performance.recompute, attention=performance.attention, seed=config.seed
@@ -205,19 +217,11 @@ def build_on_meta(
     if shapes is None and not config.pretrained.weights:
         return deferred.network, deferred.weights()
     buffers = family_of(config.model).buffers(config.model)
-    found: dict[str, Tensor]
     values: Iterator[tuple[str, Tensor]] = iter(())
     if shapes is not None:
         found = {name: torch.empty(*shape, device="meta") for name, shape in shapes.items()}
-    elif config.pretrained.path.endswith(".safetensors"):
-        found, values = _parts_of_file(config.model, config.pretrained)
-    elif config.pretrained.is_file:
-        found = dict(_pretrained_weights(config))
-        values = iter(found.items())
     else:
-        pipeline = pretrained(config.pretrained)
-        part = pipeline.denoiser
-        found, values = dict(pipeline.tensors(part, on_meta=True)), pipeline.tensors(part)
+        found, values = _published(config)
     with _of_this_network():
         # On meta it compares names and shapes, and copies nothing.
         deferred.network.load_state_dict({name: value.to("meta") for name, value in {**found, **buffers}.items()})
@@ -236,9 +240,28 @@ def _of_this_network() -> Iterator[None]:
         raise ConfigError(f"the weights belong to another network: {first.rstrip('.')}{more}") from None
 
 
+def _checked(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights; ConfigError: they belong to another network."""
+    with _of_this_network():
+        yield from weights
+
+
 def null_label(network: ModelConfig) -> Tensor:
     """Return the label of the null class, ``[]`` int64."""
     return torch.tensor(network.classes)
+
+
+def _published(config: RunConfig) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]]]:
+    """Return the pretrained parameters of a run on ``meta``, and themselves, read one after another."""
+    if config.pretrained.path.endswith(".safetensors"):
+        return _parts_of_file(config.model, config.pretrained)
+    if config.pretrained.is_file:
+        found = dict(_pretrained_weights(config))
+        return found, iter(found.items())
+    pipeline = pretrained(config.pretrained)
+    part, fixed = pipeline.denoiser, _fixed(config.model)
+    shapes = {name: value for name, value in pipeline.tensors(part, on_meta=True) if name not in fixed}
+    return shapes, ((name, value) for name, value in pipeline.tensors(part) if name not in fixed)
 
 
 def _pretrained_weights(config: RunConfig) -> Mapping[str, Tensor]:

@@ -1,7 +1,7 @@
 """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685) of the networks with peft."""
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from fastdiff.rng import seed_initial_values
 _ADAPTER = "default"
 
 
-def add_lora(model: Model, config: LoraConfig, *, seed: int, weights: Mapping[str, Tensor] | None = None) -> None:
+def add_lora(
+    model: Model, config: LoraConfig, *, seed: int, weights: Mapping[str, Tensor] | None = None, quantize: bool = True
+) -> None:
     """Freeze ``model`` and add trainable matrices to its layers, in place.
 
     A layer ``x -> W x + b`` becomes ``W x + b + alpha / rank * B A x``. A starts normal with deviation 1 / rank, B at
@@ -31,6 +33,7 @@ def add_lora(model: Model, config: LoraConfig, *, seed: int, weights: Mapping[st
         config: configuration of the adapter; its rank is above 0.
         seed: seed of the initial values; its low 64 bits count. The global random state is restored.
         weights: A and B by name, as in ``model.named_parameters()``; None: the initial values.
+        quantize: False leaves the frozen layers for ``quantized``.
 
     Raises:
         ConfigError: peft is missing, a target matches no layer, or ``weights`` belong to another adapter.
@@ -42,8 +45,9 @@ def add_lora(model: Model, config: LoraConfig, *, seed: int, weights: Mapping[st
         _inject(model, config, layers)
     if weights is not None:
         _load(model, weights)
-    if config.quantize != "none":
-        _quantize(model, config)
+    if quantize:
+        for layer in list(quantized_layers(model, config)):
+            quantized(model, layer, config)
 
 
 def lora_targets(config: LoraConfig, model: ModelConfig) -> tuple[str, ...]:
@@ -109,11 +113,20 @@ def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             parameter.copy_(weights[name])
 
 
-def _quantize(model: Model, config: LoraConfig) -> None:
-    bits: Bits = 4 if config.quantize == "4bit" else 8
+def quantized_layers(model: Model, config: LoraConfig) -> Iterator[str]:
+    """Yield the names of the frozen linear layers that ``config.quantize`` stores in 8 or 4 bits."""
+    if config.quantize == "none":
+        return
     classes = family_of(model.config).quantized_blocks or model.block_classes
-    for block in [module for module in model.modules() if isinstance(module, classes)]:
-        for name, module in list(block.named_modules()):
-            if isinstance(module, nn.Linear) and not module.weight.requires_grad:
-                parent, _, child = name.rpartition(".")
-                setattr(block.get_submodule(parent), child, QuantizedLinear(module, bits))
+    for name, block in model.named_modules():
+        if isinstance(block, classes):
+            for inner, layer in block.named_modules():
+                if isinstance(layer, nn.Linear) and not layer.weight.requires_grad:
+                    yield f"{name}.{inner}"
+
+
+def quantized(model: Model, layer: str, config: LoraConfig) -> None:
+    """Replace a linear layer, by its name, by one in 8 or 4 bits."""
+    bits: Bits = 4 if config.quantize == "4bit" else 8
+    parent, _, child = layer.rpartition(".")
+    setattr(model.get_submodule(parent), child, QuantizedLinear(cast(nn.Linear, model.get_submodule(layer)), bits))

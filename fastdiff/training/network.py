@@ -25,11 +25,11 @@ def build_engine(
 ) -> tuple[Model, Engine]:
     """Build the network and its engine, with the initial, pretrained or saved weights.
 
-    Under ZeRO-3 no rank holds the whole network, unless it is the frozen one of a LoRA or ``ModelFamily`` forbids it.
+    Under ZeRO-3 no rank holds the whole network, unless frozen weights are quantised or ``ModelFamily`` forbids it.
     Called by all ranks.
     """
     draws = saved is None and not config.pretrained.weights
-    whole = config.lora.rank > 0 or (draws and not family_of(config.model).draws_on_meta)
+    whole = config.lora.quantize != "none" or (draws and not family_of(config.model).draws_on_meta)
     if world.is_first and (saved is not None or config.pretrained.weights):
         log.info(f"loading the weights of {saved.folder if saved is not None else config.pretrained.path}")
     apart = deepspeed_config.zero_stage(ds_config) == 3 and not whole
@@ -54,7 +54,9 @@ def _build_model(
         if apart:
             model, weights = load.build_on_meta(config, None if saved is None else saved.manifest["parameters"])
         else:
-            model, weights = load.build_network(config, None if saved is None else saved.weights()), iter(())
+            frozen = kernel_choice.DTYPES[config.performance.precision]
+            trained = None if saved is None else saved.weights()
+            model, weights = load.build_network(config, trained, frozen=frozen), iter(())
     kernel_choice.prepare_blocks(model, config.performance, world.device)
     return model, weights
 

@@ -17,7 +17,6 @@ from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.parallel.world import World
 from fastdiff.sampling.run import Run
 from fastdiff.sampling.solvers import _generator
-from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.inputs.encoding import captioned, encode
 from tests.support.inputs.family_pipelines import TOKENS, family_pipeline, network_in
@@ -73,8 +72,13 @@ def test_from_pictures_to_a_pipeline(tmp_path: Path, world: World, kind: str) ->
     alone = config_of(pipeline, data, tmp_path / "alone", batch=BatchConfig(samples=4), performance__recompute=False)
     assert train_losses(world, alone, launch(0)) == pytest.approx(expected, rel=2e-5)
 
-    adapted = {"lora": LoraConfig(rank=2, alpha=3.0, quantize="4bit"), "output__checkpoint_every": STEPS}
-    train(config_of(pipeline, data, tmp_path / "lora", **adapted), launch(0), world)
+    for quantize in ("none", "4bit"):
+        adapted = {"lora": LoraConfig(rank=2, alpha=3.0, quantize=quantize), "output__checkpoint_every": STEPS}
+        cut = config_of(pipeline, data, tmp_path / quantize / "cut", **adapted)
+        adapted |= {"batch": BatchConfig(samples=4), "performance__recompute": False}
+        alone = config_of(pipeline, data, tmp_path / quantize / "alone", **adapted)
+        expected = train_losses(world, alone, launch(0))
+        assert values(forked_ranks(train_losses, cut, launch()))[0] == pytest.approx(expected, rel=2e-5)
     draws_as_we_draw(kind, tmp_path / "alone", tmp_path / "exported")
 
 
