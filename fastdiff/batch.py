@@ -78,3 +78,12 @@ class Batch:
     condition: Condition
     mask: Tensor | None = None
     """``[B, H, W]`` fp16, weight of each latent position in the loss, 0 to 1; None: 1."""
+    data_set: Tensor | None = None
+    """``[B]`` int64, number of the data set of each sample, of a run on several; None: it has one."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors, for messages by name."""
+        conditions = {f"condition {name}": value for name, value in self.condition.items()}
+        optional = {"mask": self.mask, "data_set": self.data_set}
+        present = {name: value for name, value in optional.items() if value is not None}
+        return {"latents": self.latents, "position": self.position, **conditions, **present}

@@ -178,7 +178,8 @@ def _samples(steps: Any, epochs: Any, given: dict[str, Any], base: RunConfig, na
         **{f"--data.{field}": _within(given, "data", field) for field in OF_LENGTH},
     }
     online = ["--data.online"] if _within(given, "data", "online") else []
-    words = [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
+    several = {flag: value if isinstance(value, list | tuple) else [value] for flag, value in flags.items()}
+    words = [str(word) for flag, values in several.items() if values != [None] for word in (flag, *values)]
     whole = None if steps is None else int(steps)
     found = samples_flag(whole, epochs, [*words, *online], base.batch, base.data, name, source)
     return int(found[1])

@@ -69,6 +69,8 @@ class Manifest(TypedDict):
     """Checked by ``config_file.from_mapping``."""
     dataset: NotRequired[str]
     """Digest of the data."""
+    datasets: NotRequired[dict[str, dict[str, Any]]]
+    """Of several data sets what decides each, by its name (``data.joined.info.JoinedInfo.facts``)."""
     classes: NotRequired[Count | None]
     class_names: NotRequired[list[str]]
     """In the order of their numbers; empty: unknown."""

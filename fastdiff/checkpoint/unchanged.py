@@ -20,13 +20,15 @@ from fastdiff.config.sections.objective import DEFAULTS
 from fastdiff.errors import ConfigError, StorageError
 
 Metadata = dict[str, Any]
-"""``config`` as JSON, ``versions`` with the code of users, and digests: ``dataset`` and ``_OF_LORA``; None: unknown."""
+"""``config`` as JSON, ``versions`` with the code of users, and digests: ``dataset`` and ``_OF_LORA``, None: unknown; of
+several data sets also ``datasets``, what decides each by its name."""
 
 FREE = (
     "output.",
     "validation.",
     "sampling.",
     "data.path",
+    "data.sets",
     "data.autoencoder",
     "data.image_root",
     "data.cache",
@@ -104,8 +106,8 @@ def check_unchanged(
     acceptable = not of_weights and len(changes) <= _MOST
     accept = " ".join(f"--allow-change {key}" for key in changes)
     if "dataset" in changes:
-        there = f"{run} is a run on {_of_data(manifest, now)}"
-        going_on = f", or go on with it on {now['data']['path']} by {accept}" if acceptable and fits else ""
+        there = f"{run} is a run on {_of_data(manifest, now)}{_changed_sets(manifest, metadata)}"
+        going_on = f", or go on with it on {_named(now['data'])} by {accept}" if acceptable and fits else ""
         raise ConfigError(f"{there} ({_state(manifest)}); {other}{going_on}")
     diff = "\n".join(f"  --{key}: {change}" for key, change in list(changes.items())[:_MOST])
     more = f"\n  and {len(changes) - _MOST} more" if len(changes) > _MOST else ""
@@ -130,9 +132,35 @@ def _changes(manifest: Manifest, metadata: Metadata, allowed: Sequence[str]) -> 
 
 def _of_data(manifest: Manifest, now: Mapping[str, Any]) -> str:
     """Return the data set of a run in words: its path, and whether another one lies there now."""
-    path = manifest["config"].get("data", {}).get("path") or "other data"
-    same = os.path.abspath(path) == os.path.abspath(now["data"]["path"])
-    return f"{path} as it was before, with other content" if same else str(path)
+    path = _named(manifest["config"].get("data", {})) or "other data"
+    same = os.path.abspath(path) == os.path.abspath(_named(now["data"]))
+    return f"{path} as it was before, with other content" if same else path
+
+
+def _named(data: Mapping[str, Any]) -> str:
+    """Return the path of a data set, or the entries of several."""
+    return str(data.get("path") or " ".join(data.get("sets") or ()))
+
+
+def _changed_sets(manifest: Manifest, metadata: Metadata) -> str:
+    """Return which of several data sets changed, and how; nothing if the run has or had one alone."""
+    saved: dict[str, Any] = manifest.get("datasets") or {}
+    now: dict[str, Any] = metadata.get("datasets") or {}
+    if not saved or not now:
+        return ""
+    words = {
+        "digest": "other samples",
+        "per_epoch": "other share of an epoch",
+        "loss_weight": "other weight of its loss",
+    }
+    found = []
+    for name in dict.fromkeys([*saved, *now]):
+        if name not in saved or name not in now:
+            found.append(f"{name}: {'new' if name not in saved else 'missing'}")
+            continue
+        differing = [text for field, text in words.items() if saved[name].get(field) != now[name].get(field)]
+        found += [f"{name}: {', '.join(differing)}"] if differing else []
+    return f", where now {'; '.join(found) or 'the data sets have another order'}"
 
 
 def _state(manifest: Manifest) -> str:

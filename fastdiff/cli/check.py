@@ -29,6 +29,7 @@ def add(commands: Subcommands) -> None:
 
 def _verify(arguments: argparse.Namespace) -> None:
     from fastdiff.checkpoint.verify import is_run, verify_run
+    from fastdiff.config.data_sets import is_list, read_list
     from fastdiff.data.shards.format import INFO_FILE
     from fastdiff.data.shards.verify import verify
 
@@ -37,6 +38,13 @@ def _verify(arguments: argparse.Namespace) -> None:
         if not run.ok:
             raise StorageError(str(run))
         show(str(run))
+        return
+    if is_list(str(arguments.folder)):
+        reports = [verify(arguments.folder / listed.folder) for listed in read_list(str(arguments.folder))]
+        text = "\n".join(map(str, reports))
+        if not all(report.ok for report in reports):
+            raise DataError(text)
+        show(text)
         return
     if not (arguments.folder / INFO_FILE).exists():
         raise DataError(

@@ -50,8 +50,8 @@ _REASONS: tuple[tuple[Callable[[Circumstances], object], str], ...] = (
     ),
     (
         lambda run: run.sizes > 1,
-        "with {run.config.data.path}, whose latents have {run.sizes} sizes: a graph has the shapes of one; encode with "
-        f"one size, {_LEAVE}",
+        "with {run.config.data.described}, whose latents have {run.sizes} sizes: a graph has the shapes of one; encode "
+        f"with one size, {_LEAVE}",
     ),
 )
 """What is in the way, and the words for it."""

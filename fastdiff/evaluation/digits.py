@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.data.encoding.builtin import DIGITS_SOURCE, DIGITS_SPLITS, digits_source
-from fastdiff.data.shards.format import DatasetInfo
+from fastdiff.data.joined.reading import read_info
 from fastdiff.diffusion.noise_shaping import small_images
 from fastdiff.errors import ConfigError
 from fastdiff.evaluation.image_metrics import frechet_distance
@@ -36,7 +36,7 @@ def evaluate_run(run: Run) -> dict[str, Any]:
     the 382 scans of the split ``test`` (``evaluate_enlarged``) and writes some of them to ``enlarged.png``.
     ConfigError: the run was trained on other data, or has no measure.
     """
-    source = DatasetInfo.read(run.config.data.path).provenance.source
+    source = read_info(run.config.data).provenance.source
     if not source.startswith(DIGITS_SOURCE):
         raise ConfigError(
             f"{run.folder}: there is no built-in evaluation for data from {source!r}, only for digits; draw images "

@@ -23,10 +23,10 @@ from torch import Tensor
 from fastdiff.batch import Batch
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.objective import DdpmConfig
+from fastdiff.data.joined.reader import Shards
 from fastdiff.data.loading.batches import Normaliser
 from fastdiff.data.loading.training_set import check_provenance, open_data, open_held_out
 from fastdiff.data.shards.format import DatasetInfo
-from fastdiff.data.shards.reader import LatentReader
 from fastdiff.diffusion.ddpm import coefficients, model_time
 from fastdiff.diffusion.levels import clean_per_error
 from fastdiff.diffusion.noise_shaping import small_images
@@ -216,7 +216,7 @@ def evaluate_nll(run: Run, options: NllOptions, *, progress: bool = False) -> tu
 
 
 def read_clean(
-    reader: LatentReader,
+    reader: Shards,
     index: npt.NDArray[np.int64],
     inputs: Iterable[str],
     device: torch.device,
@@ -278,7 +278,7 @@ def _measure_at(time: Tensor, model: Callable[..., Tensor], steps: Steps, batch:
     return steps.measure(prediction, clean, noise, time).double().view(3, count, -1)
 
 
-def _open(run: Run, path: str) -> LatentReader:
+def _open(run: Run, path: str) -> Shards:
     """Open the data of the run, or other data that were encoded alike."""
     config = run.config
     require(
@@ -287,13 +287,15 @@ def _open(run: Run, path: str) -> LatentReader:
         "give their folder as --data",
     )
     require(bool(path) or not run.is_file, f"{run.folder} is a file of weights: name the data to measure by --data")
-    data = DataConfig(path=path or config.data.path, cache=config.data.cache)
+    data = DataConfig(path=path, cache=config.data.cache)
+    if not path:
+        data = replace(data, path=config.data.path, sets=config.data.sets)
     reader = open_held_out(config.model, data, run.class_names.names, "--data")
     check_provenance(config.pretrained, data, reader.info)
     if path and not (config.data.online or run.is_file):
         with open_data(config, torch.device("cpu")) as training:
             alike = _encoding(reader.info) == _encoding(training.info)
-        require(alike, f"--data {path} was encoded differently from {config.data.path}; encode both alike")
+        require(alike, f"--data {path} was encoded differently from {config.data.described}; encode both alike")
     return reader
 
 

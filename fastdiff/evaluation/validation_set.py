@@ -11,10 +11,10 @@ from torch import Tensor
 from fastdiff.batch import Batch
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.sections.data import DataConfig
+from fastdiff.data.joined.reader import Shards
 from fastdiff.data.loading.batches import Normaliser
 from fastdiff.data.loading.training_set import open_held_out
 from fastdiff.data.shards.format import LATENT, DatasetInfo
-from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import require
 
 _BATCH, _AREA = 16, 64 * 64
@@ -26,7 +26,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 Int64 = npt.NDArray[np.int64]
 
 
-def open_validation(network: ModelConfig, path: str, cache: str, training: DatasetInfo) -> LatentReader:
+def open_validation(network: ModelConfig, path: str, cache: str, training: DatasetInfo) -> Shards:
     """Open ``--validation.data``, at ``path``, beside the training data.
 
     Raises:
@@ -95,7 +95,7 @@ def _batch_size(info: DatasetInfo, bucket: int) -> int:
     return max(1, min(_BATCH, _BATCH * _AREA // (height * width)))
 
 
-def read_batch(reader: LatentReader, index: Int64, rows: Int64, normalise: Normaliser) -> Batch:
+def read_batch(reader: Shards, index: Int64, rows: Int64, normalise: Normaliser) -> Batch:
     """Read samples, with their places in ``index`` as their positions.
 
     Args:

@@ -21,8 +21,9 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json, claim, plugins, versions
 from fastdiff.config.trackers import require_usable
 from fastdiff.console import log
+from fastdiff.data.joined.info import JoinedInfo
+from fastdiff.data.joined.reading import paths_of
 from fastdiff.data.loading.batches import Batches
-from fastdiff.data.loading.bucket_order import BucketOrder
 from fastdiff.data.loading.build import build_batches, build_order, choose_loader
 from fastdiff.data.loading.fit import trains_masked
 from fastdiff.data.loading.order import SampleOrder
@@ -263,7 +264,10 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
     ema = Ema(engine.flats, config.ema.rates, power_stds=config.ema.power_stds, warmup=config.ema.warmup)
     engine.attach(ema)
     model.scales.attach(engine.averaged_ranks(world))
-    meters = Meters(world, parts.heartbeat, objective.part_names, parts.ledger)
+    info = parts.reader.info
+    sets = {each.name: each.loss_weight for each in info.sets} if isinstance(info, JoinedInfo) else {}
+    set_weights = torch.tensor([*sets.values()], device=world.device) if any(w != 1.0 for w in sets.values()) else None
+    meters = Meters(world, parts.heartbeat, objective.part_names, parts.ledger, sets)
     guard = StepGuard(Consensus(world, stop), spikes, parts.heartbeat, config.batch.accumulation(world.size))
     return TrainState(
         config=config,
@@ -279,7 +283,9 @@ def _build_state(parts: _Parts, saved: Checkpoint | None, stop: StopRequest | No
         progress=Progress(),
         heartbeat=parts.heartbeat,
         guard=guard,
-        forward_backward=build_forward_backward(config.performance, engine, objective, meters, guard, world),
+        forward_backward=build_forward_backward(
+            config.performance, engine, objective, meters, guard, world, set_weights
+        ),
         inputs=InputStatistics(objective),
         files=parts.files,
         ledger=parts.ledger,
@@ -316,19 +322,25 @@ def _open_data(config: RunConfig, world: World, stack: ExitStack) -> tuple[Data,
     if world.is_first and trains_masked(config.objective, reader.info):
         log.info(f"{reader.folder}: its masks weight the loss; --objective.masked False leaves them out")
     world.on_rank0(lambda: check_provenance(config.pretrained, config.data, reader.info))
-    world.on_rank0(lambda: note_use(Path(config.data.path), Path(config.output.folder)))
+    world.on_rank0(lambda: _note_use(config))
     order = build_order(
         reader.info, seed=config.seed, window_shards=config.data.shuffle_shards, global_batch=config.batch.samples
     )
-    sizes = len(order.buckets) if isinstance(order, BucketOrder) else 1
+    sizes = len(order.buckets) or 1
     world.on_rank0(lambda: require_static(Circumstances(config=config, device=world.device.type, sizes=sizes)))
     return reader, order
+
+
+def _note_use(config: RunConfig) -> None:
+    for path in () if config.data.online else paths_of(config.data):
+        note_use(Path(path), Path(config.output.folder))
 
 
 def _metadata(config: RunConfig, reader: Data, world: World) -> dict[str, Any]:
     return {
         "config": as_json(config),
         "dataset": reader.info.digest,
+        **({"datasets": reader.info.facts} if isinstance(reader.info, JoinedInfo) else {}),
         "classes": reader.info.classes,
         "class_names": list(reader.info.class_names) if config.model.classes else [],
         "base": world.on_rank0(lambda: load.base_digest(config.pretrained, config.lora)),

@@ -3,9 +3,10 @@
 import re
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -33,22 +34,35 @@ class Meters:
         heartbeat: heartbeat of this rank, driven by ``phase``; None outside of training.
         parts: names of the parts that the losses are sums of.
         ledger: account of this rank's time, which gets the waits for data and, at a read, the times of all ranks.
+        sets: factors of the losses of several data sets, by their names.
     """
 
     def __init__(
-        self, world: World, heartbeat: Heartbeat | None = None, parts: Sequence[str] = (), ledger: Ledger | None = None
+        self,
+        world: World,
+        heartbeat: Heartbeat | None = None,
+        parts: Sequence[str] = (),
+        ledger: Ledger | None = None,
+        sets: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._world, self._ledger = world, ledger
         self._own, self._power = ComputeTime(world.device), PowerMeter(world.device)
         suffixes = ("", *(f"_q{n}" for n in range(QUARTILES)))
-        self.names = (*BY_LEVEL, *(part + suffix for part in parts for suffix in suffixes))
-        """Names of the means other than ``loss``: ``BY_LEVEL``, and every part as a whole and by quartile."""
+        self._sets = tuple(sets.values())
+        self.names = (
+            *BY_LEVEL,
+            *(part + suffix for part in parts for suffix in suffixes),
+            *(f"loss_set_{name}" for name in sets),
+        )
+        """Names of the means other than ``loss``: ``BY_LEVEL``, every part as a whole and by quartile, and the data
+        sets, whose means are without their factors."""
         self._heartbeat = heartbeat
         self._taken = 0
         self.sums = torch.zeros(2, 1 + len(self.names), dtype=torch.float64, device=world.device)
         """``[2, 1 + names]`` float64 of this rank's finite losses since the last read: their sums (row 0) and weights
         (row 1), over all samples (column 0: their number) and by name; part of a checkpoint."""
         self._edges = torch.tensor(SNR_EDGES, device=world.device)
+        self._set_numbers = torch.arange(len(self._sets), device=world.device)
         self._groups = torch.tensor([*range(QUARTILES), *range(BINS)], device=world.device)
         self._reset_times()
         self.step: list[tuple[Tensor, Tensor]] = []
@@ -61,13 +75,19 @@ class Meters:
         levels: Levels,
         importance: Tensor | None = None,
         parts: Sequence[Tensor] = (),
+        data_set: Tensor | None = None,
     ) -> None:
         """Add the losses of one micro-batch: ``count`` and ``note``."""
-        self.count(losses, levels, importance, parts)
+        self.count(losses, levels, importance, parts, data_set)
         self.note(position, losses.detach())
 
     def count(
-        self, losses: Tensor, levels: Levels, importance: Tensor | None = None, parts: Sequence[Tensor] = ()
+        self,
+        losses: Tensor,
+        levels: Levels,
+        importance: Tensor | None = None,
+        parts: Sequence[Tensor] = (),
+        data_set: Tensor | None = None,
     ) -> None:
         """Add the losses of one micro-batch to the sums, by the device alone.
 
@@ -76,6 +96,7 @@ class Meters:
             levels: their noise levels.
             importance: ``[B]`` weights of levels that are drawn unevenly, over which a group's mean is taken; None: 1.
             parts: ``[B]`` each, in the order of the names; their sum times ``importance`` is ``losses``.
+            data_set: ``[B]`` int64, number of the data set of each sample; None: there are not several.
         """
         losses = losses.detach()
         finite = torch.isfinite(losses)
@@ -87,6 +108,9 @@ class Meters:
             own = slice(ends + number * (1 + QUARTILES), ends + (number + 1) * (1 + QUARTILES))
             weighted = part if importance is None else part * importance
             self.sums[:, own] += _sums(weighted, finite, weights, member[:, :QUARTILES])
+        if data_set is not None and self._sets:
+            of_set = data_set.unsqueeze(1) == self._set_numbers
+            self.sums[:, -len(self._sets) :] += _sums(losses, finite, weights, of_set.double())[:, 1:]
 
     def note(self, position: Tensor, losses: Tensor) -> None:
         """Keep the positions and losses of a micro-batch, both ``[B]``, until the next step."""
@@ -134,6 +158,8 @@ class Meters:
         }
         groups = zip(self.names, totals, weights, strict=True)
         record |= {name: value / weight if weight else None for name, value, weight in groups}
+        for name, factor in zip(self.names[len(self.names) - len(self._sets) :], self._sets, strict=True):
+            record[name] = None if record[name] is None else record[name] / factor
         self.sums.zero_()
         self._reset_times()
         return record

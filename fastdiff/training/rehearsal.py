@@ -13,7 +13,6 @@ from torch import Tensor
 from fastdiff.batch import Batch
 from fastdiff.console import log
 from fastdiff.data.loading.batches import empty_batch
-from fastdiff.data.loading.bucket_order import BucketOrder
 from fastdiff.models import kernel_choice
 from fastdiff.models.compile_clock import compiled
 from fastdiff.training.callbacks.base import Callbacks
@@ -46,7 +45,7 @@ def rehearse(state: TrainState, callbacks: Callbacks) -> None:
 def _rehearse_sizes(state: TrainState) -> None:
     began, graphs, anew, from_cache = time.perf_counter(), compiled.graphs, compiled.anew, compiled.from_cache
     info, order, device = state.reader.info, state.order, state.world.device
-    buckets = order.buckets if isinstance(order, BucketOrder) else (info.shards[0].bucket,)
+    buckets = order.buckets or (info.shards[0].bucket,)
     for number, bucket in enumerate(buckets, 1):
         state.heartbeat.beat(state.progress.steps, "start")
         batch = empty_batch(info, bucket, state.config.batch.per_rank(state.world.size), device)

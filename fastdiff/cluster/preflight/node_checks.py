@@ -23,6 +23,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import versions
 from fastdiff.config.sections.data import DataConfig, ValidationConfig
 from fastdiff.config.sections.performance import Device
+from fastdiff.data.joined.reading import paths_of
 from fastdiff.data.shards.cache import open_shards_folder
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.data.shards.remote import is_remote, resource
@@ -101,7 +102,7 @@ def examine_data(data: DataConfig, validation: ValidationConfig) -> dict[str, st
     """
     paths = {validation.data} if validation.every else set()
     if not data.online:
-        paths.add(data.path)
+        paths.update(paths_of(data))
     digests = {}
     for path in sorted(paths - {""}):
         folder, fetch = open_shards_folder(path, data.cache)

@@ -16,6 +16,8 @@ from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import as_json, plugins, require_run_folder
 from fastdiff.config.sections.data import DataConfig
+from fastdiff.data.joined.info import JoinedInfo
+from fastdiff.data.joined.reading import paths_of, read_info
 from fastdiff.data.loading.fit import require_fit
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import ConfigError, DataError, StorageError, require_utf8
@@ -36,12 +38,13 @@ def check_run_folder(config: RunConfig, launch: Launch) -> None:
         require_run_folder(run)
         return
     folder, manifest = found
-    digest, fits = _read(config.model, config.data, config.pretrained)
+    info, fits = _read(config.model, config.data, config.pretrained)
     # Data of other shapes are another run's, whatever may change.
     allowed = [name for name in launch.allow_change if fits or name != "dataset"]
     metadata: Metadata = {
         "config": as_json(config),
-        "dataset": digest,
+        "dataset": None if info is None else info.digest,
+        "datasets": info.facts if isinstance(info, JoinedInfo) else None,
         "base": None,
         "versions": manifest.get("versions", {}),
     }
@@ -62,22 +65,21 @@ def check_run_folder(config: RunConfig, launch: Launch) -> None:
     check_unchanged(folder, manifest, metadata, allowed, fits=fits)
 
 
-def _read(network: ModelConfig, data: DataConfig, pretrained: PretrainedConfig) -> tuple[str | None, bool]:
-    """Return the digest of the data set, None if it is not known here, and whether the network takes it."""
-    path = data.path
-    if not path or data.online or is_address(path):
-        return None, True
+def _read(network: ModelConfig, data: DataConfig, pretrained: PretrainedConfig) -> tuple[DatasetInfo | None, bool]:
+    """Return the description of the data, None if it is not known here, and whether the network takes them."""
     try:
-        info = DatasetInfo.read(path)
-    except (DataError, StorageError):  # told by the check of the data
+        if data.online or not data.entries or any(map(is_address, paths_of(data))):
+            return None, True
+        info = read_info(data)
+    except (ConfigError, DataError, StorageError):  # told by the check of the data
         return None, True
     if pretrained.path and not pretrained.is_file:
-        return info.digest, True  # the pipeline is read later
+        return info, True  # the pipeline is read later
     try:
-        require_fit(network, path, info)
+        require_fit(network, data.described, info)
     except ConfigError:
-        return info.digest, False
-    return info.digest, True
+        return info, False
+    return info, True
 
 
 def _as_in_file(lora: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,12 @@ from typing import Any
 
 from fastdiff.conditions import padded_tokens
 from fastdiff.config.arguments.types import Parser
+from fastdiff.config.data_sets import DataSet, members_of, parse_sets
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.presets import PATCHES
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.data import DataConfig
+from fastdiff.errors import DataError
 from fastdiff.files import read_bounded
 from fastdiff.run_files import read_inside
 from fastdiff.sanitize import is_address
@@ -31,6 +34,24 @@ _UNREADABLE = (OSError, ValueError, TypeError, KeyError, IndexError, AttributeEr
 def read_description(path: str) -> Any:
     """Return the ``dataset.json`` of a folder; OSError, ValueError or RecursionError: missing or unreadable."""
     return json.loads(read_bounded(Path(path) / INFO_FILE, _LARGEST))
+
+
+def named_sets(data: DataConfig, path: str | None, sets: Sequence[str] | None) -> tuple[DataSet, ...]:
+    """Return the data sets of a run.
+
+    Args:
+        data: of the run before the flags.
+        path: of ``--data.path``; None: not given.
+        sets: of ``--data.sets``; None: not given.
+
+    Raises:
+        ConfigError: an entry of ``--data.sets`` is none.
+    """
+    if sets is not None:
+        return parse_sets(sets)
+    if path is not None:
+        return (DataSet(path=path),) if path else ()
+    return data.entries
 
 
 def network_flags(
@@ -62,9 +83,9 @@ def network_flags(
     names = set(known) - given
     if not names:
         return []
-    path = default.data.path if own.path is None else own.path
+    entries = named_sets(default.data, own.path, own.sets)
     online = own.online or default.data.online
-    found = {} if not path or is_address(path) or online else _of_data(path, default.model)
+    found = {} if online else _of_data(entries, default.model)
     if resumes:
         found |= _of_resumed(Path(own.folder or default.output.folder), default.model, patch=preset in PATCHES)
     if preset in PATCHES and "patch" in names - found.keys():
@@ -80,11 +101,25 @@ def _given(flags: Sequence[str], in_file: Mapping[str, Any]) -> set[str]:
     return {*matches, *(model if isinstance(model, dict) else ())}
 
 
-def _of_data(path: str, model: ModelConfig) -> dict[str, int]:
-    """Return what the data set in a folder decides; nothing if it cannot be read."""
-    with suppress(*_UNREADABLE):
-        return _decided(read_description(path), model)
+def _of_data(entries: Sequence[DataSet], model: ModelConfig) -> dict[str, int]:
+    """Return what the data sets decide; nothing if one is not on this machine, or cannot be read."""
+    with suppress(*_UNREADABLE, DataError):
+        paths = [member.path for member in members_of(entries)]
+        if paths and not any(map(is_address, paths)):
+            return _decided(_common(list(map(read_description, paths))), model)
     return {}
+
+
+def _common(every: Sequence[Any]) -> Any:
+    """Return the description of several data sets: that of the first, with the longest caption and the sizes of all."""
+    first = every[0]
+    longest = [info.get("longest_caption") for info in every]
+    sizes = {tuple(info["columns"]["latent"]["shape"][1:]) for info in every}
+    buckets = [size for info in every for size in info.get("buckets") or ()]
+    return first | {
+        "longest_caption": None if None in longest else max(longest),
+        "buckets": buckets or (sorted(sizes) if len(sizes) > 1 else []),
+    }
 
 
 def _decided(info: Any, model: ModelConfig) -> dict[str, int]:
@@ -122,6 +157,7 @@ def _field_parser() -> Parser:
     """Return a parser of the fields that decide where the values come from; tyro parses them again."""
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--data.path", dest="path")
+    parser.add_argument("--data.sets", dest="sets", nargs="*")
     parser.add_argument("--data.online", dest="online", action="store_true")
     parser.add_argument("--output.folder", dest="folder")
     parser.add_argument("--model.size", dest="size", type=_whole)

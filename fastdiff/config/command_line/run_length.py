@@ -6,7 +6,8 @@ from pkgutil import resolve_name
 from typing import NamedTuple
 
 from fastdiff.config.arguments.types import LARGEST, Parser, count, positive
-from fastdiff.config.command_line.data_set import INFO_FILE, read_description
+from fastdiff.config.command_line.data_set import INFO_FILE, named_sets, read_description
+from fastdiff.config.data_sets import DataSet, members_of, samples_per_epoch
 from fastdiff.config.presets import encode_command
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import DataConfig
@@ -17,7 +18,7 @@ _COUNT = "fastdiff.data.images.sources:count_images"
 """Counts the images of a source; imported for this alone, because it stands on the configuration."""
 _COLUMNS = ("image_column", "caption_column", "dataset_config")
 """Fields that it takes."""
-OF_LENGTH = ("path", "max_samples", *_COLUMNS)
+OF_LENGTH = ("path", "sets", "max_samples", *_COLUMNS)
 """Fields of the data that decide the length of an epoch, beside ``online``."""
 
 
@@ -59,10 +60,10 @@ def samples_flag(
     require(len(names) <= 1, f"{called}: each is the length of the run; give one of them")
     samples = fields.batch or max(1, batch.samples)  # a wrong one is refused later
     if epochs is not None:
-        path = data.path if fields.path is None else fields.path
         online = fields.online or data.online
         said = _Said(f"{source}: epochs {epochs:g}", "steps") if source else _Said(f"--epochs {epochs:g}", "--steps")
-        images = _listed(path, said, fields) if online else _images(path, said, preset)
+        entries = named_sets(data, fields.path, fields.sets)
+        images = _listed(entries[0].path if entries else "", said, fields) if online else _images(entries, said, preset)
         require(epochs * images / samples <= LARGEST, f"{said.epochs}: more than {LARGEST} steps; give fewer")
         steps = max(1, round(epochs * images / samples))
     return ["--samples", str((steps or 1) * samples)]
@@ -81,7 +82,15 @@ class _Said(NamedTuple):
     steps: str
 
 
-def _images(path: str, said: _Said, preset: str | None) -> int:
+def _images(entries: Sequence[DataSet], said: _Said, preset: str | None) -> int:
+    """Return the samples of an epoch; only the descriptions of the data sets are read."""
+    members = members_of(entries)
+    paths = [member.path for member in members] or [""]
+    sizes = [_samples_of(path, said, preset) for path in paths]
+    return sum(samples_per_epoch(entries, members, sizes))
+
+
+def _samples_of(path: str, said: _Said, preset: str | None) -> int:
     """Return the size of a data set; only its own file is read."""
     require(
         bool(path) and not is_address(path),
@@ -117,6 +126,7 @@ def _field_parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples")
     parser.add_argument("--batch.samples", dest="batch", type=count)
     parser.add_argument("--data.path", dest="path")
+    parser.add_argument("--data.sets", dest="sets", nargs="*")
     parser.add_argument("--data.online", dest="online", action="store_true")
     parser.add_argument("--data.max_samples", "--data.max-samples", dest="max_samples", type=count)
     for name in _COLUMNS:

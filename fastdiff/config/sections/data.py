@@ -4,8 +4,10 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from fastdiff.config.data_sets import DataSet, is_list, parse_sets
 from fastdiff.config.local_paths import require_local
 from fastdiff.errors import require
+from fastdiff.sanitize import address
 from fastdiff.tags import Tags
 
 MOST_WORKERS = 1024
@@ -25,6 +27,10 @@ class DataConfig:
     path: str = ""
     """Folder of latent shards written by `fastdiff encode`, also at http(s):// or s3://. With --data.online: the
     images, as a folder, WebDataset shards or a Hugging Face dataset."""
+    sets: tuple[str, ...] = ()
+    """Several data sets in place of --data.path, each as [NAME=]PATH[:REPEATS][:weight=W][:loss_weight=W]: an epoch
+    holds each sample REPEATS times (1), or as many samples of each data set as its weight says; loss_weight multiplies
+    the loss, as for the class pictures of prior preservation."""
     cache: str = ""
     """Cache folder for the shards of a remote --data.path. Default: ~/.cache/fastdiff/shards."""
     autoencoder: str | None = None
@@ -96,6 +102,12 @@ class DataConfig:
         return Tags.of(self)
 
     def __post_init__(self) -> None:
+        parse_sets(self.sets)
+        require(not (self.sets and self.path), "--data.path and --data.sets both name the data; give one of them")
+        require(
+            not (self.sets and self.online),
+            "--data.online reads one source of images; encode each with `fastdiff encode` and leave --data.online out",
+        )
         require_local("--data.cache", self.cache)
         require_local("--data.autoencoder", self.autoencoder or "")
         require(self.resolution >= 8, f"--data.resolution {self.resolution}: at least 8")
@@ -114,6 +126,21 @@ class DataConfig:
         self.tags.require_consistent("--data.{}".format)
         require(self.shuffle_shards >= 1, f"--data.shuffle_shards {self.shuffle_shards}: at least 1")
         require(self.prefetch >= 1, f"--data.prefetch {self.prefetch}: at least 1")
+
+    @property
+    def entries(self) -> tuple[DataSet, ...]:
+        """The data sets; empty: none is named."""
+        return parse_sets(self.sets) or ((DataSet(path=self.path),) if self.path else ())
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the data are several data sets, by ``sets`` or by a folder with ``sets.json``."""
+        return bool(self.sets) or (not self.online and is_list(self.path))
+
+    @property
+    def described(self) -> str:
+        """The paths of the data, for messages."""
+        return ", ".join(address(each.path) for each in self.entries)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

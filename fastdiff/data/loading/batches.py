@@ -18,10 +18,12 @@ from torch import Tensor
 from fastdiff.batch import Batch, as_numbers, from_stored
 from fastdiff.conditions import MASK_OF, REFERENCE
 from fastdiff.console import log
+from fastdiff.data.joined.info import JoinedInfo
+from fastdiff.data.joined.reader import DATA_SET, JoinedReader, Shards
 from fastdiff.data.loading.order import Int64, RankPositions, SampleOrder
 from fastdiff.data.shards.format import LATENT, LATENT_LIMITS, LOSS_MASK, DatasetInfo, Normalisation
 from fastdiff.data.shards.int8_latents import dequantised
-from fastdiff.data.shards.reader import Arrays, LatentReader
+from fastdiff.data.shards.reader import Arrays
 from fastdiff.rng import Stream
 from fastdiff_kernels import philox
 
@@ -33,7 +35,9 @@ _JOIN_SECONDS = 10.0
 class Source(Protocol):
     """A source of samples: shards or images."""
 
-    info: DatasetInfo
+    @property
+    def info(self) -> DatasetInfo:
+        """Description of the samples."""
 
     @property
     def folder(self) -> Path | str:
@@ -109,9 +113,8 @@ class Batches(ABC):
         self._slots.release()
         if self.on_cuda:
             # Allocated on another stream: the allocator must not reuse their memory before this stream is done.
-            for tensor in (item.latents, item.position, item.mask, *item.condition.values()):
-                if tensor is not None:
-                    tensor.record_stream(torch.cuda.current_stream(self.device))
+            for tensor in item.tensors().values():
+                tensor.record_stream(torch.cuda.current_stream(self.device))
         return item
 
     def close(self) -> None:
@@ -174,7 +177,7 @@ class Batches(ABC):
 class ShardBatches(Batches):
     """Batches from shards; a subclass moves them to the device."""
 
-    def __init__(self, reader: LatentReader, order: SampleOrder, own: RankPositions, **options: Any) -> None:
+    def __init__(self, reader: Shards, order: SampleOrder, own: RankPositions, **options: Any) -> None:
         super().__init__(reader, order, own, **options)
         self.reader = reader
 
@@ -182,6 +185,8 @@ class ShardBatches(Batches):
         """Read and verify the samples ``ids`` at these positions, with the chosen variants; mirror masks and pixels."""
         position = torch.from_numpy(positions)
         flips = self.uniform(Stream.FLIP, position) < 0.5 if self.random_flip else np.zeros(len(positions), np.bool_)
+        if isinstance(self.reader, JoinedReader):
+            flips &= self.reader.can_mirror(ids)
         stored = self.reader.info.flipped
         choice: Arrays = {LATENT: flips.astype(np.int64)} if stored else {}
         if self.reader.info.captions > 1:
@@ -228,8 +233,8 @@ class Normaliser:
             stored[REFERENCE] = (from_stored({REFERENCE: stored[REFERENCE]})[REFERENCE].float() - shift) * scale
         for name, (shift, scale) in self._of_others.items():
             stored[name] = (as_numbers(stored[name]).float() - shift) * scale
-        position, mask = stored.pop("position"), stored.pop(LOSS_MASK, None)
-        return Batch(latents=latents, position=position, condition=from_stored(stored), mask=mask)
+        position, mask, of_set = stored.pop("position"), stored.pop(LOSS_MASK, None), stored.pop(DATA_SET, None)
+        return Batch(latents=latents, position=position, condition=from_stored(stored), mask=mask, data_set=of_set)
 
 
 def _scales(found: Normalisation, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -247,6 +252,8 @@ def empty_batch(info: DatasetInfo, bucket: int, count: int, device: torch.device
         stored[name].fill_(1)
     if info.classes is not None:
         stored["label"] = torch.zeros(count, dtype=torch.int64)
+    if isinstance(info, JoinedInfo):
+        stored[DATA_SET] = torch.zeros(count, dtype=torch.int64)
     stored["position"] = torch.arange(count)
     here = {name: value.to(device) for name, value in stored.items()}
     return Normaliser(info, device)(here)

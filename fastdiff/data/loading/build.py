@@ -7,16 +7,22 @@ by number. ``build_batches`` combines them in DALI or in a plain prefetching thr
 from __future__ import annotations
 
 import os
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from fastdiff.config.data_sets import apportioned
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.console import log
 from fastdiff.data.dali_trial import dali_problem
+from fastdiff.data.joined.info import JoinedInfo
+from fastdiff.data.joined.reader import Shards
 from fastdiff.data.loading.bucket_order import BucketOrder
 from fastdiff.data.loading.fit import require_flips
+from fastdiff.data.loading.mixed_order import MixedBucketOrder, MixedOrder, Part
 from fastdiff.data.loading.order import Order, RankPositions, SampleOrder
 from fastdiff.data.shards.format import DatasetInfo
-from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,6 +55,8 @@ def build_order(info: DatasetInfo, *, seed: int, window_shards: int, global_batc
         ConfigError: No bucket fills a batch, or ``window_shards`` is below 1.
     """
     sizes, buckets = [shard.samples for shard in info.shards], [shard.bucket for shard in info.shards]
+    if isinstance(info, JoinedInfo):
+        return _mixed(info, seed=seed, window_shards=window_shards, global_batch=global_batch)
     if len(set(buckets)) == 1:
         return Order(seed, sizes, window_shards)
     order = BucketOrder(seed, sizes, buckets, window_shards, global_batch, info.buckets)
@@ -62,8 +70,26 @@ def build_order(info: DatasetInfo, *, seed: int, window_shards: int, global_batc
     return order
 
 
+def _mixed(info: JoinedInfo, *, seed: int, window_shards: int, global_batch: int) -> SampleOrder:
+    """Return the order of several data sets; the samples of each in an epoch are shared out to its buckets by size."""
+    sizes = [shard.samples for shard in info.shards]
+    parts: dict[int, list[Part]] = {}
+    for number, own in enumerate(info.sets):
+        shards = [n for n, of_set in enumerate(info.set_of_shard) if of_set == number]
+        buckets = sorted({info.shards[n].bucket for n in shards})
+        of_bucket = [[n for n in shards if info.shards[n].bucket == bucket] for bucket in buckets]
+        held = [Fraction(sum(sizes[n] for n in each)) for each in of_bucket]
+        for bucket, each, count in zip(buckets, of_bucket, apportioned(own.per_epoch, held), strict=True):
+            if count:
+                parts.setdefault(bucket, []).append(Part(number, np.asarray(each, np.int64), count))
+    if len(parts) == 1:
+        (only,) = parts.values()
+        return MixedOrder(seed, sizes, only, window_shards)
+    return MixedBucketOrder(seed, sizes, parts, window_shards, global_batch)
+
+
 def build_batches(
-    source: LatentReader | OnlineImages,
+    source: Shards | OnlineImages,
     order: SampleOrder,
     *,
     config: DataConfig,
@@ -99,7 +125,7 @@ def build_batches(
     options: dict[str, Any] = {
         "seed": seed, "random_flip": config.random_flip, "device": device, "prefetch": config.prefetch,
     }  # fmt: skip
-    if not isinstance(source, LatentReader):
+    if not isinstance(source, Shards):
         from fastdiff.data.loading.online import OnlineBatches
 
         return OnlineBatches(source, order, own, **options)

@@ -12,9 +12,9 @@ import torch
 from nvidia.dali import Pipeline, fn, types
 from torch.utils.dlpack import from_dlpack
 
+from fastdiff.data.joined.reader import Shards
 from fastdiff.data.loading.batches import ShardBatches, Tensors
 from fastdiff.data.loading.order import RankPositions, SampleOrder
-from fastdiff.data.shards.reader import LatentReader
 
 _TYPES = {
     "float16": types.FLOAT16,
@@ -35,7 +35,7 @@ class DaliBatches(ShardBatches):
     name: ClassVar[str] = "dali"
 
     def __init__(
-        self, reader: LatentReader, order: SampleOrder, own: RankPositions, *, prefetch: int, **options: Any
+        self, reader: Shards, order: SampleOrder, own: RankPositions, *, prefetch: int, **options: Any
     ) -> None:
         # A pipeline of depth d holds d - 1 micro-batches when run returns; the thread's slots hold the rest.
         self._depth = min(2, prefetch)

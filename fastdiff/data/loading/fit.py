@@ -14,6 +14,7 @@ from fastdiff.config.presets import encode_command
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.objective import ObjectiveConfig
+from fastdiff.data.joined.reading import paths_of, read_info
 from fastdiff.data.shards.format import INFO_FILE, LOSS_MASK, DatasetInfo
 from fastdiff.data.shards.remote import is_remote
 from fastdiff.errors import ConfigError, DataError, require
@@ -31,27 +32,34 @@ def check_data_set(config: RunConfig, preset: str | None) -> None:
         DataError: it is missing or damaged.
         StorageError: it cannot be read.
     """
-    path = config.data.path
-    if not path:
+    data = config.data
+    if not data.entries:
         raise ConfigError("--data.path is missing; give the output folder of `fastdiff encode`")
-    for flag, text in (("--data.path", path), ("--validation.data", config.validation.data)):
+    flag = "--data.sets" if data.sets else "--data.path"
+    given = [(flag, each.path) for each in data.entries]
+    for flag, text in (*given, ("--validation.data", config.validation.data)):
         require(
             not is_address(text) or is_remote(text),
             f"{flag} {address(text)}: not an address that can be read; expected http://, https:// or s3://, or a path "
             "of this machine",
         )
-    if config.data.online or is_address(path):
+    if data.online:
         return
-    if not (Path(path) / INFO_FILE).exists():
-        what = f"it has no {INFO_FILE}, which is written last" if Path(path).exists() else "there is no such folder"
-        raise DataError(
-            f"--data.path {path}: no data set, {what}; make it with `{encode_command(preset, path)}`", everywhere=True
-        )
-    info = DatasetInfo.read(path)
+    paths = paths_of(data)
+    for path in paths:
+        if not is_address(path) and not (Path(path) / INFO_FILE).exists():
+            what = f"it has no {INFO_FILE}, which is written last" if Path(path).exists() else "there is no such folder"
+            raise DataError(
+                f"{given[0][0]} {path}: no data set, {what}; make it with `{encode_command(preset, path)}`",
+                everywhere=True,
+            )
+    if any(map(is_address, paths)):
+        return
+    info = read_info(data)
     if not config.pretrained.weights or config.pretrained.is_file:
-        require_fit(config.model, path, info)
-    require_flips(config.data, info)
-    require_masks(config.objective, path, info)
+        require_fit(config.model, data.described, info)
+    require_flips(data, info)
+    require_masks(config.objective, data.described, info)
     held_out = Path(config.validation.data) / INFO_FILE
     if config.model.classes and config.validation.data and held_out.is_file():
         match_classes(DatasetInfo.read(held_out.parent), info.class_names, f"--validation.data {held_out.parent}")
@@ -96,7 +104,7 @@ def require_flips(config: DataConfig, info: DatasetInfo) -> None:
     """Raise ConfigError if samples are to be mirrored, and a data set has neither mirrored latents nor pixels."""
     if config.random_flip and not (info.flipped or info.in_pixels):
         raise ConfigError(
-            f"--data.random-flip, also of a preset: {address(config.path)} holds no flipped latents; encode with "
+            f"--data.random-flip, also of a preset: {config.described} holds no flipped latents; encode with "
             "--flip, or train with --data.no-random-flip"
         )
 

@@ -24,6 +24,9 @@ Value = TypeVar("Value")
 class SampleOrder(ABC):
     """A map from positions of the run to samples; thread-safe."""
 
+    buckets: tuple[int, ...] = ()
+    """The buckets in use, ascending, if there are several."""
+
     def __init__(self, shard_sizes: Sequence[int]) -> None:
         self._sizes = np.asarray(shard_sizes, np.int64)
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._sizes)])

@@ -16,20 +16,19 @@ from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.data import DataConfig
+from fastdiff.data.joined.reader import Shards
+from fastdiff.data.joined.reading import open_shards
 from fastdiff.data.loading.fit import match_classes, require_fit, require_masks
-from fastdiff.data.shards.cache import open_shards_folder
 from fastdiff.data.shards.format import DatasetInfo
-from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.models.load import null_label, pretrained
 from fastdiff.models.pretrained.pipeline import Pretrained
-from fastdiff.sanitize import address
 
 if TYPE_CHECKING:
     from fastdiff.data.loading.online import OnlineImages
 
-Data: TypeAlias = "LatentReader | OnlineImages"
+Data: TypeAlias = "Shards | OnlineImages"
 
 
 def open_data(config: RunConfig, device: torch.device) -> Data:
@@ -46,12 +45,12 @@ def open_data(config: RunConfig, device: torch.device) -> Data:
         require_masks(config.objective, config.data.path, data.info)
         return data
     reader = open_shards(config.data)
-    require_fit(config.model, config.data.path, reader.info)
-    require_masks(config.objective, config.data.path, reader.info)
+    require_fit(config.model, config.data.described, reader.info)
+    require_masks(config.objective, config.data.described, reader.info)
     return reader
 
 
-def open_held_out(network: ModelConfig, data: DataConfig, class_names: Sequence[str], flag: str) -> LatentReader:
+def open_held_out(network: ModelConfig, data: DataConfig, class_names: Sequence[str], flag: str) -> Shards:
     """Open held-out shards of a run, and read their classes as the training numbers them.
 
     Args:
@@ -67,24 +66,9 @@ def open_held_out(network: ModelConfig, data: DataConfig, class_names: Sequence[
     """
     reader = open_shards(data)
     if network.classes:
-        reader.class_numbers = match_classes(reader.info, class_names, f"{flag} {address(data.path)}")
-    require_fit(network, data.path, reader.info)
+        reader.class_numbers = match_classes(reader.info, class_names, f"{flag} {data.described}")
+    require_fit(network, data.described, reader.info)
     return reader
-
-
-def open_shards(data: DataConfig) -> LatentReader:
-    """Open local or cached remote shards, whatever the model.
-
-    Raises:
-        ConfigError: no data are named.
-        DataError: the data are damaged.
-        StorageError: the data cannot be read.
-    """
-    if not data.path:
-        raise ConfigError("--data.path is missing; give the output folder of `fastdiff encode`")
-    folder, fetch = open_shards_folder(data.path, data.cache)
-    # Reads touch one window of shards, or two at a border.
-    return LatentReader(folder, open_shards=2 * data.shuffle_shards, fetch=fetch, substitute=data.damaged == "skip")
 
 
 def with_captions(config: RunConfig, data: Data) -> RunConfig:
@@ -93,7 +77,7 @@ def with_captions(config: RunConfig, data: Data) -> RunConfig:
     They are spread evenly over the data set; equal ones count once. DataError: a sample is damaged.
     """
     wanted = config.validation.captions
-    if config.validation.prompts or not wanted or not isinstance(data, LatentReader):
+    if config.validation.prompts or not wanted or not isinstance(data, Shards):
         return config
     found: list[str] = []
     with suppress(*([DataError] if data.substitute else [])):  # a damaged sample has no caption to draw then
@@ -127,7 +111,7 @@ def null_condition(config: RunConfig, reader: Data) -> Condition:
         null |= {name: stored[name] for name in captioned if name in stored}
     if config.objective.condition_dropout and not null.keys() >= set(captioned):
         raise ConfigError(
-            f"{address(config.data.path)} has no embedding of the empty caption, which --objective.condition_dropout "
+            f"{config.data.described} has no embedding of the empty caption, which --objective.condition_dropout "
             f"{config.objective.condition_dropout} needs; encode again, or use --objective.condition_dropout 0"
         )
     return null
@@ -144,7 +128,7 @@ def _open_images(config: RunConfig, device: torch.device) -> OnlineImages:
 
 def described_selection(data: Data) -> str:
     """Return what images for online encoding lack of their source; empty for shards, whose encode said it."""
-    if isinstance(data, LatentReader):
+    if isinstance(data, Shards):
         return ""
     lines = "\n".join(data.selection.lines(len(data)))
     return f"{data.folder}: {lines.replace('--max-samples', '--data.max-samples')}"  # the flag of encode, and that here
@@ -165,7 +149,7 @@ def check_provenance(pipeline: PretrainedConfig, data: DataConfig, info: Dataset
     ):
         if made is not None and made != (here := found.digest(part)):
             raise ConfigError(
-                f"{address(data.path)} was encoded with another {name} (digest {made[:12]}) than that of "
+                f"{data.described} was encoded with another {name} (digest {made[:12]}) than that of "
                 f"--pretrained.path {pipeline.path} (digest {here[:12]}); encode again with it, or give the "
                 "pipeline that encoded the data"
             )
@@ -177,7 +161,7 @@ def _require_tokens(pipeline: Pretrained, data: DataConfig, info: DatasetInfo) -
     if info.provenance.text_encoder_digest is None:
         if pipeline.max_tokens is not None:
             raise ConfigError(
-                f"--pretrained.max_tokens {pipeline.max_tokens}: {address(data.path)} has no captions; leave it out"
+                f"--pretrained.max_tokens {pipeline.max_tokens}: {data.described} has no captions; leave it out"
             )
         return
     try:
@@ -191,6 +175,6 @@ def _require_tokens(pipeline: Pretrained, data: DataConfig, info: DatasetInfo) -
     rows, here = info.columns["context"].shape[0] - family.fixed_tokens, pipeline.max_tokens or family.tokens
     if rows != here:
         raise ConfigError(
-            f"{address(data.path)} was encoded with captions of up to {rows} tokens, and prompts of this run would "
+            f"{data.described} was encoded with captions of up to {rows} tokens, and prompts of this run would "
             f"have up to {here}; give --pretrained.max_tokens {rows}"
         )

@@ -44,6 +44,7 @@ from fastdiff.conditions import (
     stored_dtype,
     stored_dtypes,
 )
+from fastdiff.config.data_sets import is_list
 from fastdiff.data.selection import Selection
 from fastdiff.errors import DataError, StorageError
 from fastdiff.files import publish, read_bounded
@@ -322,6 +323,8 @@ class DatasetInfo:
         try:
             text = read_bounded(path, MAX_INFO_BYTES)
         except (FileNotFoundError, NotADirectoryError) as error:
+            if is_list(os.fspath(folder)):
+                raise DataError(f"{folder} holds several data sets; give one of the folders in it") from error
             raise DataError(
                 f"{path} is missing: the folder is not a complete data set; run `fastdiff encode` first"
             ) from error

@@ -1,7 +1,8 @@
 """Record of replaced samples in ``damaged.jsonl``, and the limit of their number (``--data.damaged skip``)."""
 
 from fastdiff.console import log
-from fastdiff.data.shards.reader import LatentReader, Substitution
+from fastdiff.data.joined.reader import Shards
+from fastdiff.data.shards.reader import Substitution
 from fastdiff.errors import DataError
 from fastdiff.progress import Every
 from fastdiff.training.callbacks.base import Callback
@@ -72,7 +73,7 @@ class DamagedSamples(Callback):
 
 def _replaced(state: TrainState) -> list[tuple[int, Substitution]]:
     """Return the replacements of this rank in finished steps; batches of later steps may have been read already."""
-    assert isinstance(state.reader, LatentReader)
+    assert isinstance(state.reader, Shards)
     pending = state.reader.substituted
     behind = [position for position in list(pending) if position < state.progress.samples]
     return [(position, pending.pop(position)) for position in behind]

@@ -15,12 +15,12 @@ from fastdiff.config.run_record import run_json
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.console import log
+from fastdiff.data.joined.info import JoinedInfo
 from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.build import choose_loader
 from fastdiff.models import kernel_choice
 from fastdiff.models.family import family_of
 from fastdiff.plurals import counted
-from fastdiff.sanitize import address
 from fastdiff.training.state import TrainState
 
 
@@ -28,7 +28,7 @@ def announce(state: TrainState, launch: Launch, batches: Batches, chosen: str) -
     """Log the first line of a run, and record the run in its folder."""
     if state.world.is_first:
         log.info(summary(state, batches, chosen))
-        model, path = state.config.model, address(state.config.data.path)
+        model, path = state.config.model, state.config.data.described
         if of_source("caption", state.reader.info.columns) and not model.text_conditional:
             log.warning(f"the captions of {path} are not read: {model.title} takes none; a PixArt does, for example")
     record(state, launch)
@@ -46,7 +46,8 @@ def summary(state: TrainState, batches: Batches, chosen: str) -> str:
     config, world, engine = state.config, state.world, state.engine
     network = _counted_network(config.model, config.lora, sum(math.prod(shape) for shape in engine.shapes.values()))
     micro, accumulation = config.batch.per_rank(world.size), config.batch.accumulation(world.size)
-    images = state.reader.info.samples
+    info = state.reader.info
+    images, unit = (info.epoch, "samples") if isinstance(info, JoinedInfo) else (info.samples, "images")
     begin = ""
     if state.progress.steps:
         begin = f"resuming from step {state.progress.steps}; "
@@ -54,7 +55,8 @@ def summary(state: TrainState, batches: Batches, chosen: str) -> str:
         begin = "starting anew, the run that is here has no checkpoint; "
     lines = [
         f"{state.folder}: {begin}{network}, {config.steps:,} steps "
-        f"of {config.batch.samples:,} samples = {config.samples / images:,.1f} epochs of {images:,} images",
+        f"of {config.batch.samples:,} samples = {config.samples / images:,.1f} epochs of {images:,} {unit}",
+        *(info.lines(mirrors=config.data.random_flip) if isinstance(info, JoinedInfo) else []),
         f"on {world.device.type}: {counted(world.size, 'rank')} x {counted(micro, 'sample')} x "
         f"{counted(accumulation, 'micro-batch', 'es')}, "
         f"ZeRO-{engine.stage}, {_precision(config.performance)}{_tf32(world.device)}, {config.optim.name}",

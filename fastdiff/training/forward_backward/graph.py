@@ -35,14 +35,21 @@ class GraphForwardBackward(ForwardBackward):
         meters: of the run.
         guard: of the run.
         world: the ranks.
+        set_weights: as of ``ForwardBackward``.
     """
 
     _engine: FlatEngine
 
     def __init__(
-        self, engine: FlatEngine, objective: Objective, meters: Meters, guard: StepGuard, world: World
+        self,
+        engine: FlatEngine,
+        objective: Objective,
+        meters: Meters,
+        guard: StepGuard,
+        world: World,
+        set_weights: Tensor | None = None,
     ) -> None:
-        super().__init__(engine, objective, meters, guard)
+        super().__init__(engine, objective, meters, guard, set_weights)
         self._graphs = CudaGraphs(world)
         self._passes: dict[bool, Callable[[], Tensor]] = {}
         """By whether the micro-batch is the first of its step; all have products of the same forms."""
@@ -83,7 +90,7 @@ class GraphForwardBackward(ForwardBackward):
         """Run the passes of the static batch; return its losses ``[micro]``."""
         assert self._static is not None
         losses, drawn = self.forward(self._static)
-        self._meters.count(losses, drawn.levels, drawn.importance, self._objective.parts)
+        self._meters.count(losses, drawn.levels, drawn.importance, self._objective.parts, self._static.data_set)
         self._engine.add_gradient(losses.mean())
         return losses.detach()
 
@@ -95,9 +102,10 @@ class GraphForwardBackward(ForwardBackward):
                 batch.position.clone(),
                 {name: value.clone() for name, value in batch.condition.items()},
                 None if batch.mask is None else batch.mask.clone(),
+                None if batch.data_set is None else batch.data_set.clone(),
             )
             return
-        held, given = _tensors(self._static), _tensors(batch)
+        held, given = self._static.tensors(), batch.tensors()
         for name in sorted(held.keys() | given.keys()):
             found, expected = (_described(tensors.get(name)) for tensors in (given, held))
             if found != expected:  # copy_ would broadcast and cast, and a graph reads what it was captured with
@@ -108,12 +116,6 @@ class GraphForwardBackward(ForwardBackward):
                 )
         for name, static in held.items():
             static.copy_(given[name])
-
-
-def _tensors(batch: Batch) -> dict[str, Tensor]:
-    conditions = {f"condition {name}": value for name, value in batch.condition.items()}
-    masks = {} if batch.mask is None else {"mask": batch.mask}
-    return {"latents": batch.latents, "position": batch.position, **conditions, **masks}
 
 
 def _described(tensor: Tensor | None) -> str:

@@ -11,10 +11,26 @@ from fastdiff.training.metrics import Meters
 
 
 class ForwardBackward:
-    """Both passes of a micro-batch, which add its gradient to the engine and its losses to the meters and the guard."""
+    """Both passes of a micro-batch, which add its gradient to the engine and its losses to the meters and the guard.
 
-    def __init__(self, engine: Engine, objective: Objective, meters: Meters, guard: StepGuard) -> None:
+    Args:
+        engine: of the run.
+        objective: of the run.
+        meters: of the run.
+        guard: of the run.
+        set_weights: ``[K]`` fp32, factors of the losses of each data set, on the device; None: the run has one.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        objective: Objective,
+        meters: Meters,
+        guard: StepGuard,
+        set_weights: Tensor | None = None,
+    ) -> None:
         self._engine, self._objective, self._meters, self._guard = engine, objective, meters, guard
+        self._set_weights = set_weights
 
     @property
     def captures(self) -> int:
@@ -25,7 +41,7 @@ class ForwardBackward:
         """Take the passes of one micro-batch of this rank; called by all ranks."""
         with self._meters.phase("forward"):
             losses, drawn = self.forward(batch)
-        self._meters.add(losses, batch.position, drawn.levels, drawn.importance, self._objective.parts)
+        self._meters.add(losses, batch.position, drawn.levels, drawn.importance, self._objective.parts, batch.data_set)
         discard = self._guard.observe(losses)
         self._engine.backward(losses.mean(), discard=discard)
 
@@ -39,4 +55,7 @@ class ForwardBackward:
         corruption = self._objective.add_noise(batch, self._engine)
         prediction = self._engine(corruption.noisy, corruption.time, **corruption.condition)
         # [micro, C, H, W] -> [micro]
-        return self._objective.loss(prediction, batch, corruption, recorded=recorded), corruption
+        losses = self._objective.loss(prediction, batch, corruption, recorded=recorded)
+        if batch.data_set is not None and self._set_weights is not None:
+            losses = losses * self._set_weights[batch.data_set]
+        return losses, corruption

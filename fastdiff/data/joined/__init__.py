@@ -1,0 +1,1 @@
+"""Several data sets as one: their common description, and a reader over their readers."""
