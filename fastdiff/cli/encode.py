@@ -1,16 +1,49 @@
 """``fastdiff encode``: write latent shards."""
 
+from __future__ import annotations
+
 import argparse
 import shlex
 from collections.abc import Collection, Mapping
-from typing import Any
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from fastdiff.config.arguments.types import Subcommands, at_most, count, count_or_zero, local_path, seed, shape
+from fastdiff.config.arguments.types import (
+    Subcommands,
+    at_most,
+    count,
+    count_or_zero,
+    local_path,
+    positive,
+    seed,
+    shape,
+)
 from fastdiff.config.sections.data import MOST_WORKERS
 from fastdiff.console import show
-from fastdiff.errors import ConfigError, Preempted
+from fastdiff.errors import ConfigError, FastdiffError, Preempted, require
 from fastdiff.live_line import live_line
 
+if TYPE_CHECKING:
+    from fastdiff.data.kohya.parts import Parts
+
+_OF_KOHYA = ("layout", "regularisation", "prior_loss_weight")
+"""Options that say which data sets a source stands for."""
+_KEYS = {
+    "resolution": "resolution",
+    "enable_bucket": "buckets",
+    "bucket_reso_steps": "bucket_step",
+    "flip_aug": "flip",
+    "class_tokens": "caption",
+    "caption_extension": "caption_extension",
+    "caption_prefix": "caption_prefix",
+    "caption_suffix": "caption_suffix",
+    "keep_tokens": "keep_tokens",
+    "keep_tokens_separator": "keep_separator",
+    "caption_separator": "tag_separator",
+    "caption_tag_dropout_rate": "drop_tags",
+}
+"""Options that count for a key of kohya's where a configuration says nothing."""
 _BUILTIN = {"digits": ("split",), "synthetic": ("shape", "samples", "classes")}
 """Built-in sources, with their options."""
 
@@ -40,6 +73,7 @@ def add(commands: Subcommands) -> None:
     _add_images(parser)
     _add_captions(parser)
     _add_work(parser)
+    _add_kohya(parser)
     group = parser.add_argument_group("synthetic")
     group.add_argument("--shape", type=shape, metavar="C,H,W", help="latent shape")
     group.add_argument("--samples", type=count, help="number of samples")
@@ -99,6 +133,13 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
         "--bucket-step",
         type=count,
         help="side lengths of buckets are multiples of this; default: 8 latent positions, 64",
+    )
+    group.add_argument(
+        "--bucket-sides",
+        nargs=2,
+        type=count,
+        metavar=("MIN", "MAX"),
+        help="limits of the sides of buckets in pixels; default: the longer side is at most twice the other",
     )
     group.add_argument(
         "--decode", choices=("auto", "dali", "pillow"), help="pillow is the exact reference; auto: DALI where it works"
@@ -166,6 +207,9 @@ def _add_captions(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--caption-column", help="column or field of the captions")
     group.add_argument(
+        "--caption-extension", metavar=".EXT", help="ending of caption files (default: .txt, or else .caption)"
+    )
+    group.add_argument(
         "--shuffle-tags",
         type=count,
         metavar="K",
@@ -184,6 +228,20 @@ def _add_captions(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--caption-prefix", metavar="TEXT", help="put before each caption, and shuffled with its tags")
     group.add_argument("--caption-suffix", metavar="TEXT", help="put behind each caption, and shuffled with its tags")
     group.add_argument("--seed", type=seed, help="of the variants (default: 0)")
+
+
+def _add_kohya(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("data of kohya's sd-scripts: folders N_name, or a .toml of data sets as SOURCE")
+    group.add_argument(
+        "--layout",
+        choices=("auto", "kohya", "plain"),
+        help="kohya: each subfolder N_name is a data set, repeated N times; plain: one data set. auto: kohya for a "
+        "pipeline with text, if all pictures are in such folders",
+    )
+    group.add_argument("--regularisation", metavar="FOLDER", help="its folders N_name hold regularisation pictures")
+    group.add_argument(
+        "--prior-loss-weight", type=positive, metavar="W", help="factor of the loss of regularisation pictures (1)"
+    )
 
 
 def _add_work(parser: argparse.ArgumentParser) -> None:
@@ -205,10 +263,54 @@ def _encode(arguments: argparse.Namespace) -> None:
     with live_line.during("importing torch ..."):
         from fastdiff.data.encoding.images import encode_images
         from fastdiff.data.encoding.options import EncodeOptions
+        from fastdiff.data.encoding.several import encode_several
 
-    names = EncodeOptions.__dataclass_fields__
-    _require_own(given, names)
-    encode_images(EncodeOptions(**{name: given[name] for name in names if name in given}))
+    names = [name for name in EncodeOptions.__dataclass_fields__ if name != "directly"]
+    _require_own(given, [*names, *_OF_KOHYA])
+    own = {name: given[name] for name in names if name in given}
+    if "bucket_sides" in own:
+        own["bucket_sides"] = tuple(own["bucket_sides"])
+    if (found := _parts(given)) is None:
+        encode_images(EncodeOptions(**own))
+    else:
+        encode_several(found, own)
+
+
+def _parts(given: Mapping[str, Any]) -> Parts | None:
+    """Return the data sets of a source of kohya's; None: it is none. ConfigError: an option does not fit it."""
+    from fastdiff.data.kohya.dataset_config import read_dataset_config
+    from fastdiff.data.kohya.parts import is_layout, parts_of_config, parts_of_folders
+
+    source, regularisation = Path(given["source"]), given.get("regularisation")
+    layout, weight = given.get("layout", "auto"), given.get("prior_loss_weight", 1.0)
+    if source.suffix.lower() == ".toml" and source.is_file():
+        refused = [name for name in ("layout", "regularisation") if name in given]
+        require(not refused, f"--{''.join(refused[:1])}: {source} says this itself, in its subsets; leave it out")
+        flags = {key: given[name] for key, name in _KEYS.items() if name in given}
+        return parts_of_config(read_dataset_config(source, flags), weight, given.get("shuffle_tags"))
+    captioned = given.get("autoencoder", "pipeline") == "pipeline" and given.get("classes_from", "auto") == "auto"
+    if (
+        layout == "kohya"
+        or regularisation
+        or (layout == "auto" and captioned and is_layout(source) and _has_text(given))
+    ):
+        require(layout != "plain", "--layout plain has no --regularisation; omit one")
+        require(source.is_dir(), f"--layout kohya: {source} is no folder")
+        require("caption" not in given, "--caption: the folders N_name give the captions; leave it out")
+        return parts_of_folders(source, None if regularisation is None else Path(regularisation), weight)
+    require(
+        "prior_loss_weight" not in given, "--prior-loss-weight is for --regularisation, or for a .toml of data sets"
+    )
+    return None
+
+
+def _has_text(given: Mapping[str, Any]) -> bool:
+    """Return whether the pipeline has text encoders; an error of its is told later."""
+    from fastdiff.models.pretrained.pipeline import Pretrained
+
+    with suppress(FastdiffError):
+        return bool(Pretrained(given["pretrained"], given.get("revision"), given.get("variant")).text_parts)
+    return False
 
 
 def _require_own(given: Mapping[str, Any], own: Collection[str]) -> None:

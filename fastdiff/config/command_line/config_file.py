@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -235,6 +235,20 @@ def _with(base: Section, **fields: Any) -> Section:
     return made
 
 
+def with_one_source(base: RunConfig, given: Mapping[str, Any]) -> RunConfig:
+    """Return the run without its own data where others are given in the other of ``path`` and ``sets``.
+
+    Args:
+        base: the run.
+        given: fields of the section ``data``.
+    """
+    if given.get("sets") and given.get("path") is None and base.data.path:
+        return replace(base, data=replace(base.data, path=""))
+    if given.get("path") and given.get("sets") is None and base.data.sets:
+        return replace(base, data=replace(base.data, sets=()))
+    return base
+
+
 def lay_unchecked(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
     """Return ``base`` with the ``given`` fields, of which names and types are checked; flags may mend the values.
 
@@ -242,6 +256,8 @@ def lay_unchecked(base: RunConfig, given: dict[str, Any], source: str) -> RunCon
         ConfigError: an unknown field or a wrong type.
     """
     base = with_kind(base, given, source)
+    if isinstance(data := given.get("data"), dict):
+        base = with_one_source(base, data)
     if isinstance(objective := given.get("objective"), dict):
         given = given | {"objective": without_defaults_of_others(base.objective.process, objective)}
     for name, text in texts(_merge(asdict(base), given, source)):
@@ -275,6 +291,8 @@ def blamed_on_file(text: str, fields: Mapping[str, Any], flags: Sequence[str], s
 def lay_over(base: RunConfig, given: dict[str, Any], source: str) -> RunConfig:
     """Return ``base`` with the fields ``given`` by ``source``; ConfigError: unknown, of a wrong type, inconsistent."""
     base = with_kind(base, given, source)
+    if isinstance(data := given.get("data"), dict):
+        base = with_one_source(base, data)
     if isinstance(objective := given.get("objective"), dict):
         given = given | {"objective": without_defaults_of_others(base.objective.process, objective)}
     merged = _merge(asdict(base), given, source)

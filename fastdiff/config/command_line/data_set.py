@@ -36,6 +36,12 @@ def read_description(path: str) -> Any:
     return json.loads(read_bounded(Path(path) / INFO_FILE, _LARGEST))
 
 
+def data_flags(flags: Sequence[str]) -> dict[str, Any]:
+    """Return what flags say of the data, as fields: ``path`` and ``sets``, None where they say nothing."""
+    own, _ = _field_parser().parse_known_args(list(flags))
+    return {"path": own.path, "sets": own.sets}
+
+
 def named_sets(data: DataConfig, path: str | None, sets: Sequence[str] | None) -> tuple[DataSet, ...]:
     """Return the data sets of a run.
 

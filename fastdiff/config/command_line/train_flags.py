@@ -20,7 +20,7 @@ from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.arguments.types import Parser, add_verbosity
 from fastdiff.config.arguments.unknown import explained
 from fastdiff.config.command_line import config_file
-from fastdiff.config.command_line.data_set import network_flags
+from fastdiff.config.command_line.data_set import data_flags, network_flags
 from fastdiff.config.command_line.run_length import add_run_length, samples_flag, sets_samples
 from fastdiff.config.command_line.short_help import short_help
 from fastdiff.config.engine import require_engine
@@ -87,6 +87,7 @@ def parse(argv: Sequence[str], beside: Collection[str] = ()) -> tuple[Launch, Ru
         default = config_file.with_kind(default, {"model": {"kind": kind}}, "--model.kind")
     if own.process:
         default = config_file.with_process(default, own.process)
+    default = config_file.with_one_source(default, data_flags(rest))
     if _SHORT_HELP & set(rest):
         _print_short_help(name, default)
     rest = _without_other_processes(rest, default.objective.process)

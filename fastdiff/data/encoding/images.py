@@ -34,7 +34,7 @@ from fastdiff.data.encoding.source_metadata import WatchedSource, compare
 from fastdiff.data.encoding.statistics import PartitionSums, Statistics, choose, merged, sums_path
 from fastdiff.data.encoding.uncaptioned import lacks_captions, require_captions, told
 from fastdiff.data.images.decode import BadImage, Decoded, Decoder, ImageTransform, open_decoder
-from fastdiff.data.images.geometry import Size, aspect_buckets
+from fastdiff.data.images.geometry import Size, aspect_buckets, buckets_within
 from fastdiff.data.images.items import BadItem, ImageItem, ImageSource
 from fastdiff.data.images.masks import MaskDecoder, noted_masks, origin_of
 from fastdiff.data.images.references import ReferenceDecoder
@@ -378,6 +378,7 @@ class _ImageEncode:
         names = (
             "classes_from", "image_root", "dataset_config", "references", "reference_column", "caption", "caption_from",
             "masks",
+            "caption_extension",
         )  # fmt: skip
         given = {name: getattr(self._options, name) for name in names}
         given = {name: value for name, value in given.items() if value != fields[name].default}
@@ -610,7 +611,11 @@ def _transform(options: EncodeOptions, encoder: LatentEncoder | PixelEncoder) ->
     step = options.bucket_step or 8 * factor
     require(step % factor == 0, f"--bucket-step {step}: expected a multiple of {factor}, the autoencoder's factor")
     try:
-        buckets: tuple[Size, ...] = aspect_buckets(options.resolution, step)
+        buckets: tuple[Size, ...] = (
+            buckets_within(options.resolution, step, options.bucket_sides)
+            if options.bucket_sides
+            else aspect_buckets(options.resolution, step)
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return ImageTransform(options.resolution, options.crop, options.interpolation, buckets)

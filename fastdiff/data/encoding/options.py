@@ -66,6 +66,8 @@ class EncodeOptions(SourceOptions):
     """Resize each image to the bucket of the nearest aspect ratio."""
     bucket_step: int | None = None
     """Step of the bucket sides in pixels; None: 8 latent positions."""
+    bucket_sides: tuple[int, int] | None = None
+    """Shortest and longest side of buckets in pixels; None: the longer side is at most twice the other."""
     decode: Literal["auto", "dali", "pillow"] = "auto"
     flip: bool = False
     """Also encode every image mirrored."""
@@ -143,6 +145,9 @@ class EncodeOptions(SourceOptions):
         )
         self._require_variants()
         require(self.bucket_step is None or self.buckets, "--bucket-step needs --buckets; add it or omit --bucket-step")
+        require(
+            self.bucket_sides is None or self.buckets, "--bucket-sides needs --buckets; add it or omit --bucket-sides"
+        )
         # resolve() fails on a link in a circle, which the reader explains.
         source, out = (Path(os.path.realpath(path)) for path in (self.source, self.out))
         require(source not in (out, *out.parents), f"{out} is inside the source {source}; choose another folder")

@@ -18,17 +18,24 @@ _ALIKE = frozenset({*ENDINGS, "captions", "text", "tags", "cap", "json"})
 
 
 class CaptionFiles:
-    """The caption files among the files of a folder; ``shared``, sorted, are those of several images."""
+    """The caption files among the files of a folder; ``shared``, sorted, are those of several images.
 
-    def __init__(self, files: Sequence[str], images: Sequence[str]) -> None:
+    Args:
+        files: Of the folder.
+        images: Of the folder.
+        endings: Of caption files, the first that is there counts.
+    """
+
+    def __init__(self, files: Sequence[str], images: Sequence[str], endings: tuple[str, ...] = ENDINGS) -> None:
+        self._endings = endings
         by_name: dict[tuple[str, str], str] = {}  # by path without ending, and ending
-        for file in sorted(files, key=lambda name: (not name.endswith(ENDINGS), name)):  # a.txt before a.TXT
-            if (ending := ending_of(file)) in ENDINGS:
+        for file in sorted(files, key=lambda name: (not name.endswith(endings), name)):  # a.txt before a.TXT
+            if (ending := ending_of(file)) in endings:
                 by_name.setdefault((nfc(os.path.splitext(file)[0]), ending), file)
         self._of: dict[str, str] = {}
         users: dict[str, list[str]] = {}
         for image in images:
-            if found := next((by_name[name] for name in _wanted(nfc(image)) if name in by_name), None):
+            if found := next((by_name[name] for name in _wanted(nfc(image), endings) if name in by_name), None):
                 self._of[image] = found
                 users.setdefault(found, []).append(image)
         self._users = users
@@ -51,16 +58,22 @@ class CaptionFiles:
     def why_unread(self, file: str) -> str:
         """Return the reason for which a file that looks like captions is not read."""
         beside = nfc(os.path.splitext(file)[0]) in self._stems
-        if ending_of(file) not in ENDINGS:
-            return "files that may hold captions, not read (a caption file is NAME.txt or NAME.caption)"
+        if ending_of(file) not in self._endings:
+            known = " or ".join(f"NAME.{ending}" for ending in self._endings)
+            return f"files that may hold captions, not read (a caption file is {known})"
         return f"caption files {'beside another one of their picture' if beside else 'of no picture'}, not read"
 
 
-def expected(image: str) -> str:
+def endings_of(extension: str) -> tuple[str, ...]:
+    """Return the endings of caption files for a given one with its dot; empty: the usual ones."""
+    return (extension[1:].lower(),) if extension else ENDINGS
+
+
+def expected(image: str, endings: tuple[str, ...] = ENDINGS) -> str:
     """Return the names under which the caption file of an image is looked for, for messages."""
     name = os.path.basename(image)
     stem = os.path.splitext(name)[0]
-    return f"{stem}.txt, {stem}.caption or {name}.txt"
+    return f"{', '.join(f'{stem}.{ending}' for ending in endings)} or {name}.{endings[0]}"
 
 
 def captions_in(text: str) -> list[str]:
@@ -73,6 +86,6 @@ def is_like_captions(file: str) -> bool:
     return ending_of(file) in _ALIKE
 
 
-def _wanted(image: str) -> list[tuple[str, str]]:
+def _wanted(image: str, endings: tuple[str, ...]) -> list[tuple[str, str]]:
     stems = (os.path.splitext(image)[0], image)
-    return [(stem, ending) for stem in stems for ending in ENDINGS]
+    return [(stem, ending) for stem in stems for ending in endings]

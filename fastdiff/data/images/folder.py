@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from fastdiff.data.images.caption_files import CaptionFiles, captions_in, expected, is_like_captions
+from fastdiff.data.images.caption_files import CaptionFiles, captions_in, endings_of, expected, is_like_captions
 from fastdiff.data.images.items import (
     LARGEST_IMAGE,
     LARGEST_TEXT,
@@ -188,8 +188,11 @@ class ImageFolder(ImageSource):
         if entry.captions is not None:
             return clean_captions(entry.captions)
         if entry.text is None:
-            raise _BadFileError(f"it has no caption: expected {escape(expected(entry.path))}; or use --caption")
+            raise _BadFileError(f"it has no caption: expected {escape(self._expected(entry.path))}; or use --caption")
         return clean_captions(_lines(self.root / entry.text))
+
+    def _expected(self, image: str) -> str:
+        return expected(image, endings_of(self._options.caption_extension))
 
     def _list(self, metadata: Path | None) -> list[_Entry]:
         """List the images, count what is left out, and set ``captioned`` and ``class_names``."""
@@ -197,7 +200,7 @@ class ImageFolder(ImageSource):
             table = self._table(metadata)
             listing = Listing.beside(self.root, table.captions)
             return self._by_table(metadata, table, listing)
-        listing, classes_from = Listing.below(self.root), self._options.classes_from
+        listing, classes_from = self._below(), self._options.classes_from
         described = [name for name in METADATA if name in listing.files] if classes_from == "auto" else []
         if len(described) > 1:
             raise DataError(f"{self.root} holds {' and '.join(described)}; keep only one")
@@ -213,6 +216,15 @@ class ImageFolder(ImageSource):
         if classes_from == "folder":
             return self._by_folder(listing.images)
         return self._by_prefix(listing.images) if classes_from == "prefix" else list(map(_Entry, listing.images))
+
+    def _below(self) -> Listing:
+        """List the folder, with its subfolders unless only images directly in it count."""
+        if not self._options.directly:
+            return Listing.below(self.root)
+        for image in Listing.below(self.root).images:
+            if "/" in image:
+                self._left_out.add("in subfolders, which kohya does not read", image)
+        return Listing.beside(self.root, [""])
 
     def _table(self, path: Path) -> Table:
         options = self._options
@@ -274,7 +286,7 @@ class ImageFolder(ImageSource):
         if nested := [file for file in listing.files if PurePosixPath(file).name in METADATA]:
             inner = (self.root / nested[0]).parent
             raise DataError(f"{inner} has its own metadata; give a folder with metadata as the source: {inner}")
-        texts = CaptionFiles(listing.files, listing.images)
+        texts = CaptionFiles(listing.files, listing.images, endings_of(self._options.caption_extension))
         self.captioned = bool(texts) or self._substitute is not None
         self._count_files(listing, texts.read, texts.why_unread)
         for text in texts.shared:
@@ -384,7 +396,7 @@ class ImageFolder(ImageSource):
     def _note_repeats(self, entries: list[_Entry]) -> None:
         folders = dict.fromkeys(os.path.dirname(entry.path) for entry in entries)
         for folder in [self.root.name, *folders]:
-            if _REPEATED.fullmatch(os.path.basename(folder)):
+            if _REPEATED.fullmatch(os.path.basename(folder)) and not self._options.directly:
                 self._noted.add("folders named as with kohya's repeats: each picture counts once, not repeated", folder)
 
 

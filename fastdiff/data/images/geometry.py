@@ -75,6 +75,38 @@ def adm_offset(size: Size, side: int) -> tuple[int, int]:
     return (size[0] - side) // 2, (size[1] - side) // 2
 
 
+def buckets_within(resolution: int, step: int, sides: tuple[int, int]) -> tuple[Size, ...]:
+    """Return sizes of at most ``resolution ** 2`` pixels whose sides are multiples of ``step`` within limits.
+
+    For each side its other one is the longest within area and limits, in both orientations: the resolutions of kohya's
+    sd-scripts for ``min_bucket_reso`` and ``max_bucket_reso``.
+
+    Args:
+        resolution: Square root of the largest area.
+        step: Divisor of all sides, at least 1.
+        sides: Shortest and longest side; the first is rounded down to a multiple of ``step``, the second up.
+
+    Returns:
+        The sizes in ascending order, a square included.
+
+    Raises:
+        ValueError: The limits do not contain ``resolution``, or leave no side.
+    """
+    least, most = sides[0] // step * step, -(-sides[1] // step) * step
+    if not 1 <= least <= resolution <= most or resolution < step:
+        raise ValueError(
+            f"--bucket-sides {sides[0]} {sides[1]}: expected limits in multiples of {step}, with {resolution} "
+            "between them"
+        )
+    square = resolution // step * step
+    found = {(square, square)}
+    for one in range(least, most + 1, step):
+        other = min(most, resolution**2 // one // step * step)
+        if other >= least:
+            found |= {(one, other), (other, one)}
+    return tuple(sorted(found))
+
+
 def aspect_buckets(resolution: int, step: int = 64, ratio: float = 2.0) -> tuple[Size, ...]:
     """Return sizes of about ``resolution ** 2`` pixels at many aspect ratios.
 

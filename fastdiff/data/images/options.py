@@ -1,5 +1,6 @@
 """Options of a source of images, their checks, and which kinds of sources read them."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -49,6 +50,10 @@ class SourceOptions:
     """folder: the name of its folder is the caption of each image without one of its own."""
     masks: str = ""
     """Folder of masks of the loss, or ``alpha``, see ``masks.py``; empty: none."""
+    caption_extension: str = ""
+    """Ending of caption files, such as .txt; empty: those of ``caption_files``."""
+    directly: bool = False
+    """Whether images in subfolders are left out."""
 
     def __post_init__(self) -> None:
         per_shard, most = self.samples_per_shard, self.max_samples
@@ -59,6 +64,10 @@ class SourceOptions:
         require(
             not self.caption or self.caption_from == "none",
             f"--caption and --caption-from {self.caption_from} both give the caption of images without one; omit one",
+        )
+        require(
+            re.fullmatch(r"(\.[A-Za-z0-9_]+)?", self.caption_extension) is not None,
+            f"--caption-extension {self.caption_extension}: expected an ending such as .txt",
         )
         flag = "--caption" if self.caption else "--caption-from"
         require(
@@ -117,6 +126,7 @@ _READERS: dict[str, tuple[tuple[Kind, ...], str]] = {
     ),
     "caption": (("tars", "table", "folder", "rows"), "is not read"),
     "caption_from": (("table", "folder"), "needs a folder of images; use --caption TEXT"),
+    "caption_extension": (("folder",), "needs a folder of images with caption files; leave it out"),
     "classes_from": (
         ("folder",),
         "needs a folder of images, which {} is not; omit it: tars and data sets contain their classes",

@@ -192,8 +192,12 @@ def test_old_data_sets_have_no_selection_and_the_same_digest(tmp_path: Path) -> 
             ["--classes-from", "none"],
             "give one caption for all with --caption 'a photo of sks dog' or",
         ),
-        (["10_sks dog/a.png"], [], "--caption 'sks dog', that of the folders with --caption-from folder or a caption"),
-        (["1_cat/a.png", "1_dog/a.png"], [], "(for a network of classes: --classes-from folder)"),
+        (
+            ["10_sks dog/a.png"],
+            ["--layout", "plain"],
+            "--caption 'sks dog', that of the folders with --caption-from folder or a caption",
+        ),
+        (["1_cat/a.png", "1_dog/a.png"], ["--layout", "plain"], "(for a network of classes: --classes-from folder)"),
         (["a.png"], ["--caption", "x", "--caption-from", "folder"], "--caption and --caption-from folder both give"),
         (
             ["a.png"],

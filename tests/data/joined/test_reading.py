@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.data_sets import ListedSet, apportioned, write_list
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.encoding.builtin import encode_digits, encode_synthetic
@@ -207,3 +208,18 @@ def test_damage_is_replaced_within_its_data_set(tmp_path: Path) -> None:
         (found,) = both.substituted.items()
         assert found[0] == 17
         assert replace(found[1], reason="").damaged.startswith("train-000000")
+
+
+def test_data_sets_replace_the_path_of_a_preset(plain: tuple[str, str], tmp_path: Path) -> None:
+    """And so do those of a file; an epoch and the network follow from them. A path replaces those of a file."""
+    flags = ["--preset", "digits", "--epochs", "2", "--batch.samples", "6", "--output.folder", str(tmp_path / "run")]
+    _, config = parse([*flags, "--data.sets", f"{plain[0]}:2", plain[1]])
+    assert (config.data.path, len(config.data.sets)) == ("", 2)
+    assert config.samples == 2 * 72
+    assert (config.model.channels, config.model.classes) == (4, 1000)
+    file = tmp_path / "run.yaml"
+    file.write_text(f"data:\n  sets: ['{plain[0]}:2', {plain[1]}]\n")
+    assert parse([*flags, "--config", str(file)])[1].samples == 2 * 72
+    assert parse([*flags, "--config", str(file), "--data.path", plain[1]])[1].samples == 2 * 12
+    with pytest.raises(ConfigError, match="both name the data"):
+        parse([*flags, "--data.path", plain[0], "--data.sets", plain[1]])

@@ -66,7 +66,7 @@ def test_the_innermost_value_counts(tmp_path: Path) -> None:
 
 _REFUSED = {
     "bucket_no_upscale": "true", "network_multiplier": "0.5", "validation_split": "0.1", "metadata_file": "'a.json'",
-    "conditioning_data_dir": "'maps'", "caption_separator": "';'", "keep_tokens_separator": "'|||'",
+    "conditioning_data_dir": "'maps'",
     "secondary_separator": "';;;'", "enable_wildcard": "true", "caption_dropout_every_n_epochs": "2",
     "token_warmup_step": "0.5", "color_aug": "true", "random_crop": "true", "face_crop_aug_range": "[1.0, 3.0]",
     "custom_attributes": "{own = 1}",
@@ -125,3 +125,9 @@ def test_what_kohya_leaves_out_is_told(tmp_path: Path) -> None:
         "[[datasets.subsets]] 1.2: num_repeats is 0, so kohya leaves it out",
         "[[datasets.subsets]] 1.3: a stands twice in this [[datasets]]; kohya takes the first",
     )
+
+
+def test_the_page_has_every_key() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "kohya-data.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert rows == [f"| `{name}` | {key.ours or f'refused: {key.refused}'} |" for name, key in KEYS.items()]

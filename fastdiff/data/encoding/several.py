@@ -1,0 +1,59 @@
+"""Encode of several data sets into one folder, which ``--data.path`` of a training then takes as a whole."""
+
+import os
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastdiff.config.data_sets import read_list, write_list
+from fastdiff.console import show
+from fastdiff.data.encoding.images import encode_images
+from fastdiff.data.encoding.options import EncodeOptions
+from fastdiff.data.kohya.parts import Parts
+from fastdiff.data.shards.format import INFO_FILE
+from fastdiff.errors import ConfigError, StorageError, remedy
+from fastdiff.parallel.launcher import place_in_any_job
+
+
+def encode_several(found: Parts, options: Mapping[str, Any], say: Callable[[str], None] = show) -> None:
+    """Encode each data set into a folder of its own in OUT, and list them in ``sets.json`` at the end.
+
+    As ``encode_images``, it is called by any number of processes, and resumes.
+
+    Args:
+        found: the data sets.
+        options: fields of ``EncodeOptions`` that they have in common, with ``out``.
+        say: as of ``encode_images``.
+
+    Raises:
+        ConfigError: OUT holds a data set of another kind, or lies in a source; as ``encode_images``.
+        DataError: as ``encode_images``.
+        StorageError: as ``encode_images``.
+        Preempted: as ``encode_images``.
+    """
+    out, is_first = Path(options["out"]), place_in_any_job().rank == 0
+    if (out / INFO_FILE).exists():
+        raise ConfigError(f"{out} already holds a data set; choose another folder, or delete this one")
+    above = Path(os.path.realpath(out)).parents
+    for part in found.parts:
+        if Path(os.path.realpath(part.source)).parent in (Path(os.path.realpath(out)), *above):
+            raise ConfigError(f"{out} is inside the source {Path(part.source).parent}; choose another folder")
+    each = [
+        EncodeOptions(**{**options, **part.options, "source": part.source, "out": out / part.listed.folder})
+        for part in found.parts
+    ]
+    for line in found.told if is_first else ():
+        say(line)
+    for part, own in zip(found.parts, each, strict=True):
+        if is_first:
+            what = "regularisation, " if part.listed.regularisation else ""
+            say(f"{own.out}: {what}{part.listed.repeats} x {own.source}")
+        encode_images(own, say)
+    try:
+        write_list(out, [part.listed for part in found.parts])
+    except OSError as error:
+        raise StorageError(f"cannot write to {out}: {error.strerror or error}; {remedy(error)}") from error
+    if is_first:
+        sets = len(read_list(str(out)))
+        say(f"{out} is complete: {sets} data sets; train on all with `{shlex.join(['--data.path', str(out)])}`")
