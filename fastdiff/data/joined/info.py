@@ -74,6 +74,11 @@ class JoinedInfo(DatasetInfo):
         """Sha256 of everything that decides the samples, their order and their weights."""
         return hashlib.sha256(canonical_json(["joined", list(self.facts.values())])).hexdigest()
 
+    def share_of(self, shard: int) -> float:
+        """Return the share of a shard of the samples of an epoch, repeated ones counted each time."""
+        own = self.sets[self.set_of_shard[shard]]
+        return self.shards[shard].samples / own.samples * own.per_epoch / self.epoch
+
     def lines(self, *, mirrors: bool = False) -> list[str]:
         """Return each data set in words; ``mirrors`` as of ``JoinedSet.described``."""
         return [each.described(self.epoch, mirrors=mirrors) for each in self.sets]

@@ -82,6 +82,12 @@ def _mixed(info: JoinedInfo, *, seed: int, window_shards: int, global_batch: int
         for bucket, each, count in zip(buckets, of_bucket, apportioned(own.per_epoch, held), strict=True):
             if count:
                 parts.setdefault(bucket, []).append(Part(number, np.asarray(each, np.int64), count))
+            elif os.environ.get("RANK", "0") == "0":
+                log.warning(
+                    f"{sum(sizes[n] for n in each)} samples of {own.name} with latents of "
+                    f"{'x'.join(map(str, info.buckets[bucket]))} are never trained on, as none of the "
+                    f"{own.per_epoch} that an epoch has of the data set fall to them; give it a larger weight"
+                )
     if len(parts) == 1:
         (only,) = parts.values()
         return MixedOrder(seed, sizes, only, window_shards)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastdiff.console import log
+from fastdiff.data.joined.info import JoinedInfo
 from fastdiff.json_lines import Record
 from fastdiff.models.compile_clock import compiled
 from fastdiff.models.cost.flops import run_flops
@@ -195,7 +196,8 @@ def _flops(state: TrainState) -> float:
     """Return the floating-point operations of a training step per sample, averaged over the latent sizes."""
     config, info = state.config, state.reader.info
     total = 0.0
-    for shard in info.shards:
+    for number, shard in enumerate(info.shards):
         height, width = info.buckets[shard.bucket] if info.buckets else info.latent.shape[1:]
-        total += run_flops(config, config.model.at_size(height, width)) * shard.samples / info.samples
+        share = info.share_of(number) if isinstance(info, JoinedInfo) else shard.samples / info.samples
+        total += run_flops(config, config.model.at_size(height, width)) * share
     return total

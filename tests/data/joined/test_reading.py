@@ -189,6 +189,18 @@ def test_a_share_of_no_sample_is_refused(plain: tuple[str, str]) -> None:
         info_of(f"{plain[0]}:weight=1000", f"{plain[1]}:weight=1")
 
 
+def test_a_bucket_that_gets_no_sample_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    encode(tmp_path / "a", count=40)
+    encode(tmp_path / "b", count=20)
+    info = info_of(f"{tmp_path / 'a'}:weight=1", f"{tmp_path / 'b'}:weight=29")
+    assert [each.per_epoch for each in info.sets] == [2, 58]
+    order = build_order(info, seed=0, window_shards=2, global_batch=4)
+    assert len(order) == 60
+    assert caplog.text.count("of a with latents of") == 1
+    assert "are never trained on, as none of the 2 that an epoch has of the data set fall to them" in caplog.text
+    assert sum(info.share_of(n) for n in range(len(info.shards))) == pytest.approx(1)
+
+
 def test_largest_remainders() -> None:
     assert apportioned(10, [Fraction(1), Fraction(1), Fraction(1)]) == [4, 3, 3]
     assert apportioned(7, [Fraction("0.1"), Fraction("0.2"), Fraction("0.7")]) == [1, 1, 5]
