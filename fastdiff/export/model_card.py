@@ -59,8 +59,7 @@ def write_card(folder: Path, run: Path, exported: Exported, format_: str, dtype:
         f"{_subject(config.model, format_)}, {origin}.\n\n"
         f"{shown}## {heading}\n\n| | |\n| --- | --- |\n{metadata}\n\n"
         f"## Use\n\n{use_of(config, format_, place, step)}\n"
-        "## License\n\nNot stated yet: the owner of this model chooses it, within the licenses of the base model "
-        "and of the data.\n"
+        f"## License\n\n{_license(config)}\n"
     )
     listed = "\n".join(files_in(folder))
     (folder / _CARD).write_text(f"{text}\n<!-- fastdiff export\n{listed}\n-->\n")
@@ -105,6 +104,12 @@ def _front_matter(model: ModelConfig, pretrained: PretrainedConfig, format_: str
     if pretrained.weights and not base_is_local(pretrained):
         lines.append(f"base_model: {pretrained.path}")
     return "".join(line + "\n" for line in lines)
+
+
+def _license(config: RunConfig) -> str:
+    text = "Not stated yet: the owner of this model chooses it, within the licenses of the base model and of the data."
+    of_base = family_of(config.model).license(config.model) if config.pretrained.weights else ""
+    return f"{text} The base model, as published, has the license {of_base}." if of_base else text
 
 
 def _subject(model: ModelConfig, format_: str) -> str:

@@ -72,6 +72,8 @@ class ModelFamily(Generic[C]):
     """Multiply-adds of the layers whose inputs (noisy latents, captions, time features) need no gradient."""
     subject: Callable[[C], str]
     """Name on the card of an exported model: ``A class-conditional diffusion transformer``."""
+    license: Callable[[C], str] = lambda config: ""
+    """License of the published weights of this shape, for the card; empty: there are several, or none."""
     published: Callable[[C], PublishedClass | None] = lambda config: None
     """Published class that loads its weights; None: there is none."""
     library: str = ""

@@ -12,6 +12,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.config.sections.objective import FlowConfig
+from fastdiff.models.family import family_of
 from fastdiff.models.load import pretrained
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.parallel.world import World
@@ -87,6 +88,8 @@ def draws_as_we_draw(kind: str, folder: Path, out: Path) -> None:
     from diffusers import DiffusionPipeline
 
     assert main(["export", str(folder), str(out), "--format", "diffusers", "--dtype", "fp32"]) == 0
+    network = FAMILIES[kind].config
+    assert f"has the license {family_of(network).license(network) or '?'}." in (out / "README.md").read_text()
     theirs, ours, prompts = DiffusionPipeline.from_pretrained(out), Run(folder), ("a red cat", "snow")
     pipeline = pretrained(ours.config.pretrained)
     side = 8 * pipeline.latent_space.factor

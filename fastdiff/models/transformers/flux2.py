@@ -69,6 +69,7 @@ FLUX2 = ModelFamily(
     input_multiply_adds=_COST.of_inputs,
     draws_on_meta=True,
     subject=lambda config: "A Flux.2 text-to-image transformer",
+    license=lambda config: "Apache-2.0 (klein 4B) or FLUX non-commercial (klein 9B)",
     library="diffusers",
     script_format="diffusers",
     formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS", **ADAPTER_FORMATS},

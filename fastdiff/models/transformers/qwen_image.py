@@ -79,6 +79,7 @@ QWEN_IMAGE = ModelFamily(
     input_multiply_adds=_COST.of_inputs,
     draws_on_meta=True,
     subject=lambda config: "A Qwen-Image text-to-image transformer",
+    license=lambda config: "Apache-2.0",
     library="diffusers",
     script_format="diffusers",
     formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS", **ADAPTER_FORMATS},
