@@ -20,16 +20,27 @@ KOHYA = [
     "--pretrained_model_name_or_path", "some/pipeline", "--train_data_dir", "{pictures}", "--output_dir", "out",
     "--resolution", "1024", "--max_train_steps", "100",
 ]  # fmt: skip
+DREAMBOOTH = [
+    "--pretrained_model_name_or_path", "some/pipeline", "--instance_data_dir", "{pictures}", "--instance_prompt",
+    "a photo of sks dog", "--max_train_steps", "100",
+]  # fmt: skip
 BARE = {
     "train_text_to_image": T2I,
     "train_text_to_image_lora": T2I,
     "train_text_to_image_sdxl": T2I,
     "train_text_to_image_lora_sdxl": T2I,
+    "train_dreambooth_lora_flux2_klein": DREAMBOOTH,
+    "train_dreambooth_lora_z_image": DREAMBOOTH,
+    "train_dreambooth_lora_qwen_image": DREAMBOOTH,
     "sdxl_train_network": [*KOHYA, "--network_module", "networks.lora", "--network_train_unet_only"],
     "sdxl_train": KOHYA,
 }
 """The shortest command line of each script, by its file."""
+_PRIOR = ["--with_prior_preservation", "--class_data_dir", "dogs", "--class_prompt", "a dog"]
 OTHERWISE = {
+    "train_dreambooth_lora_flux2_klein": [*_PRIOR, "--weighting_scheme", "logit_normal"],
+    "train_dreambooth_lora_z_image": [*_PRIOR, "--weighting_scheme", "mode"],
+    "train_dreambooth_lora_qwen_image": [*_PRIOR, "--lr_scheduler", "cosine_with_restarts"],
     "train_text_to_image_sdxl": ["--timestep_bias_strategy", "range", "--timestep_bias_multiplier", "2"],
 }
 """Flags beside which more of the others have an effect."""
@@ -107,6 +118,8 @@ def typed(name: str, flag: dict[str, object]) -> list[str]:
     if flag["kind"] == "switch":
         return [f"--{name}"]
     choices = flag.get("choices")
+    if flag["kind"] == "bool":
+        return [f"--{name}="]  # every other text is true for argparse
     if name in WORDS:
         return [f"--{name}", WORDS[name]]
     if isinstance(choices, list):

@@ -8,9 +8,12 @@ from typing import NamedTuple, NoReturn
 
 from fastdiff import sanitize
 from fastdiff.cli.compat import dit, iddpm
+from fastdiff.cli.compat.diffusers.flux2_klein import FLUX2_KLEIN
+from fastdiff.cli.compat.diffusers.qwen_image import QWEN_IMAGE
 from fastdiff.cli.compat.diffusers.script import DiffusersScript
 from fastdiff.cli.compat.diffusers.text_to_image import OF_OTHERS, TEXT_TO_IMAGE, TEXT_TO_IMAGE_LORA
 from fastdiff.cli.compat.diffusers.text_to_image_sdxl import SDXL, SDXL_LORA
+from fastdiff.cli.compat.diffusers.z_image import Z_IMAGE
 from fastdiff.cli.compat.kohya.script import KohyaScript
 from fastdiff.cli.compat.kohya.sdxl import SDXL_FULL, SDXL_NETWORK
 from fastdiff.cli.compat.names import ALIASES, TITLES
@@ -48,6 +51,9 @@ SCRIPTS = {
     "t2i-lora": _of_diffusers(TEXT_TO_IMAGE_LORA),
     "train_text_to_image_sdxl": _of_diffusers(SDXL),
     "train_text_to_image_lora_sdxl": _of_diffusers(SDXL_LORA),
+    "train_dreambooth_lora_flux2_klein": _of_diffusers(FLUX2_KLEIN),
+    "train_dreambooth_lora_z_image": _of_diffusers(Z_IMAGE),
+    "train_dreambooth_lora_qwen_image": _of_diffusers(QWEN_IMAGE),
     "sdxl_train_network": _of_kohya(SDXL_NETWORK),
     "sdxl_train": _of_kohya(SDXL_FULL),
     "dit": Script(dit.add_flags, dit.translate, {}),

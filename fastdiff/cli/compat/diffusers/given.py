@@ -18,10 +18,10 @@ class Given:
     flags: argparse.Namespace
     gpus: int
     count_images: CountImages
-    drawn_steps: int
-    """Denoising steps of a validation image."""
+    drawn_steps: int | None
+    """Denoising steps of a validation image; None: those of the pipeline."""
     guidance: float | None
-    """Guidance scale of a validation image; None: 7.5."""
+    """Guidance scale of a validation image; None: that of the pipeline."""
 
     @cached_property
     def batch(self) -> int:
@@ -76,13 +76,17 @@ class Given:
     def check(self) -> None:
         """Raise ConfigError for flags that their script refuses, too, or that it would do nothing with."""
         flags = self.flags
+        if not flags.dataset_name and not flags.train_data_dir:
+            raise ConfigError("neither --dataset_name nor --train_data_dir is given; one of them names the images")
+        self._check_length()
+
+    def _check_length(self) -> None:
+        flags = self.flags
         asked = getattr(flags, "validation_prompts", None) or getattr(flags, "validation_prompt", None) is not None
         if asked and not flags.validation_epochs:
             raise ConfigError("--validation_epochs 0 with a validation prompt: their script divides by it; at least 1")
         if (flags.num_train_epochs if flags.max_train_steps is None else flags.max_train_steps) < 1:
             name = "--num_train_epochs" if flags.max_train_steps is None else "--max_train_steps"
             raise ConfigError(f"{name}: their script takes no step below 1, and saves the weights that it began with")
-        if not flags.dataset_name and not flags.train_data_dir:
-            raise ConfigError("neither --dataset_name nor --train_data_dir is given; one of them names the images")
         if flags.report_to == "wandb" and flags.hub_token:
             raise ConfigError("--report_to wandb with --hub_token: their script refuses it too; use `hf auth login`")

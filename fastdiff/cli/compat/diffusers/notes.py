@@ -56,7 +56,8 @@ def _of_numbers(given: Given) -> list[Note]:
         ),
         (flags.seed is None, "without --seed their run cannot be repeated; here the seed is 0"),
         (
-            (flags.mixed_precision or "no") != "no",
+            (flags.mixed_precision or "no") != "no"
+            and not hasattr(flags, "rank"),  # frozen ones are in 16 bits in both
             "the weights of the forward pass are in 16 bits, with fp32 masters (DeepSpeed); theirs are fp32 under "
             "autocast",
         ),
@@ -73,7 +74,7 @@ def _of_data(given: Given) -> list[Note]:
     flags = given.flags
     return [
         (
-            flags.dataset_name and flags.train_data_dir,
+            flags.dataset_name and getattr(flags, "train_data_dir", None),
             "--train_data_dir is not used together with --dataset_name; theirs passes it to the data set's loading "
             "script",
         ),

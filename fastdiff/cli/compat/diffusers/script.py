@@ -28,14 +28,16 @@ class DiffusersScript:
     """Words of every training command, besides those of the flags."""
     export: str
     """Format in which it leaves its weights."""
-    drawn_steps: int
-    """Denoising steps of its validation images."""
+    drawn_steps: int | None = None
+    """Denoising steps of its validation images; None: those of the pipeline."""
     guidance: float | None = None
-    """Guidance scale of its validation images; None: 7.5."""
+    """Guidance scale of its validation images; None: that of the pipeline."""
     notes: tuple[str, ...] = ()
     """Differences of every run, besides those of all scripts."""
     differences: Callable[[Given], list[Note]] = _none
     """Differences that depend on the flags."""
+    always_told: tuple[str, ...] = ALWAYS
+    """Differences of all scripts of its kind."""
     given: type[Given] = Given
     """How several of its flags are read together."""
 
@@ -60,16 +62,25 @@ class DiffusersScript:
         words = table.words(given, flags, self.defaults, self.meanings)
         run = absolute("--output_dir", flags.output_dir)
         done.commands = [
-            training(gpus, *self.always, words),
+            *self.commands_before(given),
+            training(gpus, *self.always, words, self.words_of_all(given)),
             ["fastdiff", "export", run, f"{run}/export", "--overwrite", "--format", self.export],
         ]
         if flags.push_to_hub:
             done.commands[-1] += ["--push-to-hub", flags.hub_model_id or flags.output_dir.rstrip("/").split("/")[-1]]
-        done.notes += [*ALWAYS, *self.notes]
+        done.notes += [*self.always_told, *self.notes]
         for condition, text in (*differences(given), *self.differences(given)):
             done.note(condition, text)
         table.tell(done, flags, self.defaults, self.meanings)
         return done
+
+    def commands_before(self, given: Given) -> list[list[str]]:
+        """Return the commands before the training."""
+        return []
+
+    def words_of_all(self, given: Given) -> list[str]:
+        """Return words of the training command that no flag alone has."""
+        return []
 
     @property
     def idle(self) -> dict[str, str]:
