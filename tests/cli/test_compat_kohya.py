@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,8 @@ def test_the_other_commands_are_ones_that_fastdiff_has() -> None:
     flags = (
         "--pretrained_model_name_or_path base.safetensors --vae vae.safetensors --output_name dog --enable_bucket "
         "--bucket_reso_steps 32 --flip_aug --vae_batch_size 4 --save_precision fp16 --huggingface_repo_id me/dog "
-        "--caption_prefix 'photo of' --shuffle_caption --keep_tokens 1 --caption_tag_dropout_rate 0.1"
+        "--caption_prefix 'photo of' --shuffle_caption --keep_tokens 1 --caption_tag_dropout_rate 0.1 "
+        "--caption_extention .txt --caption_separator ; --alpha_mask --min_bucket_reso 512"
     )
     first, encoded, train, export = translate(FULL, words(flags), gpus=1).commands
     here = Path.cwd()
@@ -113,7 +115,8 @@ def test_the_other_commands_are_ones_that_fastdiff_has() -> None:
     assert f"save_pretrained('{given.pretrained}')" in first[2]
     assert (given.resolution, given.buckets, given.bucket_step, given.flip, given.batch) == (1024, True, 32, True, 4)
     assert (given.caption, given.caption_prefix) == ("sks dog", "photo of")
-    assert (given.shuffle_tags, given.keep_tokens, given.drop_tags) == (8, 1, 0.1)
+    assert (given.shuffle_tags, given.keep_tokens, given.drop_tags, given.tag_separator) == (8, 1, 0.1, ";")
+    assert (given.caption_extension, given.masks, given.bucket_sides) == (".txt", "alpha", [512, 1024])
     config = config_of(train)
     assert (config.data.path, config.pretrained.path) == (str(given.out), given.pretrained)
     given = _parser().parse_args(export[1:])
@@ -157,6 +160,24 @@ def test_a_configuration_of_data_sets(pictures: Path, tmp_path: Path) -> None:
         translate(FULL, flags, gpus=1)
 
 
+def test_several_folders_are_several_data_sets(pictures: Path) -> None:
+    """With their repeats; regularisation pictures are together as many as the others, with a weight of their own."""
+    shutil.copytree(pictures / "10_sks dog", pictures / "2_sks cat")
+    *encoded, train, _ = translate(FULL, words("--max_train_epochs 3"), gpus=1).commands
+    folders = [str(_parser().parse_args(each[1:]).out) for each in encoded]
+    place = train.index("--data.sets")
+    assert train[place + 1 : place + 3] == [f"{folders[0]}:10", f"{folders[1]}:2"]
+    assert train[train.index("--epochs") + 1] == "3"
+    shutil.copytree(pictures / "10_sks dog", pictures.parent / "reg" / "1_dog")
+    *encoded, train, _ = translate(FULL, words("--reg_data_dir reg --max_train_epochs 3"), gpus=1).commands
+    folders = [str(_parser().parse_args(each[1:]).out) for each in encoded]
+    config = config_of(train)
+    assert config.data.sets == (
+        f"{folders[0]}:weight=60", f"{folders[1]}:weight=12", f"{folders[2]}:weight=72:loss_weight=1",
+    )  # fmt: skip
+    assert config.samples == 3 * 144
+
+
 @pytest.mark.usefixtures("pictures")
 def test_prompts_come_from_their_file(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("# two\na cat --w 832 --h 1216 --d 1\n\na dog\n")
@@ -189,7 +210,7 @@ def test_prompts_come_from_their_file(tmp_path: Path) -> None:
         (FULL, "--train_data_dir nowhere", "is not here, and the names of its folders are part of the run"),
         (FULL, "--train_data_dir pictures/drafts", "no folder with repeats in its name"),
         (FULL, "--offload_optimizer_device cpu --deepspeed", "--offload_optimizer_device: only --zero_stage 3"),
-        (FULL, "--caption_extension .tags", ".tags: of NAME.txt and NAME.caption the first that is there is read"),
+        (FULL, "--caption_extension tags", "tags: expected one ending of caption files, such as .txt"),
     ],
 )
 def test_untranslatable_flags_are_refused(script: str, flags: str, message: str) -> None:

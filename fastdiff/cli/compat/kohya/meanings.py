@@ -84,8 +84,8 @@ _PICTURES = {
     "resolution": Meaning(),
     "enable_bucket": Meaning(SWITCH),
     "bucket_reso_steps": Meaning(int, idle="it belongs to --enable_bucket"),
-    "min_bucket_reso": _told("sides of buckets are between half and twice the side of --resolution", int),
-    "max_bucket_reso": _told("sides of buckets are between half and twice the side of --resolution", int),
+    "min_bucket_reso": Meaning(int, idle="it belongs to --enable_bucket"),
+    "max_bucket_reso": Meaning(int, idle="it belongs to --enable_bucket"),
     "bucket_no_upscale": _of_key("bucket_no_upscale", SWITCH),
     "resize_interpolation": Meaning(
         choices=("lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area"),
@@ -96,8 +96,10 @@ _PICTURES = {
     "random_crop": _of_key("random_crop", SWITCH),
     "face_crop_aug_range": _of_key("face_crop_aug_range"),
     "alpha_mask": Meaning(SWITCH),
-    "masked_loss": _refused("masks are not read from pictures; leave it out", SWITCH),
-    "conditioning_data_dir": _refused("masks are not read from pictures, and a ControlNet cannot be trained"),
+    "masked_loss": _told("the loss is masked where pictures have masks, as those of --alpha_mask", SWITCH),
+    "conditioning_data_dir": _refused(
+        "a ControlNet cannot be trained; masks of the loss are given to `fastdiff encode` as --masks FOLDER"
+    ),
     "prior_loss_weight": _told("it multiplies the loss of regularisation pictures", float),
     "cache_info": _told(_SHARDS, SWITCH),
     "cache_latents": _told(_SHARDS, SWITCH),
@@ -116,12 +118,12 @@ _PICTURES = {
     "max_validation_steps": Meaning(int, idle="it belongs to --validation_split"),
 }
 _CAPTIONS = {
-    "caption_extension": Meaning(kind=words.extension, idle=words.CAPTION_FILES),
-    "caption_extention": Meaning(kind=words.extension, idle=words.CAPTION_FILES),
+    "caption_extension": Meaning(kind=words.extension),
+    "caption_extention": Meaning(kind=words.extension),
     "shuffle_caption": Meaning(SWITCH),
-    "caption_separator": _of_key("caption_separator"),
+    "caption_separator": Meaning(idle="it belongs to --shuffle_caption"),
     "keep_tokens": Meaning(int, idle="it belongs to --shuffle_caption"),
-    "keep_tokens_separator": _of_key("keep_tokens_separator"),
+    "keep_tokens_separator": Meaning(idle="it belongs to --shuffle_caption"),
     "secondary_separator": _of_key("secondary_separator"),
     "enable_wildcard": _of_key("enable_wildcard", SWITCH),
     "caption_prefix": Meaning(),

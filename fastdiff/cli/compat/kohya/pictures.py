@@ -50,13 +50,15 @@ class Pictures:
         words = ["fastdiff", "encode", self.folder, shards, "--pretrained", pipeline]
         words += ["--resolution", str(self._side())]
         if values["enable_bucket"]:
-            words += ["--buckets", "--bucket-step", str(values["bucket_reso_steps"])]
+            sides = (str(values[f"{end}_bucket_reso"]) for end in ("min", "max"))
+            words += ["--buckets", "--bucket-step", str(values["bucket_reso_steps"]), "--bucket-sides", *sides]
         words += ["--flip"] if self.mirrored else []
         words += _given("--interpolation", INTERPOLATIONS.get(str(values["resize_interpolation"])))
         words += _given("--caption", values["class_tokens"])
         words += _given("--caption-prefix", values["caption_prefix"])
         words += _given("--caption-suffix", values["caption_suffix"])
-        require(not values["alpha_mask"], "--alpha_mask: masks are not read from the alpha channel; leave it out")
+        words += ["--caption-extension", str(values["caption_extension"])]
+        words += ["--masks", "alpha"] if values["alpha_mask"] else []
         return [*words, *self._variants(), *more]
 
     def _side(self) -> int:
@@ -78,6 +80,10 @@ class Pictures:
             return []
         words = ["--shuffle-tags", str(_VARIANTS)] if values["shuffle_caption"] else []
         words += _given("--drop-tags", values["caption_tag_dropout_rate"] or None)
+        if values["caption_separator"] != KEYS["caption_separator"].default:
+            words += ["--tag-separator", str(values["caption_separator"])]
+        if mark := values["keep_tokens_separator"]:
+            return [*words, "--keep-separator", str(mark)]
         return [*words, *_given("--keep-tokens", values["keep_tokens"] or None)]
 
 
@@ -148,7 +154,9 @@ def _keys(flags: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that are keys of a configuration, too, by those."""
     named = {name: _FLAGS.get(name, name) for name in KEYS}
     found = {name: getattr(flags, flag) for name, flag in named.items() if getattr(flags, flag, "") != ""}
-    return found | {"resolution": _size(flags.resolution), "alpha_mask": flags.alpha_mask}
+    found |= {"resolution": _size(flags.resolution), "alpha_mask": flags.alpha_mask}
+    # The misspelt flag of older versions goes before the other one.
+    return found | ({"caption_extension": old} if (old := flags.caption_extention) is not None else {})
 
 
 def _size(text: str | None) -> int | list[int] | None:

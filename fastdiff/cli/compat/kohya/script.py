@@ -131,8 +131,4 @@ def _differences(given: Given) -> list[Note]:
             any(each.values["caption_dropout_rate"] for each in pictures),
             "--caption_dropout_rate: a dropped caption is zeros, as SDXL's pipeline draws; theirs is the empty caption",
         ),
-        (
-            any(each.values["caption_extension"] != ".txt" for each in pictures),
-            "--caption_extension: of NAME.txt and NAME.caption the first that is there is read, whatever it says",
-        ),
     ]

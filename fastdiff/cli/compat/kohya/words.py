@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from typing import Any
 
 from fastdiff.cli.compat.kohya.given import Given
@@ -14,7 +15,6 @@ from fastdiff.errors import ConfigError, require
 
 _SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
 _PAGED = {"pagedadamw8bit": "adamw8bit", "pagedadamw": "adamw", "pagedadamw32bit": "adamw"}
-CAPTION_FILES = "of NAME.txt and NAME.caption the first that is there is read"
 
 
 def int_or_share(text: str) -> float:
@@ -25,14 +25,20 @@ def int_or_share(text: str) -> float:
 
 def extension(text: str) -> str:
     """Return an ending of caption files that is read here."""
-    if text not in (".txt", ".caption"):
-        raise argparse.ArgumentTypeError(f"{text}: {CAPTION_FILES}; rename the files")
+    if not re.fullmatch(r"\.\w+", text, re.ASCII):
+        raise argparse.ArgumentTypeError(
+            f"{text}: expected one ending of caption files, such as .txt; rename the files"
+        )
     return text
 
 
 def length(given: Given, steps: int) -> list[str]:
     """Return the samples or epochs of the run."""
-    if epochs := given.flags.max_train_epochs:
+    epochs = given.flags.max_train_epochs
+    if epochs and any(each.regularisation for each in given.pictures):  # an epoch of weighted data sets is shorter
+        require(given.epoch is not None, "--max_train_epochs: the pictures cannot be counted here; translate it there")
+        return flag("samples", epochs * (given.epoch or 0) * given.batch)
+    if epochs:
         alone = given.pictures[0].repeats if len(given.pictures) == 1 else 1  # which no data set has to repeat
         return flag("epochs", epochs * alone)
     return flag("samples", steps * given.batch)
@@ -45,8 +51,6 @@ def data(given: Given, _: object) -> list[str]:
     mirrored = flag("data.random_flip", True) if True in sides else []
     if len(given.pictures) == 1:
         return [*flag("data.path", given.shards[0]), *mirrored]
-    several = ", ".join(each.folder for each in given.pictures)
-    raise ConfigError(f"several folders of pictures, {several}: one is trained here; give one, or encode them together")
     uses = zip(given.shards, given.uses, strict=True)
     return [*flag("data.sets", [f"{shards}:{use}" for shards, use in uses]), *mirrored]
 
