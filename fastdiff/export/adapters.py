@@ -36,7 +36,6 @@ from fastdiff.models.adapter_files.low_rank import LowRank
 from fastdiff.models.adapter_files.native_names import named_network
 from fastdiff.models.adapter_files.readers import COMFYUI, DIFFUSERS_READER, KOHYA_READER, Reader
 from fastdiff.models.family import family_of
-from fastdiff.models.lora import lora_targets
 
 WEIGHTS_FILE = "pytorch_lora_weights.safetensors"
 """File name of an adapter in a folder, as diffusers expects it."""
@@ -63,7 +62,7 @@ def file_of(
     """
     part, changes = family_of(model).pipeline_part, changes_of(weights, config)
     named = in_native_layout(changes, named_network(model)) if form.native else changes
-    metadata = metadata_of(form, part, config.rank, config.numerator, lora_targets(config, model))
+    metadata = metadata_of(form, part, config.rank, config.numerator, list(changes))
     return tensors_of(form, named, part), metadata
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
@@ -33,6 +34,7 @@ from fastdiff.models.build import build_model, load_model
 from fastdiff.models.lora import add_lora
 from fastdiff.models.pretrained.tiny_pipeline import UNETS, Kind, build
 from tests.support.inputs.text_runs import CAPTIONS, encode, text_run
+from tests.support.inputs.tiny_transformers import changes_in_diffusers
 from tests.support.nights import by_day
 from tests.support.references.transformer_families import FAMILIES
 
@@ -217,12 +219,19 @@ def test_a_layer_that_a_program_of_the_format_drops_is_an_error(tmp_path: Path, 
         assert write(tmp_path / form, trained(network), run, form).exists()
 
 
+def theirs_of(model: ModelConfig) -> Any:
+    import diffusers
+
+    return getattr(diffusers, model.diffusers_class)(**model.to_diffusers())
+
+
 def transformer_run(kind: str, lora: LoraConfig) -> RunConfig:
     model = FAMILIES[kind].config
     objective = FlowConfig(convention=model.flow_convention)
     return RunConfig(model=model, lora=lora, objective=objective, pretrained=PretrainedConfig(path="p", weights=True))
 
 
+@pytest.mark.filterwarnings("error:.*inconsistency was discovered")
 @pytest.mark.parametrize("kind", by_day(["flux2"], *(kind for kind in FAMILIES if kind != "flux2")))
 def test_each_format_of_a_transformer_is_read_back(kind: str, tmp_path: Path) -> None:
     """Of the layers that its usual script adapts; their programs drop none."""
@@ -236,6 +245,11 @@ def test_each_format_of_a_transformer_is_read_back(kind: str, tmp_path: Path) ->
         assert found.keys() == expected.keys()
         for layer, change in expected.items():
             torch.testing.assert_close(found[layer].change(), change.change(), rtol=1e-6, atol=1e-6)
+        if form in ("lora", "lora-diffusers"):
+            theirs = changes_in_diffusers(theirs_of(model), tmp_path / form / WEIGHTS_FILE)
+            assert theirs.keys() == expected.keys()
+            for layer, change in expected.items():
+                torch.testing.assert_close(theirs[layer], change.change(), rtol=1e-5, atol=1e-6)
         card = use_of(run, form, Place(tmp_path))
         assert "ComfyUI" in card
         assert ("load_lora_weights" in card) == (form in ("lora", "lora-diffusers"))
@@ -284,7 +298,7 @@ def test_the_file_of_a_dit(tmp_path: Path) -> None:
     assert metadata == {
         "transformer.r": 2,
         "transformer.lora_alpha": 2,
-        "transformer.target_modules": ["attn.qkv", "attn.proj"],
+        "transformer.target_modules": [f"blocks.{i}.attn.{name}" for i in range(2) for name in ("qkv", "proj")],
     }
     assert len(found) == len(weights)
     name = "blocks.1.attn.qkv.lora_B"

@@ -92,7 +92,7 @@ def _joined(native: NativeLayer, parts: Sequence[LowRank | None], network: Named
     return change.with_halves_swapped() if native.swapped else change
 
 
-def metadata_of(form: Form, part: str, rank: int, alpha: float, targets: Sequence[str]) -> dict[str, str]:
+def metadata_of(form: Form, part: str, rank: int, alpha: float, layers: Sequence[str]) -> dict[str, str]:
     """Return the metadata of a file, by which diffusers knows the scale and kohya's scripts the rank.
 
     Args:
@@ -100,10 +100,10 @@ def metadata_of(form: Form, part: str, rank: int, alpha: float, targets: Sequenc
         part: name of the network in pipelines of diffusers.
         rank: of the adapter.
         alpha: of the adapter.
-        targets: suffixes of the names of the adapted layers.
+        layers: their names in diffusers. By an end of them, such as ``to_out``, peft would also find containers.
     """
     if form == DIFFUSERS:
-        known = {"r": rank, "lora_alpha": rank, "target_modules": list(targets)}
+        known = {"r": rank, "lora_alpha": rank, "target_modules": list(layers)}
         named = {f"{part}.{name}": value for name, value in known.items()}
         return {"lora_adapter_metadata": json.dumps(named, indent=2, sort_keys=True)}
     alpha = alpha if form.alpha else rank

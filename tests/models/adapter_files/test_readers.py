@@ -44,26 +44,14 @@ def equal(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
 
 
-def in_diffusers(kind: str, tensors: Mapping[str, Tensor], metadata: dict[str, str], folder: Path) -> dict[str, Tensor]:
-    """What diffusers adds to the weight of each layer, after ``load_lora_weights`` of its pipeline."""
-    import diffusers
-
-    model = tiny.transformer(kind)
-    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "a.safetensors", metadata)
-    cls = getattr(diffusers, tiny.PIPELINES[kind])
-    part = "unet" if kind in tiny.UNET_KINDS else "transformer"
-    pipeline = cls(**dict.fromkeys(set(cls._get_signature_keys(cls)[0]) - {part}), **{part: model})
-    pipeline.load_lora_weights(folder, weight_name="a.safetensors")
-    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
-    return {name: module.get_delta_weight(*module.lora_A) for name, module in adapted.items()}
-
-
 @pytest.mark.parametrize(("kind", "form"), cases(DIFFUSERS_READER))
 def test_diffusers_changes_all_layers_but_those_of_its_row(kind: str, form: str, tmp_path: Path) -> None:
     names = tiny.network(kind)
     changes = tiny.adapter(names, RANK, ALPHA)
     metadata = metadata_of(FORMS[form], names.part, RANK, ALPHA, list(changes))
-    found = in_diffusers(kind, file_of(FORMS[form], names, changes), metadata, tmp_path)
+    tensors = {name: value.contiguous() for name, value in file_of(FORMS[form], names, changes).items()}
+    save_file(tensors, tmp_path / "a.safetensors", metadata)
+    found = tiny.changes_in_diffusers(tiny.transformer(kind), tmp_path / "a.safetensors")
     dropped = DIFFUSERS_READER.dropped(FORMS[form], names.diffusers_class, list(changes))
     otherwise = OTHERWISE.get((kind, form), [])
     assert set(found) == set(changes) - set(dropped) | set(otherwise)

@@ -1,6 +1,7 @@
 """Tiny transformers of diffusers with random weights, their layers by all names, and adapters of them."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,13 +31,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """By class; more than ten blocks of SD3, whose last one has a number that sorts before that of the third."""
-PIPELINES = {
+_PIPELINES = {
     "Flux2Transformer2DModel": "Flux2KleinPipeline",
     "ZImageTransformer2DModel": "ZImagePipeline",
     "SD3Transformer2DModel": "StableDiffusion3Pipeline",
     "QwenImageTransformer2DModel": "QwenImagePipeline",
-    "sd15": "StableDiffusionPipeline",
-    "sdxl": "StableDiffusionXLPipeline",
+    "UNet2DConditionModel": "StableDiffusionXLPipeline",
 }
 UNET_KINDS = {"sd15": UNETS["sd15"], "sdxl": UNETS["sdxl"]}
 NETWORKS = (*CONFIGS, *UNET_KINDS)
@@ -65,6 +65,18 @@ def network(kind: str) -> NamedNetwork:
     layers = layers_of(transformer(kind))
     natives = TABLES[kind].of(layers)
     return NamedNetwork(title="a tiny one", diffusers_class=kind, part="transformer", layers=layers, natives=natives)
+
+
+def changes_in_diffusers(model: Any, file: Path) -> dict[str, Tensor]:
+    """Return what diffusers adds to the weight of each layer, after ``load_lora_weights`` of the network's pipeline."""
+    import diffusers
+
+    cls = getattr(diffusers, _PIPELINES[type(model).__name__])
+    parts, part = set(cls._get_signature_keys(cls)[0]), "unet" if hasattr(cls, "unet_name") else "transformer"
+    pipeline = cls(**dict.fromkeys(parts - {part}), **{part: model})
+    pipeline.load_lora_weights(file.parent, weight_name=file.name)
+    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    return {name: module.get_delta_weight(*module.lora_A) for name, module in adapted.items()}
 
 
 def adapter(names: NamedNetwork, rank: int, alpha: float, layers: Iterable[str] | None = None) -> dict[str, LowRank]:
