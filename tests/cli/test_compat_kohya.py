@@ -6,13 +6,18 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from fastdiff.cli.compat.run import translate
 from fastdiff.cli.main import _parser
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
+from fastdiff.models.adapter_files.forms import KOHYA, in_native_layout, tensors_of
+from fastdiff.models.adapter_files.native_names import named_network
+from fastdiff.models.pretrained.tiny_pipeline import UNETS
 from tests.cli.test_compat import config_of, training_command
 from tests.support.inputs.images import encode, natural
+from tests.support.inputs.tiny_transformers import adapter
 
 NETWORK, FULL = "sdxl_train_network", "sdxl_train"
 LORA = "--network_module networks.lora --network_train_unet_only"
@@ -37,6 +42,20 @@ def run_of(script: str, flags: str, gpus: int = 1) -> tuple[RunConfig, str]:
 def words(flags: str) -> list[str]:
     base = "--pretrained_model_name_or_path some/pipeline --train_data_dir pictures --output_dir out --resolution 1024"
     return [*base.split(), *shlex.split(flags)]
+
+
+def test_a_run_may_start_from_a_published_adapter(pictures: Path) -> None:
+    """With --dim_from_weights rank, alpha and layers are those of the file."""
+    names = named_network(UNETS["sdxl"])
+    changes = adapter(names, 6, 3.0, [layer for layer in names.layers if layer.endswith("to_q")])
+    save_file(tensors_of(KOHYA, in_native_layout(changes, names), "unet"), "shoe.safetensors")
+    config, notes = run_of(NETWORK, f"{LORA} --network_weights shoe.safetensors --network_dim 8 --network_alpha 4")
+    assert (config.lora.init, config.lora.rank, config.lora.alpha) == (str(Path("shoe.safetensors").absolute()), 8, 4.0)
+    assert "the run starts with the change that the file means" in notes
+    config, _ = run_of(NETWORK, f"{LORA} --network_weights shoe.safetensors --dim_from_weights --network_dim 8")
+    assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (6, None, ())
+    with pytest.raises(ConfigError, match="--dim_from_weights: of which file"):
+        run_of(NETWORK, f"{LORA} --dim_from_weights")
 
 
 @pytest.mark.usefixtures("pictures")

@@ -6,7 +6,7 @@ from fastdiff.cli.compat.kohya.given import Given
 from fastdiff.cli.compat.kohya.meanings import MEANINGS
 from fastdiff.cli.compat.kohya.script import KohyaScript
 from fastdiff.cli.compat.table import SWITCH, Defaults, Meaning
-from fastdiff.cli.compat.translation import flag
+from fastdiff.cli.compat.translation import absolute, flag
 from fastdiff.config.arguments.types import count
 from fastdiff.errors import ConfigError, require
 
@@ -50,6 +50,9 @@ def _network(given: Given, module: str | None) -> list[str]:
             f"--network_module {module}: networks here are those of networks.lora; for LoKr and DoRA see --lora.* of "
             "`fastdiff train --help`"
         )
+    if given.flags.dim_from_weights:
+        require(bool(given.flags.network_weights), "--dim_from_weights: of which file? Theirs needs --network_weights")
+        return flag("lora.rank", 0)
     arguments = dict(_pair(word) for word in given.flags.network_args or ())
     rank = given.flags.network_dim or _RANK
     layers = [*_LAYERS, *(_CONVOLUTIONS if _adapts_convolutions(given, arguments, rank) else ())]
@@ -101,11 +104,18 @@ _SAFE = "files are safetensors: pickles are not written"
 _NETWORK: dict[str, Meaning] = {
     "network_module": Meaning(str, _network),
     "network_dim": Meaning(count),
-    "network_alpha": Meaning(float, lambda given, alpha: flag("lora.alpha", alpha or None)),
+    "network_alpha": Meaning(
+        float, lambda given, alpha: flag("lora.alpha", None if given.flags.dim_from_weights else alpha or None)
+    ),
     "network_args": Meaning(several="*"),
     "network_dropout": Meaning(float, refused="outputs of the added matrices are not dropped; leave it out"),
-    "network_weights": Meaning(refused="a published adapter is merged into its base first, and the run begins there"),
-    "dim_from_weights": Meaning(SWITCH, refused="give the rank of the file as --network_dim"),
+    "network_weights": Meaning(
+        str,
+        lambda _, path: flag("lora.init", None if path is None else absolute("--network_weights", path)),
+        told="the run starts with the change that the file means; theirs scales it by --network_alpha anew, unless "
+        "--dim_from_weights is given",
+    ),
+    "dim_from_weights": Meaning(SWITCH),
     "network_train_unet_only": Meaning(SWITCH),
     "network_train_text_encoder_only": Meaning(SWITCH, refused=_TEXT),
     "scale_weight_norms": Meaning(float, refused="norms of the added matrices are not bounded; leave it out"),
