@@ -87,11 +87,7 @@ def memory(
     passes, workspace = _pass(setup, traced, n, own, sums, min(n, bucket), held=gradients > 0)
     freed = gradients if setup.stage in (1, 2) else 0.0  # by the update, before a save or a validation
     fp32 = 0.0 if setup.offload else 4 * n * (share if setup.stage else 1.0)
-    copies = [
-        width * (n + setup.frozen_bytes / own) + setup.buffer_bytes
-        for width, is_made in ((own, validates), (4, draws))
-        if is_made
-    ]
+    copies = [_copied(setup, n, width) for width, is_made in ((own, validates), (4, draws)) if is_made]
     saved = (fp32 + moments) * (1.0 if setup.stage else share) + static["averages"]
     return Memory(
         weights=static["weights"],
@@ -107,6 +103,20 @@ def memory(
         save=max(saved - freed, 0.0) if on_cpu and saves else 0.0,
         validation=max(max(copies, default=0.0) - freed, 0.0),
     )
+
+
+def _copied(setup: Setup, n: int, width: int) -> float:
+    """Return the bytes of the averaged network in a dtype of this width; the frozen weights of a rank are not copied.
+
+    Args:
+        setup: of the run.
+        n: trained parameters.
+        width: bytes per element.
+    """
+    own = BYTES[setup.precision]
+    if setup.stage < 3 and width == own and setup.frozen_bytes:
+        return float(width * n)
+    return width * (n + setup.frozen_bytes / own) + setup.buffer_bytes
 
 
 def _kept_buckets(setup: Setup, n: int, own: int, sums: int, bucket: int) -> float:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastdiff.batch import Condition
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.console import log
-from fastdiff.models.build import Model
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.models.load import build_network, pretrained
 from fastdiff.parallel.fragments import Room, assemble
@@ -29,6 +28,7 @@ from fastdiff.sampling.pixels import may_be_pixels
 from fastdiff.sampling.solvers import grid_classes, sample
 from fastdiff.sampling.text import as_bytes, encode_prompts, repeated
 from fastdiff.training.callbacks.base import Callback, preempted
+from fastdiff.training.callbacks.shared_base import SharedBase, shares_base
 from fastdiff.training.memory.explanation import explaining_memory
 from fastdiff.training.state import TrainState
 from fastdiff.training.trackers.build import Trackers
@@ -210,7 +210,7 @@ def _path(state: TrainState) -> Path:
 
 def draw_together(
     state: TrainState,
-    model: Model,
+    model: nn.Module,
     condition: Condition,
     sampler: SamplerConfig,
     *,
@@ -266,10 +266,11 @@ def memory_beside_training(state: TrainState, *, halves: bool = False) -> Abstra
     return explaining_memory(state, "the averaged model beside the training", advice, halves=halves)
 
 
-def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Model:
-    """Return a plain copy of the model with the first EMA's weights, or the weights themselves if there is none.
+def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return the model with the first EMA's weights, or the weights themselves if there is none.
 
-    Called by all ranks; each gets the whole model, on its device. FastdiffError: on every rank, if one of them fails.
+    Called by all ranks; each gets the whole model, on its device: a copy, or its own frozen weights with an adapter
+    (``SharedBase``). FastdiffError: on every rank, if one of them fails.
     """
     flats = state.engine.flats
     averages = next(iter(state.ema.averages.values()), [flat.master for flat in flats])
@@ -283,7 +284,9 @@ def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> Mod
     room = state.world.on_all_ranks(reserve)
     weights = assemble(state.world, flats, averages, shapes, room)
 
-    def build() -> Model:
+    def build() -> nn.Module:
+        if shares_base(state, dtype):
+            return SharedBase(state.engine.module, weights)
         with memory_beside_training(state):
             return build_network(state.config, weights).to(device, dtype).eval()
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastdiff.checkpoint.power_function import in_words
 from fastdiff.checkpoint.weights import AS_TRAINED
@@ -31,7 +31,6 @@ from fastdiff.evaluation.validation_set import (
     spread,
 )
 from fastdiff.json_lines import Record
-from fastdiff.models.build import Model
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.progress import Every
 from fastdiff.training.callbacks.base import Callback
@@ -136,7 +135,7 @@ class ValidationLoss(Callback):
         state.world.on_rank0(lambda: self._write(state, losses))
 
     @torch.no_grad()
-    def _measure(self, state: TrainState, model: Model, batches: Sequence[Int64]) -> Tensor:
+    def _measure(self, state: TrainState, model: nn.Module, batches: Sequence[Int64]) -> Tensor:
         """Measure loss and squared error of x0 of the samples of these batches: ``[2, N]`` float64, 0 for the rest."""
         world = state.world
         found = torch.zeros(2, len(self._index), dtype=torch.float64, device=world.device)
