@@ -127,6 +127,8 @@ def test_our_names_in_the_answers_are_flags() -> None:
         "--format",
         "--flip",
         "--shuffle-tags",
+        "--caption-extension",
+        "--regularisation",
     }
     known |= {"--buckets", "--resolution", "--data.", "--pretrained", "--performance.no-recompute"}
     for tables in of_others._OF_RUN.values():
