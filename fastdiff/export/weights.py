@@ -15,7 +15,7 @@ from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.family import family_of
-from fastdiff.models.load import build_network, check_base, pretrained
+from fastdiff.models.load import build_network, check_base, pretrained, untrained
 from fastdiff.models.pipeline_files import readable
 
 Shapes = dict[str, tuple[int, ...]]
@@ -58,10 +58,23 @@ def exported_weights(
     chosen = select(saved, rate=ema, std=ema_std, raw=raw)
     trained: Shapes = {name: tuple(shape) for name, shape in saved.manifest["parameters"].items()}
     if not (config.lora.rank and merge):
-        return ExportedWeights(trained, chosen.read, chosen.description)
+        exported = ExportedWeights(trained, chosen.read, chosen.description)
+        return exported if config.lora.rank else _with_untrained(exported, config)
     check_base(config.pretrained, config.lora, saved.manifest.get("base"))
     shapes, base = _base(config)
-    return ExportedWeights(shapes, _merged(base, chosen.read, trained, config.lora), chosen.description)
+    merged = ExportedWeights(shapes, _merged(base, chosen.read, trained, config.lora), chosen.description)
+    return _with_untrained(merged, config)
+
+
+def _with_untrained(weights: ExportedWeights, config: RunConfig) -> ExportedWeights:
+    """Add what training does not change, if a library has the network with these names, as its files hold it."""
+    found = untrained(config) if family_of(config.model).library else {}
+    kept = {name: value for name, value in found.items() if name not in weights.shapes}
+    return replace(
+        weights,
+        shapes={**weights.shapes, **{name: tuple(value.shape) for name, value in kept.items()}},
+        read=lambda name: kept[name] if name in kept else weights.read(name),
+    )
 
 
 def published_weights(config: RunConfig) -> ExportedWeights:

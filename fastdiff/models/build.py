@@ -63,7 +63,8 @@ def load_model(
 
     Args:
         config: Shape of the network.
-        weights: Every parameter by name, without the buffers, which ``config`` determines.
+        weights: Every trained parameter by name. Buffers and unused parameters (``ModelFamily``) may be missing: they
+            are then those of a new network.
         recompute: As in ``build_model``.
         attention: As in ``build_model``.
         seed: Key of the dropout.
@@ -73,10 +74,10 @@ def load_model(
     """
     with torch.device("meta"):
         model = _new(config, recompute, attention, seed)
-    if buffers := family_of(config).buffers(config):
-        device = next(iter(weights.values())).device
-        buffers = {name: value.to(device) for name, value in buffers.items()}
-    model.load_state_dict({**weights, **buffers}, assign=True)
+    family, device = family_of(config), next(iter(weights.values())).device
+    kept = {**family.buffers(config), **family.unused(config)}
+    missing = {name: value.to(device) for name, value in kept.items() if name not in weights}
+    model.load_state_dict({**missing, **weights}, assign=True)
     return model
 
 

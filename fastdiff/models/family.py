@@ -97,7 +97,11 @@ class ModelFamily(Generic[C]):
     sampling_batch: int = 256
     """Default number of images per forward pass."""
     buffers: Callable[[C], dict[str, Tensor]] = lambda config: {}
-    """Buffers that the configuration determines, on the CPU; published files list them first."""
+    """Buffers that the configuration determines, on the CPU; published files list them first. Those of a pretrained
+    pipeline replace them."""
+    unused: Callable[[C], dict[str, Tensor]] = lambda config: {}
+    """Parameters of published files that change no output, as zeros. They are not trained, so weight decay moves none;
+    those of a pretrained pipeline replace them."""
     tables: Callable[[C], frozenset[str]] = lambda config: frozenset()
     """Names of further tensors of published files, which the network computes instead; ``check_published`` compares
     them."""

@@ -12,17 +12,19 @@ from torch import Tensor, nn
 
 from fastdiff.config.run import RunConfig
 from fastdiff.models.build import Model, build_model
-from fastdiff.models.family import family_of
 from fastdiff.models.lora import add_lora, quantized, quantized_layers
 
 Weights = Iterable[tuple[str, Tensor]]
 
 
-def adapted_without_base(config: RunConfig, trained: Mapping[str, Tensor] | None = None) -> Model:
+def adapted_without_base(
+    config: RunConfig, untrained: Mapping[str, Tensor], trained: Mapping[str, Tensor] | None = None
+) -> Model:
     """Build the network of a run with its adapter; its frozen parameters are views of one zero, fp32.
 
     Args:
         config: resolved configuration of the run, with LoRA.
+        untrained: the buffers, among others.
         trained: the added weights; None: initial ones.
 
     Raises:
@@ -35,9 +37,10 @@ def adapted_without_base(config: RunConfig, trained: Mapping[str, Tensor] | None
         )
     for name, parameter in list(model.named_parameters()):
         _set(model, name, torch.zeros(()).expand(parameter.shape))
-    for name, value in family_of(config.model).buffers(config.model).items():
-        parent, _, leaf = name.rpartition(".")
-        model.get_submodule(parent)._buffers[leaf] = value
+    for name, _ in list(model.named_buffers()):
+        if name in untrained:
+            parent, _, leaf = name.rpartition(".")
+            model.get_submodule(parent)._buffers[leaf] = untrained[name]
     add_lora(model, config.lora, seed=config.seed, weights=trained, quantize=False)
     return model
 

@@ -173,9 +173,9 @@ def build_network(
     lora = config.lora.rank > 0
     with _of_this_network():
         if weights is not None and not lora:
-            return load_model(config.model, weights, **options)  # type: ignore[arg-type]
+            return load_model(config.model, {**untrained(config), **weights}, **options)  # type: ignore[arg-type]
         if lora and config.pretrained.weights:
-            model = adapted_without_base(config, weights)
+            model = adapted_without_base(config, untrained(config), weights)
             fill(model, config, _published(config)[1], frozen)
             return model
         if config.pretrained.weights:
@@ -201,14 +201,14 @@ def build_on_meta(
 
     Returns:
         The network of ``build_network`` on the device ``meta``, and its parameters and buffers by name, fp32 on the
-        CPU; with ``shapes`` only the buffers, and what an adapter leaves frozen.
+        CPU; with ``shapes`` only what is not trained.
 
     Raises:
         ConfigError: the shapes, or the pretrained weights, belong to another network.
     """
     if config.lora.rank:
         with _of_this_network():
-            model = adapted_without_base(config)
+            model = adapted_without_base(config, untrained(config))
         return model, _checked(on_meta(model, _published(config)[1]))
     performance = config.performance
     deferred = build_deferred(
@@ -216,16 +216,16 @@ def build_on_meta(
     )
     if shapes is None and not config.pretrained.weights:
         return deferred.network, deferred.weights()
-    buffers = family_of(config.model).buffers(config.model)
     values: Iterator[tuple[str, Tensor]] = iter(())
     if shapes is not None:
         found = {name: torch.empty(*shape, device="meta") for name, shape in shapes.items()}
     else:
         found, values = _published(config)
+    kept = {name: value for name, value in untrained(config).items() if name not in found}
     with _of_this_network():
         # On meta it compares names and shapes, and copies nothing.
-        deferred.network.load_state_dict({name: value.to("meta") for name, value in {**found, **buffers}.items()})
-    return deferred.network, chain(values, buffers.items())
+        deferred.network.load_state_dict({name: value.to("meta") for name, value in {**found, **kept}.items()})
+    return deferred.network, chain(values, kept.items())
 
 
 @contextmanager
@@ -249,6 +249,16 @@ def _checked(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
 def null_label(network: ModelConfig) -> Tensor:
     """Return the label of the null class, ``[]`` int64."""
     return torch.tensor(network.classes)
+
+
+def untrained(config: RunConfig) -> dict[str, Tensor]:
+    """Return the buffers and the unused parameters of a network: those of its pretrained pipeline, or of a new one."""
+    family = family_of(config.model)
+    kept = {**family.buffers(config.model), **family.unused(config.model)}
+    if not kept or not config.pretrained.weights or config.pretrained.is_file:
+        return kept
+    pipeline = pretrained(config.pretrained)
+    return {**kept, **pipeline.tensors_named(pipeline.denoiser, tuple(kept))}
 
 
 def _published(config: RunConfig) -> tuple[dict[str, Tensor], Iterator[tuple[str, Tensor]]]:

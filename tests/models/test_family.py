@@ -111,6 +111,7 @@ def test_every_format_that_a_family_names_is_there() -> None:
         "flux2": ["diffusers", "lora", "lora-diffusers", "lora-native", "lora-kohya", "safetensors"],
         "z-image": ["diffusers", "lora", "lora-diffusers", "lora-native", "lora-kohya", "safetensors"],
         "qwen-image": ["diffusers", "lora", "lora-diffusers", "lora-native", "lora-kohya", "safetensors"],
+        "sd3": ["diffusers", "lora", "lora-diffusers", "lora-native", "lora-kohya", "safetensors"],
     }
     for kind, names in found.items():
         for name in names:

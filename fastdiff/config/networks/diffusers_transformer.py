@@ -26,13 +26,16 @@ class DiffusersTransformerConfig(ModelConfig):
     """Entry of each field with another name."""
     fixed: ClassVar[Mapping[str, Any]] = {}
     """Entries with one supported value each."""
+    from_zero: ClassVar[tuple[str, ...]] = ()
+    """Fields with numbers counted from 0; all others are above 0."""
     ignored: ClassVar[tuple[str, ...]] = ()
     """Entries that change nothing in the network."""
 
     def __post_init__(self) -> None:
         for name, value in self._entries().items():
-            numbers = [number for number in _numbers(value) if not 0 < number < math.inf]
-            require(not numbers, f"--model.{name} {value}: above 0")
+            least = 0 if name in self.from_zero else math.ulp(0)
+            numbers = [number for number in _numbers(value) if not least <= number < math.inf]
+            require(not numbers, f"--model.{name} {value}: {'at least' if least == 0 else 'above'} 0")
         require(
             self.size % self.smallest_factor == 0,
             f"--model.size {self.size} must be divisible by {self.smallest_factor}, the patch of {self.title}",

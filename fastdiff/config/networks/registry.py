@@ -32,6 +32,7 @@ _BUILT_IN = (
     "fastdiff.config.networks.flux2:Flux2Config",
     "fastdiff.config.networks.z_image:ZImageConfig",
     "fastdiff.config.networks.qwen_image:QwenImageConfig",
+    "fastdiff.config.networks.sd3:SD3Config",
 )
 ENTRY_POINTS: Group = "fastdiff.networks"
 """Group of the entry points (``module:CONFIGURATION``) of networks from other packages."""

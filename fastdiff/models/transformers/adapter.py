@@ -51,6 +51,8 @@ class DiffusersTransformer(BlockwiseModel, Generic[C]):
                 f"--performance.attention xformers: {config.title} calls torch's attention; use auto, cudnn or flash"
             )
         network = _class(config)(**config.to_diffusers())
+        for name in self.unused_names(config):
+            nn.init.zeros_(network.get_parameter(name).requires_grad_(False))
         self.config, self.recompute, self._attention = config, recompute, attention
         self._modules, self._parameters, self._buffers = network._modules, network._parameters, network._buffers
         self._non_persistent_buffers_set = network._non_persistent_buffers_set
@@ -66,6 +68,11 @@ class DiffusersTransformer(BlockwiseModel, Generic[C]):
         """Set the mode of training, in diffusers' instance as well."""
         self.__dict__["network"].training = mode
         return super().train(mode)
+
+    @staticmethod
+    def unused_names(config: C) -> tuple[str, ...]:
+        """Return the parameters that change no output: no engine trains them, so weight decay does not move them."""
+        return ()
 
     def choices(self, example: Tensor) -> Iterator[dispatch.Choice]:
         """Yield the choice of its attention; see ``fastdiff_kernels.dispatch.Explains``."""
@@ -100,6 +107,13 @@ def block_classes(network: Any) -> tuple[type[nn.Module], ...]:
     return tuple(sorted(found, key=lambda block: block.__name__))
 
 
+def unused(network: type[DiffusersTransformer[C]], config: C) -> dict[str, Tensor]:
+    """Return the parameters of a network that change no output, as zeros."""
+    with torch.device("meta"):
+        found = dict(network(config).named_parameters())
+    return {name: torch.zeros(found[name].shape) for name in network.unused_names(config)}
+
+
 def _by_position(block: type[nn.Module]) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
     """Return a hook before the forward of a block that moves keyword arguments into their positions."""
     _, *parameters = inspect.signature(block.forward).parameters.values()
@@ -126,7 +140,8 @@ class Cost:
 
     Args:
         network: class of the adapter.
-        inputs: names of the linear layers whose inputs need no gradient: those of latents, time and captions.
+        inputs: names of the linear layers, and convolutions of patches, whose inputs need no gradient: those of
+            latents, time and captions.
     """
 
     def __init__(self, network: type[DiffusersTransformer[Any]], inputs: tuple[str, ...]) -> None:
@@ -149,7 +164,7 @@ class Cost:
             of_inputs: list[float] = []
             for name in self._inputs:
                 network.get_submodule(name).register_forward_hook(
-                    lambda layer, _, out: of_inputs.append(float(layer.in_features * out.numel()))
+                    lambda layer, _, out: of_inputs.append(float(layer.weight[0].numel() * out.numel()))
                 )
             with FlopCounterMode(display=False) as counter:
                 network(noisy, torch.zeros(1), **condition)

@@ -14,7 +14,7 @@ from fastdiff.models.adapter_files.forms import ADAPTER_FORMATS
 from fastdiff.models.blockwise import run_block
 from fastdiff.models.family import ModelFamily
 from fastdiff.models.pipeline_settings import PipelineSettings, linear_mu
-from fastdiff.models.transformers.adapter import Cost, DiffusersTransformer
+from fastdiff.models.transformers.adapter import Cost, DiffusersTransformer, unused
 
 _THETA = 10000.0
 """Base of the rotary frequencies."""
@@ -49,6 +49,15 @@ class QwenImage(DiffusersTransformer[QwenImageConfig]):
                 )
             patches = self.proj_out(self.norm_out(picture, modulation)).transpose(1, 2)
         return F.pixel_shuffle(patches.unflatten(2, (height, width)), PATCH)
+
+    @staticmethod
+    def unused_names(config: QwenImageConfig) -> tuple[str, ...]:
+        """Return what the last block computes for the text after its attention, which is dropped, and its queries."""
+        layers = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+        names = [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
+        return tuple(
+            f"transformer_blocks.{config.num_layers - 1}.{name}" for name in (*names, "attn.norm_added_q.weight")
+        )
 
     def _turns_of_picture(self, noisy: Tensor, height: int, width: int) -> Tensor:
         """Return the rotary factors of the patches, ``[h * w, head_dim / 2]`` complex64: rows and columns centred."""
@@ -86,5 +95,6 @@ QWEN_IMAGE = ModelFamily(
     drawing=lambda config: PipelineSettings(
         steps=50, guidance=4.0, negative=" ", norm_patch=PATCH, mu=linear_mu, even_sigmas=True
     ),
+    unused=lambda config: unused(QwenImage, config),
     sampling_batch=4,
 )

@@ -1,6 +1,7 @@
 """Tiny pipelines of the families of diffusers' transformers, complete and with random weights."""
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ from transformers import Qwen3ForCausalLM, Qwen3Model
 from fastdiff.config.networks.diffusers_transformer import DiffusersTransformerConfig
 from fastdiff.models.pretrained.pipeline import Pretrained
 from tests.support.inputs.autoencoders import tiny_autoencoder
-from tests.support.inputs.text_pipelines import qwen3, qwen_vl
+from tests.support.inputs.text_pipelines import clip, qwen3, qwen_vl, t5
 from tests.support.references.transformer_families import FAMILIES
 
 _OF_TEMPLATE = 170
 """Tokens, one per character, between those that are dropped of Qwen-Image's template and the caption."""
-TOKENS = {"flux2": 40, "z-image": 40, "qwen-image": 40 + _OF_TEMPLATE}
-"""Of a caption of each tiny pipeline."""
+TOKENS = {"flux2": 40, "z-image": 40, "qwen-image": 40 + _OF_TEMPLATE, "sd3": 40}
+"""Of a caption of each tiny pipeline; Stable Diffusion 3: behind those of CLIP."""
 
 
 def _flux2(folder: Path, transformer: Any) -> Any:
@@ -59,7 +60,24 @@ def _qwen_image(folder: Path, transformer: Any) -> Any:
     )
 
 
-_BUILDERS: dict[str, Callable[[Path, Any], Any]] = {"flux2": _flux2, "z-image": _z_image, "qwen-image": _qwen_image}
+def _sd3(folder: Path, transformer: Any) -> Any:
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+
+    folder.mkdir(parents=True)
+    transformer.pos_embed.pos_embed /= 3  # published tables need not be that of the class
+    parts = [clip(folder), clip(folder), t5(transformer.config.joint_attention_dim)]
+    names = [f"{part}{number}" for number in ("", "_2", "_3") for part in ("text_encoder", "tokenizer")]
+    return StableDiffusion3Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=AutoencoderKL.from_pretrained(tiny_autoencoder(folder, "kl16")),
+        transformer=transformer,
+        **dict(zip(names, chain.from_iterable(parts), strict=True)),
+    )
+
+
+_BUILDERS: dict[str, Callable[[Path, Any], Any]] = {
+    "flux2": _flux2, "z-image": _z_image, "qwen-image": _qwen_image, "sd3": _sd3,
+}  # fmt: skip
 
 
 def family_pipeline(folder: Path, kind: str) -> Path:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastdiff.config.networks.diffusers_transformer import DiffusersTransformerConfig
 from fastdiff.config.networks.flux2 import Flux2Config
 from fastdiff.config.networks.qwen_image import QwenImageConfig
+from fastdiff.config.networks.sd3 import SD3Config
 from fastdiff.config.networks.z_image import ZImageConfig
 from fastdiff.models.build import Model, build_model
 
@@ -68,6 +69,13 @@ def qwen_image_step(
     return QwenImagePipeline._unpack_latents(out, 8 * height, 8 * width, 8)[:, :, 0], noise - latents
 
 
+def sd3_step(model: Any, latents: Tensor, noise: Tensor, sigma: Tensor, given: Conditions) -> tuple[Tensor, Tensor]:
+    """Maps and captions as they are; the time counts to 1000."""
+    noisy = (1 - sigma[:, None, None, None]) * latents + sigma[:, None, None, None] * noise
+    (out,) = model(noisy, given["context"], given["pooled"], 1000 * sigma, return_dict=False)
+    return out, noise - latents
+
+
 FAMILIES: dict[str, Family] = {
     "flux2": Family(
         config=Flux2Config(
@@ -89,6 +97,14 @@ FAMILIES: dict[str, Family] = {
             axes_dims_rope=(4, 6, 6), caption_tokens=12,
         ),
         step=qwen_image_step,
+    ),
+    "sd3": Family(
+        config=SD3Config(
+            channels=16, size=8, num_layers=3, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=96,
+            caption_projection_dim=32, pooled_projection_dim=64, pos_embed_max_size=8, dual_attention_layers=(0,),
+            caption_tokens=9,
+        ),
+        step=sd3_step,
     ),
 }  # fmt: skip
 
