@@ -35,6 +35,7 @@ from fastdiff.data.loading.training_set import (
     open_data,
     with_autoencoder,
     with_captions,
+    with_references,
 )
 from fastdiff.data.shards.usage import note_use
 from fastdiff.diffusion.objective import Objective
@@ -205,7 +206,7 @@ def _prepare(config: RunConfig, launch: Launch, world: World, stack: ExitStack) 
     is_new = world.on_rank0(lambda: not (folder / "checkpoints").exists())
     ops = _choose_backends(config, ds_config, world, None, stack) if is_new else ""
     reader, order = _open_data(config, world, stack)
-    config = world.on_rank0(lambda: with_autoencoder(with_captions(config, reader), reader))
+    config = world.on_rank0(lambda: with_autoencoder(with_captions(with_references(config, reader), reader), reader))
     world.on_rank0(lambda: _claim(folder, stack))
     ledger = stack.enter_context(start_ledger(folder, config.batch.samples, world))
     heartbeat = world.on_all_ranks(lambda: Heartbeat(folder, world.rank, launch.hang_timeout_s))

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fastdiff.conditions import padded_tokens
+from fastdiff.conditions import REFERENCE, padded_tokens
 from fastdiff.config.arguments.types import Parser
 from fastdiff.config.data_sets import DataSet, members_of, parse_sets
 from fastdiff.config.networks.registry import ModelConfig
@@ -142,6 +142,8 @@ def _decided(info: Any, model: ModelConfig) -> dict[str, int]:
             decided[field] = columns[column]["shape"][-1]
     if model.text_length and "context" in columns:
         decided[model.text_length] = padded_tokens(info.get("longest_caption"), columns["context"]["shape"][0])
+    if model.takes_references and REFERENCE in columns:
+        decided["references"] = columns[REFERENCE]["shape"][0]
     if any(type(value) is not int or value < 1 for value in decided.values()):
         raise ValueError(f"{decided}: expected positive whole numbers")
     return decided
@@ -150,7 +152,7 @@ def _decided(info: Any, model: ModelConfig) -> dict[str, int]:
 def _of_resumed(folder: Path, model: ModelConfig, *, patch: bool) -> dict[str, int]:
     """Return the values of the run in a folder that has a committed checkpoint; one without starts anew."""
     names = {"channels", "size", "classes", *model.text_fields.values(), *(["patch"] if patch else [])}
-    names |= {model.text_length} - {""}
+    names |= {model.text_length} - {""} | ({"references"} if model.takes_references else set())
     with suppress(*_UNREADABLE):
         if any((folder / "checkpoints").glob(_COMMITTED)):
             own = json.loads(read_inside(folder, "run.json", _LARGEST))["config"]["model"]

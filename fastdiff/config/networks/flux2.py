@@ -41,6 +41,8 @@ class Flux2Config(DiffusersTransformerConfig):
     """Added to variances in norms."""
     caption_tokens: int = 512
     """Length of a caption, by which operations are counted. It has no mask: padding is read as text is."""
+    references: int = 0
+    """Pictures that each picture refers to, as tokens behind its own; 0: as many as the data set has."""
 
     family: ClassVar[str] = "fastdiff.models.transformers.flux2:FLUX2"
     title: ClassVar[str] = "a Flux.2"
@@ -49,6 +51,8 @@ class Flux2Config(DiffusersTransformerConfig):
     diffusers_class: ClassVar[str] = "Flux2Transformer2DModel"
     text_fields: ClassVar[Mapping[str, str]] = {"context": "joint_attention_dim"}
     text_length: ClassVar[str] = "caption_tokens"
+    takes_references: ClassVar[bool] = True
+    undescribed: ClassVar[tuple[str, ...]] = (*DiffusersTransformerConfig.undescribed, "references")
     fixed: ClassVar[Mapping[str, Any]] = {"patch_size": 1, "out_channels": None, "guidance_embeds": False}
 
     @property
@@ -58,5 +62,8 @@ class Flux2Config(DiffusersTransformerConfig):
 
     @property
     def conditions(self) -> Mapping[str, Shape]:
-        """Embeddings of the tokens of the caption and of its padding."""
-        return {"context": (self.caption_tokens, self.joint_attention_dim)}
+        """Embeddings of the tokens of the caption and of its padding, and latents of references."""
+        found: dict[str, Shape] = {"context": (self.caption_tokens, self.joint_attention_dim)}
+        if self.references:
+            found["reference"] = self.references, self.channels, self.size, self.size
+        return found

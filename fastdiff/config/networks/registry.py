@@ -65,6 +65,8 @@ class ModelConfig:
     teacher_width: int = 0
     """Width of the class token of a teacher, which is noised and predicted beside the latents; 0: none. The condition
     teacher_token is then the noisy one, and the network returns a prediction of the latents and one of the token."""
+    references: int = 0
+    """Pictures that each picture refers to, whose latents are an input."""
 
     family: ClassVar[str]
     """``module:NAME`` of the network's ``fastdiff.models.family.ModelFamily``, imported on first use."""
@@ -92,6 +94,8 @@ class ModelConfig:
     """Arguments besides the prompt with which a pipeline of diffusers draws images of the size of the run, from prompts
     as its captions were read."""
 
+    takes_references: ClassVar[bool] = False
+    """Whether the network has a field ``references``, which may be any number."""
     text_fields: ClassVar[Mapping[str, str]] = {}
     """Field with the width of each caption embedding, by the name of the condition."""
     text_length: ClassVar[str] = ""

@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fastdiff.conditions import CAPTIONED, OF_IMAGE, Shape, fixed_sizes, of_source
+from fastdiff.conditions import CAPTIONED, OF_IMAGE, REFERENCE, Shape, fixed_sizes, of_source
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.presets import encode_command
 from fastdiff.config.run import RunConfig
@@ -131,6 +131,7 @@ def require_fit(network: ModelConfig, path: str, info: DatasetInfo) -> None:
     """Raise ConfigError unless the data set ``info`` of ``path`` has the latents and the conditions of the network."""
     _check_latents(network, path, info)
     _check_columns(network, path, info)
+    _check_references(network, path, info)
     if network.text_conditional:
         _check_conditions(network, path, info)
     else:
@@ -174,6 +175,16 @@ def _check_columns(network: ModelConfig, path: str, info: DatasetInfo) -> None:
             f"{address(path)} holds {_described({name: column.shape})}, the model takes {expected[0]}; "
             f"use --model.teacher_width {column.shape[0]}",
         )
+
+
+def _check_references(network: ModelConfig, path: str, info: DatasetInfo) -> None:
+    """Require as many references as the network takes, if that is known already."""
+    found = info.columns[REFERENCE].shape[0] if REFERENCE in info.columns else 0
+    require(
+        not network.references or network.references == found,
+        f"{address(path)} has {found or 'no'} references of each picture, the model takes {network.references}; encode "
+        "with --references, or use another --model.references",
+    )
 
 
 def _check_classes(network: ModelConfig, path: str, info: DatasetInfo) -> None:

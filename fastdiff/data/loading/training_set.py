@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from fastdiff.batch import Condition, from_stored
-from fastdiff.conditions import CONDITIONS
+from fastdiff.conditions import CONDITIONS, REFERENCE
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
@@ -83,6 +83,14 @@ def with_captions(config: RunConfig, data: Data) -> RunConfig:
     with suppress(*([DataError] if data.substitute else [])):  # a damaged sample has no caption to draw then
         found = data.captions([number * len(data) // wanted for number in range(wanted)])
     return replace(config, validation=replace(config.validation, prompts=tuple(dict.fromkeys(found))))
+
+
+def with_references(config: RunConfig, data: Data) -> RunConfig:
+    """Return the run whose network takes the references of its data, unless it says their number itself."""
+    column, model = data.info.columns.get(REFERENCE), config.model
+    if column is None or model.references or not model.takes_references:
+        return config
+    return replace(config, model=replace(model, references=column.shape[0]))  # type: ignore[call-arg]  # of these
 
 
 def with_autoencoder(config: RunConfig, data: Data) -> RunConfig:

@@ -1,5 +1,7 @@
 """Flux.2-klein: its inputs are tokens with four rotary ids each (image number, row, column, text position).
 
+Pictures that an edited one refers to are tokens behind its own, without noise, with the image numbers 10, 20, 30 and so
+on. They may have another height and width.
 Captions have no mask: a token of padding is read as text, so cached captions keep the padding of the encoder.
 """
 
@@ -15,34 +17,61 @@ from fastdiff.models.family import ModelFamily
 from fastdiff.models.pipeline_settings import PipelineSettings
 from fastdiff.models.transformers.adapter import Cost, DiffusersTransformer
 
+_BETWEEN_REFERENCES = 10
+"""Difference of the image numbers of two references."""
+
 
 class Flux2(DiffusersTransformer[Flux2Config]):
     """``Flux2Transformer2DModel`` on maps."""
 
-    def forward(self, noisy: Tensor, time: Tensor, context: Tensor) -> Tensor:
+    def forward(self, noisy: Tensor, time: Tensor, context: Tensor, reference: Tensor | None = None) -> Tensor:
         """Evaluate the network.
 
         Args:
             noisy: ``[B, C, H, W]``, any floating dtype; cast to the dtype of the weights.
             time: ``[B]`` noise levels, from 0 (the data) to 1.
             context: ``[B, L, joint_attention_dim]`` embeddings of the tokens of captions and padding.
+            reference: ``[B, N, C, h, w]`` latents of the pictures that each refers to; None: a picture from text alone.
 
         Returns:
             ``[B, C, H, W]`` velocity from data to noise, in the dtype of the weights.
         """
         height, width = noisy.shape[2:]
         dtype, length = self.x_embedder.weight.dtype, context.shape[1]
+        tokens, ids = _tokens(noisy), _ids(noisy.device, rows=height, columns=width)
+        if reference is not None:
+            pictures = reference.unbind(1)
+            tokens = torch.cat([tokens, *map(_tokens, pictures)], 1)
+            ids = torch.cat([ids, *(_ids_of_reference(number, each) for number, each in enumerate(pictures, 1))])
         with self.attending(noisy, length):
             velocity: Tensor = self.network(
-                hidden_states=noisy.to(dtype).flatten(2).transpose(1, 2),  # [B, C, H, W] -> [B, H * W, C]
+                hidden_states=tokens.to(dtype),
                 encoder_hidden_states=context.to(dtype),
                 timestep=time,
-                img_ids=_ids(noisy.device, rows=height, columns=width),
+                img_ids=ids,
                 txt_ids=_ids(noisy.device, text=length),
                 guidance=None,
                 return_dict=False,
             )[0]
-        return velocity.transpose(1, 2).reshape(noisy.shape)  # [B, H * W, C] -> [B, C, H, W]
+        # The first tokens are those of the picture: [B, H * W, C] -> [B, C, H, W]
+        return velocity[:, : height * width].transpose(1, 2).reshape(noisy.shape)
+
+    def tokens(self, size: torch.Size, caption: int) -> int:
+        """Return the length of the joint stream of a picture, its references and a caption."""
+        height, width = size
+        return (1 + self.config.references) * height * width + caption
+
+
+def _tokens(latents: Tensor) -> Tensor:
+    """``[B, C, H, W] -> [B, H * W, C]``."""
+    return latents.flatten(2).transpose(1, 2)
+
+
+def _ids_of_reference(number: int, latents: Tensor) -> Tensor:
+    """Return the rotary ids of reference ``number``, counted from 1."""
+    rows, columns = latents.shape[2:]
+    first = torch.tensor([_BETWEEN_REFERENCES * number, 0, 0, 0], device=latents.device)
+    return _ids(latents.device, rows=rows, columns=columns) + first
 
 
 def _ids(device: torch.device, *, rows: int = 1, columns: int = 1, text: int = 1) -> Tensor:

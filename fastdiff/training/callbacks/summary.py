@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 import torch
 
-from fastdiff.conditions import of_source
+from fastdiff.conditions import REFERENCE, of_source
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.config.networks.registry import ModelConfig
@@ -31,6 +31,8 @@ def announce(state: TrainState, launch: Launch, batches: Batches, chosen: str) -
         model, path = state.config.model, state.config.data.described
         if of_source("caption", state.reader.info.columns) and not model.text_conditional:
             log.warning(f"the captions of {path} are not read: {model.title} takes none; a PixArt does, for example")
+        if REFERENCE in state.reader.info.columns and not model.references:
+            log.warning(f"the references of {path} are not read: {model.title} takes none; a Flux.2 does, for example")
     record(state, launch)
 
 

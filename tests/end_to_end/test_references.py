@@ -1,0 +1,92 @@
+"""Training of an edit model on pictures with references: Flux.2-klein, from files to a run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdiff.config.networks.flux2 import Flux2Config
+from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
+from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.data import ValidationConfig
+from fastdiff.config.sections.objective import FlowConfig
+from fastdiff.errors import ConfigError
+from fastdiff.models.pretrained.pipeline import Pretrained
+from fastdiff.parallel.world import World
+from tests.support.forked import forked_ranks, values
+from tests.support.inputs.encoding import captioned, encode, picture
+from tests.support.inputs.family_pipelines import TOKENS, family_pipeline, network_in
+from tests.support.references.transformer_families import FAMILIES
+from tests.support.runs import launch, tiny, train_losses
+
+COUNT, STEPS = 6, 4
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return family_pipeline(tmp_path_factory.mktemp("pipelines") / "flux2", "flux2")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, pipeline: Path) -> dict[str, Path]:
+    """Data sets with two references of each picture, with others, and with none."""
+    folder = tmp_path_factory.mktemp("data")
+    side = 8 * Pretrained(str(pipeline)).latent_space.factor
+    after = captioned(folder / "after", [f"edit {number}" for number in range(COUNT)], [(side, side)] * COUNT)
+    options: dict[str, Any] = {"resolution": side, "max_tokens": TOKENS["flux2"]}
+    encode(after, folder / "none", pipeline, **options)
+    for name, first in (("two", 100), ("others", 200)):
+        (before := folder / f"before-{name}").mkdir()
+        for number in range(COUNT):
+            for which in range(2):
+                picture(first + 10 * number + which, (side, side)).save(before / f"{number:03d}_{which}.png")
+        encode(after, folder / name, pipeline, references=str(before), **options)
+    return {name: folder / name for name in ("none", "two", "others")}
+
+
+def run_of(pipeline: Path, data: Path, folder: Path, **changes: Any) -> RunConfig:
+    network = network_in(pipeline).completed(FAMILIES["flux2"].config)
+    options = {
+        "objective": FlowConfig(convention="repa", condition_dropout=0.5),
+        "model": network,
+        "pretrained": PretrainedConfig(path=str(pipeline), weights=True, max_tokens=TOKENS["flux2"]),
+        "samples": 4 * STEPS,
+        "batch": BatchConfig(samples=4, micro=2),
+        "optim__lr": 1e-3,
+    }
+    return tiny(data, folder, **options | changes)
+
+
+def test_a_run_reads_the_references_of_its_data(
+    tmp_path: Path, world: World, pipeline: Path, data: dict[str, Path]
+) -> None:
+    """As many as there are, on any number of ranks and for a LoRA; other references are another training."""
+    losses = {
+        name: train_losses(world, run_of(pipeline, path, tmp_path / name), launch(0)) for name, path in data.items()
+    }
+    records = {name: json.loads((tmp_path / name / "run.json").read_text()) for name in data}
+    assert {name: each["config"]["model"]["references"] for name, each in records.items()} == {
+        "none": 0, "two": 2, "others": 2,
+    }  # fmt: skip
+    for one, other in (("two", "none"), ("two", "others")):
+        assert losses[one][0] != pytest.approx(losses[other][0], rel=3e-6)
+    shared = values(forked_ranks(train_losses, run_of(pipeline, data["two"], tmp_path / "ranks"), launch()))[0]
+    assert shared == pytest.approx(losses["two"], rel=2e-6)
+    adapted = run_of(pipeline, data["two"], tmp_path / "lora", lora=LoraConfig(rank=2), performance__recompute=True)
+    assert train_losses(world, adapted, launch(0))[0] == pytest.approx(losses["two"][0], rel=2e-6)
+
+
+def test_references_that_do_not_fit_are_refused_or_told(
+    tmp_path: Path, world: World, pipeline: Path, data: dict[str, Path]
+) -> None:
+    plain = run_of(pipeline, data["two"], tmp_path / "three")
+    assert isinstance(plain.model, Flux2Config)
+    three = replace(plain, model=replace(plain.model, references=3))
+    with pytest.raises(ConfigError, match="has 2 references of each picture, the model takes 3"):
+        train_losses(world, three, launch(0))
+    held_out = ValidationConfig(data=str(data["none"]), every=1)
+    with pytest.raises(ConfigError, match="has no references of each picture, the model takes 2"):
+        train_losses(world, run_of(pipeline, data["two"], tmp_path / "held-out", validation=held_out), launch(0))
