@@ -17,7 +17,7 @@ from tests.support.inputs.images import encode, natural
 KLEIN, Z_IMAGE, SD3, QWEN = (
     f"train_dreambooth_lora_{name}" for name in ("flux2_klein", "z_image", "sd3", "qwen_image")
 )
-OF_FAMILIES = {KLEIN: ("flux2", "repa"), Z_IMAGE: ("z-image", "sit"), QWEN: ("qwen-image", "repa")}
+OF_FAMILIES = {KLEIN: ("flux2", "repa"), Z_IMAGE: ("z-image", "sit"), QWEN: ("qwen-image", "repa"), SD3: ("sd3", "sd3")}
 BASE = "--pretrained_model_name_or_path some/pipeline --instance_data_dir dog --instance_prompt 'a photo of sks dog'"
 
 
@@ -53,11 +53,11 @@ def test_the_defaults_of_the_script_are_those_of_the_run(script: str) -> None:
     )  # fmt: skip
     assert (config.lora.rank, config.lora.numerator, config.lora.quantize) == (4, 4, "none")
     assert (config.timesteps.density, config.objective.weighting) == (
-        "uniform", "none",
+        "logit_normal" if script == SD3 else "uniform", "none",
     )  # fmt: skip
     assert (config.timesteps.shift, config.objective.condition_dropout) == ("pipeline", 0.0)
     assert (config.performance.precision, config.performance.recompute, config.ema.rates) == ("fp32", False, ())
-    assert config.pretrained.max_tokens == {QWEN: 512}.get(script)
+    assert config.pretrained.max_tokens == {SD3: 77, QWEN: 512}.get(script)
     assert not config.validation.draws_prompts
     assert "without --center_crop" in notes
 
@@ -110,6 +110,8 @@ def test_the_flags_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (KLEIN, "--weighting_scheme mode --mode_scale 1", "mode", "none"),
         (KLEIN, "--weighting_scheme sigma_sqrt", "uniform", "sigma_sqrt"),
         (Z_IMAGE, "--weighting_scheme cosmap", "uniform", "cosmap"),
+        (SD3, "--weighting_scheme sigma_sqrt", "uniform", "none"),
+        (SD3, "--weighting_scheme sigma_sqrt --precondition_outputs 0", "uniform", "sigma_sqrt"),
     ],
 )
 def test_weightings(script: str, flags: str, density: str, weighting: str) -> None:
@@ -144,6 +146,8 @@ def test_prior_preservation() -> None:
     ("script", "flags", "words"),
     [
         (KLEIN, "", ("--text_encoder_out_layers 10 20 30, the default of theirs", "9 18 27")),
+        (SD3, "", ("--precondition_outputs 1, the default of theirs", "sigma^2 times")),
+        (SD3, "--cache_latents --dataset_name a/b --caption_column text", ("beside captions of other pictures",)),
         (Z_IMAGE, "", ("grows until the memory is full",)),
         (Z_IMAGE, "--optimizer Sophia", ("--optimizer Sophia: theirs does not know it either, and takes AdamW",)),
     ],
@@ -159,6 +163,13 @@ def test_what_is_right_is_not_told() -> None:
     _, notes = run_of(KLEIN, "--max_train_steps 9 --text_encoder_out_layers 9 18 27 --center_crop")
     assert "--text_encoder_out_layers" not in notes
     assert "--center_crop" not in notes
+    _, notes = run_of(SD3, "--max_train_steps 9 --precondition_outputs 0")
+    assert "--precondition_outputs" not in notes
+
+
+def test_blocks_of_sd3() -> None:
+    config, _ = run_of(SD3, "--max_train_steps 9 --lora_blocks 2,5 --lora_layers attn.to_k")
+    assert config.lora.targets == ("transformer_blocks.2.attn.to_k", "transformer_blocks.5.attn.to_k")
 
 
 @pytest.mark.parametrize(
@@ -173,6 +184,9 @@ def test_what_is_right_is_not_told() -> None:
         (KLEIN, "--aspect_ratio_buckets '672,1568'", "--aspect_ratio_buckets: the sizes of buckets follow"),
         (KLEIN, "--bnb_quantization_config_path none.json", "none.json cannot be read"),
         (KLEIN, "--lr_scheduler polynomial --lr_power 2", "--lr_power 2: schedules have the value 1 here"),
+        (SD3, "--train_text_encoder", "--train_text_encoder: text encoders are not trained here"),
+        (SD3, "--lora_blocks all", "--lora_blocks all: expected numbers of blocks"),
+        (SD3, "--weighting_scheme none", "invalid choice"),
     ],
 )
 def test_untranslatable_flags_are_refused(script: str, flags: str, message: str) -> None:

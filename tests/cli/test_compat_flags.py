@@ -31,6 +31,7 @@ BARE = {
     "train_text_to_image_lora_sdxl": T2I,
     "train_dreambooth_lora_flux2_klein": DREAMBOOTH,
     "train_dreambooth_lora_z_image": DREAMBOOTH,
+    "train_dreambooth_lora_sd3": DREAMBOOTH,
     "train_dreambooth_lora_qwen_image": DREAMBOOTH,
     "sdxl_train_network": [*KOHYA, "--network_module", "networks.lora", "--network_train_unet_only"],
     "sdxl_train": KOHYA,
@@ -40,7 +41,10 @@ _PRIOR = ["--with_prior_preservation", "--class_data_dir", "dogs", "--class_prom
 OTHERWISE = {
     "train_dreambooth_lora_flux2_klein": [*_PRIOR, "--weighting_scheme", "logit_normal"],
     "train_dreambooth_lora_z_image": [*_PRIOR, "--weighting_scheme", "mode"],
+    "train_dreambooth_lora_sd3": [*_PRIOR, "--lr_scheduler", "polynomial"],
     "train_dreambooth_lora_qwen_image": [*_PRIOR, "--lr_scheduler", "cosine_with_restarts"],
+    "sdxl_train_network": ["--enable_bucket", "--shuffle_caption", "--lr_scheduler", "polynomial"],
+    "sdxl_train": ["--caption_dropout_rate", "0.1", "--lr_scheduler", "cosine_with_restarts", "--deepspeed"],
     "train_text_to_image_sdxl": ["--timestep_bias_strategy", "range", "--timestep_bias_multiplier", "2"],
 }
 """Flags beside which more of the others have an effect."""

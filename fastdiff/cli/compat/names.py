@@ -7,6 +7,7 @@ TITLES = {
     "train_text_to_image_lora_sdxl": "diffusers' train_text_to_image_lora_sdxl.py",
     "train_dreambooth_lora_flux2_klein": "diffusers' train_dreambooth_lora_flux2_klein.py",
     "train_dreambooth_lora_z_image": "diffusers' train_dreambooth_lora_z_image.py",
+    "train_dreambooth_lora_sd3": "diffusers' train_dreambooth_lora_sd3.py",
     "train_dreambooth_lora_qwen_image": "diffusers' train_dreambooth_lora_qwen_image.py",
     "sdxl_train_network": "sdxl_train_network.py of kohya's sd-scripts",
     "sdxl_train": "sdxl_train.py of kohya's sd-scripts",

@@ -11,6 +11,7 @@ from fastdiff.cli.compat import dit, iddpm
 from fastdiff.cli.compat.diffusers.flux2_klein import FLUX2_KLEIN
 from fastdiff.cli.compat.diffusers.qwen_image import QWEN_IMAGE
 from fastdiff.cli.compat.diffusers.script import DiffusersScript
+from fastdiff.cli.compat.diffusers.sd3 import SD3
 from fastdiff.cli.compat.diffusers.text_to_image import OF_OTHERS, TEXT_TO_IMAGE, TEXT_TO_IMAGE_LORA
 from fastdiff.cli.compat.diffusers.text_to_image_sdxl import SDXL, SDXL_LORA
 from fastdiff.cli.compat.diffusers.z_image import Z_IMAGE
@@ -53,6 +54,7 @@ SCRIPTS = {
     "train_text_to_image_lora_sdxl": _of_diffusers(SDXL_LORA),
     "train_dreambooth_lora_flux2_klein": _of_diffusers(FLUX2_KLEIN),
     "train_dreambooth_lora_z_image": _of_diffusers(Z_IMAGE),
+    "train_dreambooth_lora_sd3": _of_diffusers(SD3),
     "train_dreambooth_lora_qwen_image": _of_diffusers(QWEN_IMAGE),
     "sdxl_train_network": _of_kohya(SDXL_NETWORK),
     "sdxl_train": _of_kohya(SDXL_FULL),

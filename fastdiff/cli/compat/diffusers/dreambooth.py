@@ -367,6 +367,7 @@ def dreambooth(
     *,
     posterior: str,
     tokens: int,
+    network: list[str] | None = None,
     own: Mapping[str, Meaning] | None = None,
     notes: tuple[str, ...] = (),
     more: Callable[[Given], list[Note]] = lambda _: [],
@@ -374,11 +375,12 @@ def dreambooth(
     """Return the record of a script.
 
     Args:
-        preset: the preset of its family.
+        preset: the preset of its family, or of one that is trained alike.
         project: its name in trackers.
         defaults: of its flags.
         posterior: what it takes of a posterior.
         tokens: tokens of a caption that the pipeline reads.
+        network: words of the network, if the preset has another.
         own: meanings of its flags that others do not have.
         notes: differences of every run.
         more: differences that depend on its flags.
@@ -387,7 +389,13 @@ def dreambooth(
     return DreamBoothScript(
         defaults=defaults,
         own=MEANINGS | dict(own or {}),
-        always=(flag("preset", preset), flag("validation.captions", 0), flag("output.project", project), undropped),
+        always=(
+            flag("preset", preset),
+            network or [],
+            flag("validation.captions", 0),
+            flag("output.project", project),
+            undropped,
+        ),
         export="lora",
         notes=notes,
         differences=lambda given: [*differences(given), *more(given)],
