@@ -3,6 +3,7 @@
 import os
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from fastdiff.config.data_sets import read_list, write_list
 from fastdiff.console import show
 from fastdiff.data.encoding.images import encode_images
 from fastdiff.data.encoding.options import EncodeOptions
+from fastdiff.data.encoding.statistics import MEASURED
 from fastdiff.data.kohya.parts import Parts
-from fastdiff.data.shards.format import INFO_FILE
+from fastdiff.data.shards.format import INFO_FILE, DatasetInfo
 from fastdiff.errors import ConfigError, StorageError, remedy
 from fastdiff.parallel.launcher import place_in_any_job
 
@@ -19,7 +21,8 @@ from fastdiff.parallel.launcher import place_in_any_job
 def encode_several(found: Parts, options: Mapping[str, Any], say: Callable[[str], None] = show) -> None:
     """Encode each data set into a folder of its own in OUT, and list them in ``sets.json`` at the end.
 
-    As ``encode_images``, it is called by any number of processes, and resumes.
+    As ``encode_images``, it is called by any number of processes, and resumes. Statistics of latents that are measured
+    are those of the first data set, so that all have the same.
 
     Args:
         found: the data sets.
@@ -32,6 +35,8 @@ def encode_several(found: Parts, options: Mapping[str, Any], say: Callable[[str]
         StorageError: as ``encode_images``.
         Preempted: as ``encode_images``.
     """
+    if options.get("max_samples") is not None:
+        raise ConfigError("--max-samples: the source is several data sets, of which none is the first; leave it out")
     out, is_first = Path(options["out"]), place_in_any_job().rank == 0
     if (out / INFO_FILE).exists():
         raise ConfigError(f"{out} already holds a data set; choose another folder, or delete this one")
@@ -45,11 +50,14 @@ def encode_several(found: Parts, options: Mapping[str, Any], say: Callable[[str]
     ]
     for line in found.told if is_first else ():
         say(line)
-    for part, own in zip(found.parts, each, strict=True):
+    measured: dict[str, Any] = {}
+    for part, options_of_part in zip(found.parts, each, strict=True):
+        own = replace(options_of_part, **measured)
         if is_first:
             what = "regularisation, " if part.listed.regularisation else ""
             say(f"{own.out}: {what}{part.listed.repeats} x {own.source}")
         encode_images(own, say)
+        measured = measured or _measured(own.out)
     try:
         write_list(out, [part.listed for part in found.parts])
     except OSError as error:
@@ -57,3 +65,9 @@ def encode_several(found: Parts, options: Mapping[str, Any], say: Callable[[str]
     if is_first:
         sets = len(read_list(str(out)))
         say(f"{out} is complete: {sets} data sets; train on all with `{shlex.join(['--data.path', str(out)])}`")
+
+
+def _measured(folder: Path) -> dict[str, Any]:
+    """Return the option of the further data sets if the statistics of this one were measured."""
+    was = DatasetInfo.read(folder).provenance.statistics.startswith(MEASURED)
+    return {"statistics": str(folder)} if was else {}

@@ -211,3 +211,14 @@ def test_a_killed_encode_of_several_is_not_taken_for_complete(photos: Path, pipe
     assert not (out / "sets.json").exists()
     encode_several(found, options)
     assert [each.per_epoch for each in joined(out).sets] == [30, 4]
+
+
+def test_measured_statistics_are_those_of_the_first_data_set(photos: Path, pipeline: str, tmp_path: Path) -> None:
+    """Own ones for each would give the same latents other values."""
+    out = tmp_path / "out"
+    command = f"encode {photos} {out} --pretrained {pipeline} --resolution 32"
+    main([*command.split(), "--statistics", "measured"])
+    one, other = (DatasetInfo.read(out / name) for name in ("10_sks dog", "2_sks cat"))
+    assert one.normalisation == other.normalisation == joined(out).normalisation
+    assert other.provenance.statistics == f"per channel, of {out / '10_sks dog'}"
+    assert main([*command.split(), "--max-samples", "3"]) == 2
