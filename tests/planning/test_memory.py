@@ -17,14 +17,18 @@ from safetensors.torch import save_file
 
 from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.flux2 import Flux2Config
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
+from fastdiff.config.networks.qwen_image import QwenImageConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.unet import UNetConfig
+from fastdiff.config.networks.z_image import ZImageConfig
 from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.config.sections.ema import EmaConfig
+from fastdiff.config.sections.objective import DdpmConfig, FlowConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.models.build import build_model
@@ -48,10 +52,26 @@ UNET = UNetConfig(
     layers_per_block=1, cross_attention_dim=128,
 )  # fmt: skip
 ADM = AdmConfig(size=32, width=96, channel_mult=(1, 2, 4), res_blocks=1, attention_resolutions=(8,), classes=10)
+FLUX2 = Flux2Config(
+    channels=16, size=16, num_layers=2, num_single_layers=4, attention_head_dim=64, num_attention_heads=6,
+    joint_attention_dim=128, axes_dims_rope=(16, 16, 16, 16), caption_tokens=64,
+)  # fmt: skip
+Z_IMAGE = ZImageConfig(
+    channels=16, size=32, dim=384, n_layers=6, n_refiner_layers=1, n_heads=6, n_kv_heads=6, cap_feat_dim=128,
+    axes_dims=(16, 24, 24), axes_lens=(128, 64, 64), caption_tokens=64,
+)  # fmt: skip
+QWEN_IMAGE = QwenImageConfig(
+    size=32, num_layers=4, attention_head_dim=64, num_attention_heads=6, joint_attention_dim=128,
+    axes_dims_rope=(16, 24, 24), caption_tokens=64,
+)  # fmt: skip
+ADAPTER = LoraConfig(rank=8)
 TINY: dict[str, ModelConfig] = {
     "dit": replace(DIT, depth=1, hidden=48),
     "unet": replace(UNET, block_out_channels=(32, 32, 32)),
     "adm": replace(ADM, width=32),
+    "flux2": replace(FLUX2, num_layers=1, num_single_layers=1, num_attention_heads=1),
+    "z-image": replace(Z_IMAGE, n_layers=1, dim=64, n_heads=1, n_kv_heads=1),
+    "qwen-image": replace(QWEN_IMAGE, num_layers=1, num_attention_heads=1),
 }
 BASE = "base.safetensors"
 _MMAP_THRESHOLD = -3
@@ -77,12 +97,14 @@ class Case:
         return f"{self.model.kind}, ZeRO-{self.stage}, {self.ranks} ranks, {self.precision}, {optimizer}"
 
     def config(self, data: Path, folder: Path) -> RunConfig:
-        samples = self.micro * self.ranks * self.accumulation
+        samples, convention = self.micro * self.ranks * self.accumulation, self.model.flow_convention
+        objective = DdpmConfig() if convention is None else FlowConfig(convention=convention)
         return RunConfig(
             samples=2 * samples,
             model=self.model,
             lora=self.lora,
             pretrained=PretrainedConfig(path=str(data / BASE), weights=True) if self.lora.rank else PretrainedConfig(),
+            objective=objective,
             data=DataConfig(path=str(data), loader="prefetch"),
             batch=BatchConfig(samples=samples, micro=self.micro),
             optim=AdamWConfig(name=self.optimizer),  # type: ignore[arg-type]
@@ -100,6 +122,11 @@ OFTEN = (Case(DIT, 2, 2, "fp32", "adamw", recompute=True),)
 CASES = (
     *OFTEN,
     Case(WIDE, 0, 1, "fp32", "adamw", micro=4, lora=LoraConfig(rank=8)),
+    *(
+        Case(model, 0, 1, "fp32", "adamw", micro=4, lora=ADAPTER, recompute=True)
+        for model in (FLUX2, Z_IMAGE, QWEN_IMAGE)
+    ),
+    *(Case(model, 3, 2, "bf16", "adamw", micro=4) for model in (FLUX2, Z_IMAGE, QWEN_IMAGE)),
     Case(DIT, 0, 1, "fp32", "adamw"),
     Case(UNET, 3, 2, "fp32", "adamw", micro=8),
     Case(DIT, 0, 2, "bf16", "adamw8bit", accumulation=2),

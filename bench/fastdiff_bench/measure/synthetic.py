@@ -4,9 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fastdiff.conditions import image_conditions, of_source
+from fastdiff.conditions import MASKS, image_conditions, of_source
 from fastdiff.config.networks.registry import ModelConfig
-from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.data.encoding.builtin import encode_synthetic, versions
 from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance, condition_columns
 from fastdiff.data.shards.reader import Arrays
@@ -20,10 +19,10 @@ _SHARD = 256
 def write(folder: Path, model: ModelConfig, samples: int, *, seed: int = 0) -> Path:
     """Write a data set for a model and return its folder.
 
-    A UNet gets posteriors (mean and deviation) with a text embedding each, in 16 bits, as ``fastdiff encode`` stores
-    them; another network gets normal latents with random classes.
+    A text-conditional network gets posteriors (mean and deviation) with the embeddings of a caption of full length
+    each, in 16 bits, as ``fastdiff encode`` stores them; another one gets normal latents with random classes.
     """
-    if isinstance(model, UNetConfig):
+    if model.text_conditional:
         _write_captioned(folder, model, samples, seed)
     else:
         shape = (model.channels, model.size, model.size)
@@ -31,7 +30,7 @@ def write(folder: Path, model: ModelConfig, samples: int, *, seed: int = 0) -> P
     return folder
 
 
-def _write_captioned(folder: Path, model: UNetConfig, samples: int, seed: int) -> None:
+def _write_captioned(folder: Path, model: ModelConfig, samples: int, seed: int) -> None:
     channels = model.channels
     text = {name: model.conditions[name] for name in of_source("caption", model.conditions)}
     square = 8 * model.size, 8 * model.size
@@ -44,13 +43,15 @@ def _write_captioned(folder: Path, model: UNetConfig, samples: int, seed: int) -
         provenance=Provenance(source=f"synthetic, seed {seed}", transform="none", versions=versions()),
         kind="posterior",
     )
-    null = {name: np.zeros(shape, np.float16) for name, shape in text.items()}
+    masks = {name: np.ones(shape, np.uint8) for name, shape in text.items() if name in MASKS}
+    text = {name: shape for name, shape in text.items() if name not in MASKS}
+    null = {name: np.zeros(shape, np.float16) for name, shape in text.items()} | masks
     sizes = {name: np.array(values, np.float32) for name, values in of_image.items()}
     generator = np.random.default_rng(seed)
     with ShardWriter(folder, template, samples_per_shard=_SHARD, null=null) as writer:
         for number in range(samples):
             latent = generator.standard_normal((2 * channels, model.size, model.size), np.float32)
             latent[channels:] = 0.1
-            arrays: Arrays = {"latent": (latent / _SCALE).astype(np.float16), **sizes}
+            arrays: Arrays = {"latent": (latent / _SCALE).astype(np.float16), **sizes, **masks}
             arrays |= {n: generator.standard_normal(shape, np.float32).astype(np.float16) for n, shape in text.items()}
             writer.add(f"{number:09d}", arrays)
