@@ -1,11 +1,12 @@
-"""The programs change every layer by what the adapter says: diffusers as it runs, ComfyUI by its rules.
+"""The programs change every layer by what the adapter says: diffusers as it runs, ComfyUI and kohya by their rules.
 
-ComfyUI's rules are stated again here from what it does: ``model_lora_keys_unet`` (comfy/lora.py at ec93dca), the tables
-of comfy/utils.py at 09708ea and ``LoRAAdapter`` (comfy/weight_adapter/lora.py at 6f98b15).
+The rules are stated again here from what the programs do. ComfyUI: ``model_lora_keys_unet`` (comfy/lora.py at ec93dca),
+the tables of comfy/utils.py at 09708ea, ``LoRAAdapter`` (comfy/weight_adapter/lora.py at 6f98b15). kohya:
+``create_network_from_weights``, for the blocks that it names (sd-scripts at 48d368f, musubi-tuner at 2a1eac8).
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from fastdiff.models.adapter_files import forms
 from fastdiff.models.adapter_files.forms import Form, metadata_of, tensors_of
 from fastdiff.models.adapter_files.low_rank import LowRank
 from fastdiff.models.adapter_files.native_names import NamedNetwork
-from fastdiff.models.adapter_files.readers import COMFYUI, DIFFUSERS_READER, Reader
+from fastdiff.models.adapter_files.readers import COMFYUI, DIFFUSERS_READER, KOHYA_READER, Reader
 from tests.support.inputs import tiny_transformers as tiny
 
 RANK, ALPHA = 4, 2.0
@@ -153,12 +154,31 @@ def _target_of(layer: str, rows: str) -> Iterator[Target]:
             return
 
 
-def in_comfyui(kind: str, names: NamedNetwork, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], set[str]]:
-    """What ComfyUI adds to each of its weights, and the tensors that it does not know."""
+KOHYA_BLOCKS = {
+    "sd15": r"(down|mid|up)_block.*\.(attentions|resnets|downsamplers|upsamplers)\..*",
+    "sdxl": r"(?!input_blocks\.0\.)(input_blocks|middle_block|output_blocks)\..*",
+    "SD3Transformer2DModel": r"joint_blocks\..*|(context|t|x|y)_embedder\b.*|final_layer\..*",
+    "Flux2Transformer2DModel": r"(double|single)_blocks\..*",
+    "QwenImageTransformer2DModel": r"transformer_blocks\..*",
+}
+"""Layers of which kohya's scripts make a LoRA, by the names in their networks: that of SD 1.5 has diffusers' names."""
+
+
+def known_to_kohya(kind: str, names: NamedNetwork) -> dict[str, Target]:
+    """kohya's names of layers, with the weight of its network."""
+    own = {native.parts[0] if kind == "sd15" else native.name: Target(native.name) for native in names.natives}
+    adapted = {layer: target for layer, target in own.items() if re.fullmatch(KOHYA_BLOCKS[kind], layer)}
+    return {f"lora_unet_{layer.replace('.', '_')}": target for layer, target in adapted.items()}
+
+
+def changed(
+    names: NamedNetwork, known: Mapping[str, Target], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], set[str]]:
+    """What a program adds to each weight of its network, and the tensors that it does not know."""
     endings = (".lora_up.weight", ".lora_down.weight"), (".lora_B.weight", ".lora_A.weight")
     zeros = {layer: torch.zeros(shape) for layer, shape in names.layers.items()}
     found, unknown = tiny.in_native_layout(names, zeros), set(tensors)
-    for key, target in known_to_comfyui(kind, names).items():
+    for key, target in known.items():
         for up, down in endings:
             if key + up not in tensors:
                 continue
@@ -173,11 +193,22 @@ def in_comfyui(kind: str, names: NamedNetwork, tensors: Mapping[str, Tensor]) ->
 
 @pytest.mark.parametrize(("kind", "form"), cases(COMFYUI))
 def test_comfyui_changes_all_layers_but_those_of_its_row(kind: str, form: str) -> None:
+    require_changes(COMFYUI, kind, form, known_to_comfyui)
+
+
+@pytest.mark.parametrize(("kind", "form"), cases(KOHYA_READER))
+def test_kohyas_scripts_change_all_layers_but_those_of_their_row(kind: str, form: str) -> None:
+    require_changes(KOHYA_READER, kind, form, known_to_kohya)
+
+
+def require_changes(
+    reader: Reader, kind: str, form: str, known: Callable[[str, NamedNetwork], Mapping[str, Target]]
+) -> None:
     names = tiny.network(kind)
     changes = tiny.adapter(names, RANK, ALPHA)
-    found, unknown = in_comfyui(kind, names, file_of(FORMS[form], names, changes))
-    dropped = COMFYUI.dropped(FORMS[form], names.diffusers_class, list(changes))
-    assert len(unknown) == 2 * len(dropped)
+    found, unknown = changed(names, known(kind, names), file_of(FORMS[form], names, changes))
+    dropped = reader.dropped(FORMS[form], names.diffusers_class, list(changes))
+    assert len(unknown) == (3 if FORMS[form].alpha else 2) * len(dropped)
     kept = {layer: change.change() for layer, change in changes.items() if layer not in dropped}
     nothing = {layer: torch.zeros(names.layers[layer]) for layer in dropped}
     for layer, expected in tiny.in_native_layout(names, kept | nothing).items():
