@@ -99,7 +99,8 @@ def _difference(  # type: ignore[no-untyped-def]
 @jit
 def _of_pixels(mask_ptr, row, index, segment, element, mask):  # type: ignore[no-untyped-def]
     """fp32 weights of the pixels of a block within one channel: segment ``index`` of a sample."""
-    return tl.load(mask_ptr + (row - index) * segment + element, mask=mask, other=0.0).to(tl.float32)
+    pixel = (element - index * segment).to(tl.int32)  # less than 2**31, and half of the registers
+    return tl.load(mask_ptr + row * segment + pixel, mask=mask, other=0.0).to(tl.float32)
 
 
 @jit
@@ -221,13 +222,15 @@ def _weighted_mse_backward_triton(
     prediction, named = _by_sample(prediction, channels), Streams(*streams)
     split = tiling(channels, height * width, by_channel=bool(offset) or mask is not None)
     parts = split.segments * (prediction.shape[1] // channels)
+    # 16 elements per thread and their mask do not fit the registers that the assembler gives them on sm_100.
+    warps = split.warps if mask is None else 2 * split.warps
     run(
         _weighted_mse_bwd_kernel, (batch * parts * split.tiles,),
         gradient, upstream, prediction, latents, position, time, table, weights, mask,
         seed & SEED_MASK, offset, upstream.stride(0), prediction.stride(0), channels * height * width,
         split.segment, split.segments, parts, split.tiles,
         NOISE=named.noise, POSTERIOR=named.posterior if posterior else None, OFFSET=named.offset if offset else None,
-        CLEAN=clean, BLOCK_GROUPS=split.groups, num_warps=split.warps, enable_fp_fusion=False,
+        CLEAN=clean, BLOCK_GROUPS=split.groups, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return gradient
 
