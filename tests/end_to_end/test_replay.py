@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -29,6 +30,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.models.load import build_network, resolve
+from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.models.pretrained.tiny_pipeline import build
 from fastdiff.parallel.world import World
 from fastdiff.rng import Stream, normal
@@ -36,9 +38,12 @@ from fastdiff.training import build as building
 from fastdiff.training.loop import train
 from fastdiff_kernels.noising import dequantised
 from tests.cli.test_compat import run_of
+from tests.support.inputs.family_pipelines import TOKENS, family_pipeline
 from tests.support.inputs.images import encode, natural
+from tests.support.nights import by_day
 from tests.support.references.adm_reference import Reference as AdmReference
 from tests.support.references.dit_reference import reference_forward
+from tests.support.references.transformer_families import FAMILIES
 from tests.support.references.variational_reference import cosine_betas, linear_betas
 from tests.support.runs import launch, losses, newest, records
 
@@ -55,6 +60,8 @@ class Micro:
     noise: Tensor
     time: Tensor
     condition: Condition
+    depth: Tensor
+    """``[B]``, the share of noise: t of flow."""
 
 
 @pytest.fixture
@@ -73,7 +80,8 @@ def dump(monkeypatch: pytest.MonkeyPatch) -> list[Micro]:
         condition = {
             name: value.double() if value.is_floating_point() else value for name, value in made.condition.items()
         }
-        found.append(Micro(clean, noise, made.levels.row.clone(), condition))
+        levels = made.levels
+        found.append(Micro(clean, noise, levels.row.clone(), condition, levels.depth[levels.row].double()))
         return made
 
     monkeypatch.setattr(Objective, "add_noise", dumped)
@@ -211,7 +219,7 @@ def adapted(unet: Any, weights: Weights, alpha: float | None = None) -> Weights:
     """The adapted weights of a network, by LoRA matrices; alpha is the rank unless given."""
     base, found = dict(unet.named_parameters()), {}
     layers = sorted({name.partition(".lora_")[0] for name in weights})
-    assert len(layers) >= 4 * 2 * 3
+    assert len(layers) >= 4 * 2
     for layer in layers:
         down, up = (weights[f"{layer}.lora_{which}.default.weight"] for which in "AB")
         scale = 1.0 if alpha is None else alpha / len(down)
@@ -297,6 +305,49 @@ def test_lora_xl(world: World, xl: Path, xl_flags: list[str], dump: list[Micro],
 
     script = Script(warmed_cosine, weight_decay=1e-2, clip=0.1)
     assert_replayed(config, *script.replay(weights, loss_of, dump))
+
+
+# diffusers' DreamBooth scripts for LoRA of transformers
+
+OF_FAMILIES = {
+    "z-image": ("train_dreambooth_lora_z_image", ["--lora_alpha", "2"]),
+    "flux2": ("train_dreambooth_lora_flux2_klein", ["--lora_alpha", "2"]),
+    "qwen-image": ("train_dreambooth_lora_qwen_image", ["--lora_alpha", "2", "--weighting_scheme", "sigma_sqrt"]),
+    "sd3": ("train_dreambooth_lora_sd3", ["--precondition_outputs", "0"]),
+}
+"""Script of each family, and flags of its own."""
+
+
+@pytest.mark.parametrize("kind", by_day(["z-image", "sd3"], "flux2", "qwen-image"))
+def test_dreambooth(
+    world: World, kind: str, pictures: Path, dump: list[Micro], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(pictures, tmp_path / "pictures", ignore=shutil.ignore_patterns("*.jsonl"))
+    base = family_pipeline(tmp_path / kind, kind)
+    script, own = OF_FAMILIES[kind]
+    flags = [
+        "--pretrained_model_name_or_path", str(base), "--instance_data_dir", "pictures", "--instance_prompt", "a dog",
+        "--resolution", str(8 * Pretrained(str(base)).latent_space.factor), "--max_sequence_length", str(TOKENS[kind]),
+        "--train_batch_size", "2", "--gradient_accumulation_steps", "2", "--max_train_steps", str(STEPS), "--seed", "3",
+        "--lr_scheduler", "cosine", "--lr_warmup_steps", "5", "--learning_rate", "1e-3", "--max_grad_norm", "0.1",
+        "--rank", "4", "--output_dir", "run", *own,
+    ]  # fmt: skip
+    assert main(translate(script, flags, gpus=1).commands[0][1:]) == 0
+    config, weights = run(run_of(script, flags)[0], world, dump)
+    network = getattr(diffusers, config.model.diffusers_class).from_pretrained(base, subfolder="transformer").double()
+    alpha = 2.0 if "--lora_alpha" in own else 4.0
+    square = "sigma_sqrt" in own
+
+    def loss_of(weights: Weights, micro: Micro) -> Tensor:
+        merged = adapted(network, weights, alpha)
+        model = lambda *given, **options: functional_call(network, merged, given, options)  # noqa: E731
+        output, target = FAMILIES[kind].step(model, micro.clean, micro.noise, micro.depth, micro.condition)
+        error = (output - target).square().mean(dim=(1, 2, 3))
+        return (error / micro.depth**2 if square else error).mean()
+
+    script_steps = Script(warmed_cosine, weight_decay=1e-4, clip=0.1)
+    assert_replayed(config, *script_steps.replay(weights, loss_of, dump))
 
 
 # kohya's sdxl_train_network.py
