@@ -5,6 +5,7 @@ import re
 import pytest
 
 from fastdiff.cli.compat.run import translate
+from fastdiff.config.presets import SDXL_UNET
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.errors import ConfigError
@@ -26,6 +27,8 @@ def test_the_defaults_of_the_script_are_those_of_the_run(script: str) -> None:
     assert (config.ema.rates, config.timesteps) == ((), TimestepConfig())
     assert (config.lora.rank, config.lora.numerator) == ((4, 4) if script == LORA else (0, 0))
     assert (config.pretrained.path, config.pretrained.weights) == ("some/pipeline", True)
+    assert (config.model, config.validation.draws_prompts) == (SDXL_UNET, False)
+    assert config.output.project == f"text2image-fine-tune{'' if script == LORA else '-sdxl'}"
     assert "proportion_empty_prompts" not in "\n".join(notes)
 
 

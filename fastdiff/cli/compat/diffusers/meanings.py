@@ -37,7 +37,7 @@ def _rate(given: Given, rate: float) -> list[str]:
 
 
 def _warmup(given: Given, steps: int) -> list[str]:
-    return flag("optim.warmup_steps", None if given.flags.lr_scheduler == "constant" else max(0, steps))
+    return flag("optim.warmup_steps", 0 if given.flags.lr_scheduler == "constant" else max(0, steps))
 
 
 def _validation(given: Given, epochs: int) -> list[str]:

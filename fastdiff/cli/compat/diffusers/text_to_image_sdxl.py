@@ -2,7 +2,7 @@
 
 from fastdiff.cli.compat.diffusers.given import Given
 from fastdiff.cli.compat.diffusers.notes import ENCODED_EVERY_EPOCH
-from fastdiff.cli.compat.diffusers.script import DiffusersScript, fine_tuning
+from fastdiff.cli.compat.diffusers.script import DiffusersScript
 from fastdiff.cli.compat.diffusers.text_to_image import FP32_MATRICES, ROUNDED_ALPHAS, SHARED, average, unclipped
 from fastdiff.cli.compat.table import SWITCH, Defaults, Meaning, to
 from fastdiff.cli.compat.translation import Note, flag
@@ -112,7 +112,7 @@ SDXL = DiffusersScript(
         "timestep_bias_portion": Meaning(float, idle="--timestep_bias_strategy earlier and later alone use it"),
         "use_ema": Meaning(SWITCH, average),
     },
-    always=(flag("preset", "sd15-finetune"),),
+    always=(flag("preset", "sdxl-finetune"), flag("output.project", "text2image-fine-tune-sdxl")),
     export="diffusers",
     drawn_steps=25,
     guidance=_GUIDANCE,
@@ -138,7 +138,12 @@ SDXL_LORA = DiffusersScript(
             SWITCH, told="single losses are not logged; metrics.jsonl has their means by quarter of the timesteps"
         ),
     },
-    always=fine_tuning(flag("ema.rates", ())),
+    always=(
+        flag("preset", "sdxl-lora"),
+        flag("objective.condition_dropout", 0.0),
+        flag("validation.captions", 0),
+        flag("output.project", "text2image-fine-tune"),
+    ),
     export="lora-diffusers",
     drawn_steps=50,
     guidance=_GUIDANCE,

@@ -167,7 +167,7 @@ SDXL_NETWORK = KohyaScript(
 SDXL_FULL = KohyaScript(
     defaults={**_BOTH, **_own(_FULL)},
     own=_FULL,
-    always=(flag("preset", "sd15-finetune"), flag("ema.rates", ())),
+    always=(flag("preset", "sdxl-finetune"), flag("ema.rates", ())),
     export=_format,
     check=_check_full,
 )

@@ -115,7 +115,7 @@ def schedule(given: Given, name: str) -> list[str]:
 def warmup(given: Given, steps: float) -> list[str]:
     """Return the steps of the warm-up."""
     if not steps:
-        return []
+        return flag("optim.warmup_steps", 0)
     if given.flags.lr_scheduler == "constant":
         raise ConfigError(
             f"--lr_warmup_steps {steps:g} with --lr_scheduler constant: theirs refuses it; use constant_with_warmup"
