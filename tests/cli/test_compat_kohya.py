@@ -172,6 +172,11 @@ def test_a_configuration_of_data_sets(pictures: Path, tmp_path: Path) -> None:
     assert (given.source, given.caption, given.resolution) == (str(pictures / "drafts"), "a cat", 768)
     assert train[train.index("--epochs") + 1] == "10"
     assert train[train.index("--batch.micro") + 1] == "4", "the file goes before the flag"
+    (tmp_path / "meta.json").write_text('{"0.png": {"tags": "sks"}}')
+    subset = f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = '{pictures / '10_sks dog'}'\n"
+    (tmp_path / "data.toml").write_text(f"{subset}metadata_file = 'meta.json'\n")
+    given = _parser().parse_args(translate(FULL, flags, gpus=1).commands[0][1:])
+    assert (given.source, given.image_root) == (str(tmp_path / "meta.json"), str(pictures / "10_sks dog"))
     (tmp_path / "data.toml").write_text(
         f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = '{pictures}'\ncolor_aug = true\n"
     )

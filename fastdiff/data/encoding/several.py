@@ -1,6 +1,5 @@
 """Encode of several data sets into one folder, which ``--data.path`` of a training then takes as a whole."""
 
-import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,7 +29,7 @@ def encode_several(found: Parts, options: Mapping[str, Any], say: Callable[[str]
         say: as of ``encode_images``.
 
     Raises:
-        ConfigError: OUT holds a data set of another kind, or lies in a source; as ``encode_images``.
+        ConfigError: OUT holds a data set, or --max-samples is given; as ``encode_images``.
         DataError: as ``encode_images``.
         StorageError: as ``encode_images``.
         Preempted: as ``encode_images``.
@@ -40,10 +39,6 @@ def encode_several(found: Parts, options: Mapping[str, Any], say: Callable[[str]
     out, is_first = Path(options["out"]), place_in_any_job().rank == 0
     if (out / INFO_FILE).exists():
         raise ConfigError(f"{out} already holds a data set; choose another folder, or delete this one")
-    above = Path(os.path.realpath(out)).parents
-    for part in found.parts:
-        if Path(os.path.realpath(part.source)).parent in (Path(os.path.realpath(out)), *above):
-            raise ConfigError(f"{out} is inside the source {Path(part.source).parent}; choose another folder")
     each = [
         EncodeOptions(**{**options, **part.options, "source": part.source, "out": out / part.listed.folder})
         for part in found.parts

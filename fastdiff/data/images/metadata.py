@@ -1,4 +1,8 @@
-"""Tables of images and their captions: ``metadata.jsonl``, ``metadata.csv``, or a file that is a source by itself."""
+"""Tables of images and their captions: ``metadata.jsonl``, ``metadata.csv``, or a file that is a source by itself.
+
+A .json file holds a list of rows, or the metadata of kohya's sd-scripts: an object by image with ``caption`` and
+``tags``.
+"""
 
 import csv
 import io
@@ -173,9 +177,27 @@ def _json_list(path: Path, text: str) -> Iterator[_Row]:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON ({str(error)[:200]})") from error
+    if isinstance(rows, dict) and rows and all(map(_is_of_kohya, rows.values())):
+        yield from enumerate(_rows_of_kohya(rows), start=1)
+        return
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{path}: expected a list of objects, each with the path of an image and a caption")
     yield from enumerate(rows, start=1)
+
+
+def _is_of_kohya(value: Any) -> bool:
+    """Return whether a value is that of an image in the metadata of kohya's sd-scripts: captions and tags as texts."""
+    return isinstance(value, dict) and all(isinstance(value.get(name, ""), str | None) for name in _OF_KOHYA)
+
+
+def _rows_of_kohya(metadata: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of metadata by image; the tags follow the caption behind a comma, as there."""
+    for name, value in metadata.items():
+        parts = [value.get(part) or "" for part in _OF_KOHYA]
+        yield {FILE_NAME: name, "text": ",".join(filter(None, parts)).split("\n")[0]}
+
+
+_OF_KOHYA = ("caption", "tags")
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[_Row]:

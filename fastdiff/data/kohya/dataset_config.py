@@ -29,8 +29,14 @@ class Subset:
 
     @property
     def folder(self) -> str:
-        """Folder of the pictures."""
-        return str(self.values["image_dir"])
+        """Folder of the pictures, or that of the file of metadata."""
+        file = self.values["metadata_file"]
+        return str(self.values["image_dir"] if file is None else self.values["image_dir"] or Path(file).parent)
+
+    @property
+    def source(self) -> str:
+        """What names the pictures: the file of metadata, or their folder."""
+        return self.folder if self.values["metadata_file"] is None else str(self.values["metadata_file"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +97,10 @@ def read_dataset_config(path: Path, flags: Mapping[str, Any] | None = None) -> D
             require(named, f"{where}: {place}: image_dir is missing")
             if found["num_repeats"] < 1:
                 left_out.append(f"{place}: num_repeats is {found['num_repeats']}, so kohya leaves it out")
-            elif found.folder in folders:
-                left_out.append(f"{place}: {found.folder} stands twice in this [[datasets]]; kohya takes the first")
+            elif found.source in folders:
+                left_out.append(f"{place}: {found.source} stands twice in this [[datasets]]; kohya takes the first")
             else:
-                folders.add(found.folder)
+                folders.add(found.source)
                 subsets.append(found)
     require(bool(subsets), f"{where} names no pictures; expected [[datasets]] with [[datasets.subsets]]")
     refusals += _refused_flags(flags or {}, [general, *datasets])

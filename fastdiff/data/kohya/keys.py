@@ -110,8 +110,7 @@ KEYS: Mapping[str, Key] = {
     "metadata_file": _text(
         None,
         places=(SUBSET,),
-        refused="its captions and tags go to a caption file beside each picture, or to a metadata.jsonl with file_name "
-        "and text",
+        ours="a file of metadata as SOURCE, with `image_dir` as `--image-root`; .jsonl is refused",
     ),
     "conditioning_data_dir": _text(None, places=(SUBSET,), refused="a ControlNet cannot be trained"),
     "num_repeats": _whole(1, ours="repeats of the data set"),

@@ -137,15 +137,17 @@ def parts_of_config(config: DatasetConfig, loss_weight: float, variants: int | N
     for subset in config.subsets:
         if not os.path.isdir(subset.folder):
             raise ConfigError(f"image_dir {escape(subset.folder)}: no such folder")
+        if not os.path.exists(subset.source):
+            raise ConfigError(f"metadata_file {escape(subset.source)}: no such file")
         is_reg = bool(subset["is_reg"])
         listed = ListedSet(
-            folder=names.unique(f"{'reg_' if is_reg else ''}{os.path.basename(os.path.normpath(subset.folder))}"),
+            folder=names.unique(f"{'reg_' if is_reg else ''}{os.path.basename(os.path.normpath(subset.source))}"),
             repeats=subset["num_repeats"],
             loss_weight=loss_weight if is_reg else 1.0,
             regularisation=is_reg,
             group=subset.dataset,
         )
-        parts.append(Part(subset.folder, listed, _options(subset, variants)))
+        parts.append(Part(subset.source, listed, _options(subset, variants)))
     return Parts(tuple(parts), (*map("left out: {}".format, config.left_out), *_of_training(config.subsets, variants)))
 
 
@@ -153,11 +155,13 @@ def _options(subset: Subset, variants: int | None) -> dict[str, Any]:
     """Return the options of an encode of a subset; those of tags only if tags are shuffled, as kohya has them."""
     shuffled, buckets = subset["shuffle_caption"], subset["enable_bucket"]
     mark = subset["keep_tokens_separator"] or ""
+    listed = subset["metadata_file"] is not None
     found = {
-        "directly": True,
+        "image_root": subset.folder if listed else "",
+        "directly": not listed,
         "caption": subset["class_tokens"] or "",
         "caption_from": "none",
-        "caption_extension": subset["caption_extension"],
+        "caption_extension": "" if listed else subset["caption_extension"],
         "caption_prefix": subset["caption_prefix"] or "",
         "caption_suffix": subset["caption_suffix"] or "",
         "flip": subset["flip_aug"],
@@ -188,6 +192,9 @@ def _refused(subset: Subset) -> Iterator[Refusal]:
     if isinstance(resolution, list) and resolution[0] != resolution[1]:
         side = math.isqrt(resolution[0] * resolution[1])
         yield Refusal("resolution", place, resolution, f"expected one side; with enable_bucket about {side}")
+    if str(subset["metadata_file"]).lower().endswith(".jsonl"):
+        file = subset["metadata_file"]
+        yield Refusal("metadata_file", place, file, "expected .json; here a .jsonl has file_name and text in each line")
     if subset["caption_tag_dropout_rate"] and not subset["shuffle_caption"]:
         value = subset["caption_tag_dropout_rate"]
         yield Refusal("caption_tag_dropout_rate", place, value, "tags are dropped of shuffled captions alone")

@@ -222,3 +222,21 @@ def test_measured_statistics_are_those_of_the_first_data_set(photos: Path, pipel
     assert one.normalisation == other.normalisation == joined(out).normalisation
     assert other.provenance.statistics == f"per channel, of {out / '10_sks dog'}"
     assert main([*command.split(), "--max-samples", "3"]) == 2
+
+
+def test_metadata_of_kohya_is_a_table_with_tags(photos: Path, pipeline: str, tmp_path: Path) -> None:
+    rows = {
+        "0.png": {"caption": "a dog", "tags": "sks, lawn", "train_resolution": [64, 64]},
+        str(photos / "10_sks dog" / "1.png"): {"tags": "sks, asleep"},
+        "2.png": {"caption": "sits"},
+    }
+    (tmp_path / "meta.json").write_text(json.dumps(rows))
+    config = tmp_path / "data.toml"
+    subset = f"image_dir = '{photos / '10_sks dog'}'\nmetadata_file = '{tmp_path / 'meta.json'}'\nnum_repeats = 4"
+    config.write_text(f"[[datasets]]\nresolution = 32\n[[datasets.subsets]]\n{subset}\n")
+    main(["encode", str(config), str(tmp_path / "out"), "--pretrained", pipeline])
+    assert captions(tmp_path / "out" / "meta.json") == ["a dog,sks, lawn", "sits", "sks, asleep"]
+    assert [each.per_epoch for each in joined(tmp_path / "out").sets] == [12]
+    config.write_text(config.read_text().replace("meta.json", "meta.jsonl"))
+    with pytest.raises(ConfigError, match=r"expected \.json; here a \.jsonl has file_name and text in each line"):
+        parts_of_config(read_dataset_config(config), 1.0)

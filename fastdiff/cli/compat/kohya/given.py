@@ -72,7 +72,7 @@ class Given:
     def _counted(self) -> list[int] | None:
         """Samples of each of the pictures with their repeats; None if they cannot be counted here."""
         try:
-            return [each.repeats * self.count_images(each.folder) for each in self.pictures]
+            return [each.repeats * self.count_images(each.source) for each in self.pictures]
         except FastdiffError:
             return None
 

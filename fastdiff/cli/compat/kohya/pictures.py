@@ -26,8 +26,15 @@ class Pictures:
 
     @property
     def folder(self) -> str:
-        """Its path from the root."""
-        return absolute("--train_data_dir", str(self.values["image_dir"]))
+        """Its path from the root; without one that of its file of metadata."""
+        named = self.values["image_dir"] or Path(str(self.values["metadata_file"])).parent
+        return absolute("--train_data_dir", str(named))
+
+    @property
+    def source(self) -> str:
+        """What names the pictures: the file of metadata, or the folder."""
+        file = self.values["metadata_file"]
+        return self.folder if file is None else absolute("--dataset_config", str(file))
 
     @property
     def repeats(self) -> int:
@@ -47,7 +54,16 @@ class Pictures:
     def encode(self, pipeline: str, shards: str, more: list[str]) -> list[str]:
         """Return the command that encodes them; ConfigError: a size that has no counterpart."""
         values = self.values
-        words = ["fastdiff", "encode", self.folder, shards, "--pretrained", pipeline]
+        words = ["fastdiff", "encode", self.source, shards, "--pretrained", pipeline]
+        if self.source != self.folder:
+            require(
+                not self.source.lower().endswith(".jsonl"),
+                f"--dataset_config: metadata_file {self.source}: expected .json; here a .jsonl has file_name and text "
+                "in each line",
+            )
+            words += ["--image-root", self.folder]
+        else:
+            words += ["--caption-extension", str(values["caption_extension"])]
         words += ["--resolution", str(self._side())]
         if values["enable_bucket"]:
             sides = (str(values[f"{end}_bucket_reso"]) for end in ("min", "max"))
@@ -57,7 +73,6 @@ class Pictures:
         words += _given("--caption", values["class_tokens"])
         words += _given("--caption-prefix", values["caption_prefix"])
         words += _given("--caption-suffix", values["caption_suffix"])
-        words += ["--caption-extension", str(values["caption_extension"])]
         words += ["--masks", "alpha"] if values["alpha_mask"] else []
         return [*words, *self._variants(), *more]
 
