@@ -19,7 +19,7 @@ from fastdiff.config.sections.objective import PREDICTION_TYPES, DdpmConfig, Ddp
 from fastdiff.diffusion.schedules import alpha_bar_of, betas
 from fastdiff.errors import ConfigError
 from fastdiff.files import file_digest
-from fastdiff.models.adapter_files.native_names import layers_of, with_names
+from fastdiff.models.adapter_files.native_names import named_network
 from fastdiff.models.adapter_files.start import start_from_file, with_values_of_file
 from fastdiff.models.build import Model, build_deferred, build_model, load_model
 from fastdiff.models.family import family_of
@@ -175,7 +175,7 @@ def build_network(
         if weights is not None and not lora:
             return load_model(config.model, {**untrained(config), **weights}, **options)  # type: ignore[arg-type]
         if lora and config.pretrained.weights:
-            model = adapted_without_base(config, untrained(config), weights)
+            model = _adapted(config, weights, fresh=weights is None)
             fill(model, config, _published(config)[1], frozen)
             return model
         if config.pretrained.weights:
@@ -183,10 +183,15 @@ def build_network(
         else:
             model = build_model(config.model, **options)  # type: ignore[arg-type]
         if lora:
-            layers = layers_of(model)
             add_lora(model, config.lora, seed=config.seed, weights=weights)
-            if config.lora.init and weights is None:
-                start_from_file(model, config.lora, with_names(config.model, layers))
+    return model
+
+
+def _adapted(config: RunConfig, weights: Mapping[str, Tensor] | None = None, *, fresh: bool) -> Model:
+    """Build the network of a LoRA without its frozen weights; ``fresh``: with the first values of the adapter."""
+    model = adapted_without_base(config, untrained(config), weights)
+    if fresh and config.lora.init:
+        start_from_file(model, config.lora, named_network(config.model))
     return model
 
 
@@ -208,7 +213,7 @@ def build_on_meta(
     """
     if config.lora.rank:
         with _of_this_network():
-            model = adapted_without_base(config, untrained(config))
+            model = _adapted(config, fresh=shapes is None)
         return model, _checked(on_meta(model, _published(config)[1]))
     performance = config.performance
     deferred = build_deferred(

@@ -48,6 +48,8 @@ def test_a_run_starts_from_the_file_and_goes_on_with_no_other(tmp_path: Path, wo
     run = text_run(data, tmp_path / "pipeline", tmp_path / "run", optim__lr=1e-30, output__checkpoint_every=1)
     still = replace(run, lora=LoraConfig(init=str(file)))
     values(forked_ranks(trained, still, 3))
+    whole = replace(still, output=replace(still.output, folder=str(tmp_path / "whole")))
+    train(whole, launch(1), world)
 
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["config"]["lora"] == {
@@ -55,13 +57,14 @@ def test_a_run_starts_from_the_file_and_goes_on_with_no_other(tmp_path: Path, wo
     }  # fmt: skip
     assert record["adapter"] == file_digest(file) == newest(tmp_path / "run").manifest["adapter"]
 
-    export(tmp_path / "run", tmp_path / "out", Choice(format="lora", raw=True))
-    found = read_adapter(tmp_path / "out" / WEIGHTS_FILE, NAMES)
-    assert found.keys() == changes.keys()
-    for layer, change in changes.items():
-        theirs = change.change()
-        torch.testing.assert_close(found[layer].change(), theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))
-    card = (tmp_path / "out" / "README.md").read_text()
+    for folder in ("run", "whole"):  # frozen weights in parts, and in one piece
+        export(tmp_path / folder, tmp_path / f"{folder}-lora", Choice(format="lora", raw=True))
+        found = read_adapter(tmp_path / f"{folder}-lora" / WEIGHTS_FILE, NAMES)
+        assert found.keys() == changes.keys()
+        for layer, change in changes.items():
+            theirs = change.change()
+            torch.testing.assert_close(found[layer].change(), theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))
+    card = (tmp_path / "run-lora" / "README.md").read_text()
     assert f"| Started from | `shoe.safetensors` (sha256 `{file_digest(file)}`) |" in card
 
     longer = replace(still, samples=24)
