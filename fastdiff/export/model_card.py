@@ -1,6 +1,7 @@
 """Model card (``README.md``) of an exported model: its training and its use."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
@@ -12,10 +13,12 @@ from fastdiff.config.sections.sampler import SamplingConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.console import log
 from fastdiff.diffusion.levels import GAMMA
+from fastdiff.errors import ConfigError
 from fastdiff.export.card_text import Place, base_is_local, base_name
 from fastdiff.export.formats import Exported, format_of
 from fastdiff.files import read_bounded
 from fastdiff.models.family import family_of
+from fastdiff.models.load import pretrained
 from fastdiff.run_files import names_inside, read_inside
 from fastdiff.sampling.latent_statistics import STATISTICS, statistics_in
 
@@ -108,8 +111,17 @@ def _front_matter(model: ModelConfig, pretrained: PretrainedConfig, format_: str
 
 def _license(config: RunConfig) -> str:
     text = "Not stated yet: the owner of this model chooses it, within the licenses of the base model and of the data."
-    of_base = family_of(config.model).license(config.model) if config.pretrained.weights else ""
+    of_base = _license_of_base(config)
     return f"{text} The base model, as published, has the license {of_base}." if of_base else text
+
+
+def _license_of_base(config: RunConfig) -> str:
+    """Return the license on the card of the base model, or else that of the published weights of its family."""
+    base, found = config.pretrained, ""
+    if base.weights and not base.is_file:
+        with suppress(ConfigError):  # the card has a license without the pipeline, too
+            found = pretrained(base).license
+    return found or (family_of(config.model).license(config.model) if base.weights else "")
 
 
 def _subject(model: ModelConfig, format_: str) -> str:

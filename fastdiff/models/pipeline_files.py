@@ -27,6 +27,9 @@ _DENOISERS = ("unet", "transformer")
 _TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 DESCRIPTIONS = (".json", ".txt", ".model", ".jinja")
 """Suffixes of configurations, vocabularies and chat templates."""
+_CARD = "README.md"
+_LARGEST_CARD = 1 << 20
+_LICENSE = re.compile(r"[\w .()+-]{1,100}")
 _LARGEST_DESCRIPTION = 64 << 20
 """Maximum size of a JSON file in bytes; the vocabulary of CLIP is one."""
 _OF_TRANSFORMERS = (*_TEXT_ENCODERS, "safety_checker", "image_encoder")
@@ -62,7 +65,7 @@ class PipelineFiles:
         """Folder of the pipeline on this machine; weights are downloaded on demand."""
         if self._is_local:
             return Path(self.path)
-        return self._download([f"*{suffix}" for suffix in DESCRIPTIONS], self.revision)
+        return self._download([*(f"*{suffix}" for suffix in DESCRIPTIONS), _CARD], self.revision)
 
     @property
     def commit(self) -> str | None:
@@ -93,6 +96,21 @@ class PipelineFiles:
         """Class of the pipeline that ``model_index.json`` names; empty: none."""
         name = self.json(INDEX).get("_class_name") if (self.folder / INDEX).is_file() else ""
         return name if isinstance(name, str) else ""
+
+    @property
+    def license(self) -> str:
+        """License that its card names, an identifier or, of one without, its own name; empty: none."""
+        from huggingface_hub import ModelCard
+        from yaml import YAMLError
+
+        try:
+            named = ModelCard(
+                read_bounded(self.folder / _CARD, _LARGEST_CARD).decode(), ignore_metadata_errors=True
+            ).data
+        except (OSError, ValueError, YAMLError):
+            return ""
+        found = named.get("license_name") or named.get("license")
+        return found if isinstance(found, str) and _LICENSE.fullmatch(found) else ""
 
     def class_of(self, part: str) -> str:
         """Return the class of a part that ``model_index.json`` names, otherwise that of its own ``config.json``."""
