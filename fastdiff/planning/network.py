@@ -84,6 +84,6 @@ def read_network(
         frozen_parameters=frozen_parameters,
         frozen=sum(frozen_parameters) + sum(quantized_weights(network)),
         frozen_bytes=frozen_bytes(network, precision),
-        buffer_bytes=buffer_bytes(network, precision),
+        buffer_bytes=buffer_bytes(network),
         passes=passes,
     )

@@ -5,12 +5,12 @@ Activations are the rest of the measured peak; they include the buffers of the c
 """
 
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastdiff.config.deepspeed import DsConfig, offloads_optimizer, zero_stage
 from fastdiff.config.optimizers.registry import optimizer_family
@@ -86,20 +86,13 @@ _CUT_FROM = {"optimizer": 1, "gradients": 2, "weights": 3}
 
 def frozen_bytes(model: nn.Module, precision: str) -> int:
     """Return the bytes of the parameters of a whole network that are not trained, once they are cast."""
-    return _cast_bytes((p for p in model.parameters() if not p.requires_grad), precision)
-
-
-def buffer_bytes(model: nn.Module, precision: str) -> int:
-    """Return the bytes of the buffers of a network, once they are cast."""
-    return _cast_bytes(model.buffers(), precision)
-
-
-def _cast_bytes(tensors: Iterable[Tensor], precision: str) -> int:
-    """Return the bytes of tensors of which only those of floating point are cast."""
     most = BYTES[precision]
-    return sum(
-        t.numel() * (min(t.element_size(), most) if t.is_floating_point() else t.element_size()) for t in tensors
-    )
+    return sum(p.numel() * min(p.element_size(), most) for p in model.parameters() if not p.requires_grad)
+
+
+def buffer_bytes(model: nn.Module) -> int:
+    """Return the bytes of the buffers of a network, which no engine casts."""
+    return sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
 
 
 def exhausted(error: BaseException) -> Literal["host", "gpu"] | None:

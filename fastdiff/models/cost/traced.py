@@ -105,9 +105,10 @@ def _op_backends(performance: PerformanceConfig, device: torch.device) -> dict[s
 def _cast_weights(network: Model, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return parameters and buffers as they are in training; called in a ``FakeTensorMode``."""
     found: dict[str, Tensor] = {}
-    for name, value in (*network.named_parameters(), *network.named_buffers()):
-        cast = dtype if value.is_floating_point() else value.dtype
-        found[name] = torch.empty(value.shape, dtype=cast, requires_grad=value.requires_grad)
+    for name, weight in network.named_parameters():
+        found[name] = torch.empty(weight.shape, dtype=dtype, requires_grad=weight.requires_grad)
+    for name, buffer in network.named_buffers():  # no engine casts them
+        found[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
     return found
 
 

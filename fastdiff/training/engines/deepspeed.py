@@ -88,7 +88,7 @@ class DeepSpeedEngine(Engine):
             set_accelerator(CPU_Accelerator())  # DeepSpeed would train on the GPU that --performance.device cpu leaves
         self.stage, self.ds_config = zero_stage(ds_config), ds_config
         self.frozen_bytes = frozen_bytes(model, config.performance.precision)
-        self.buffer_bytes = buffer_bytes(model, config.performance.precision)
+        self.buffer_bytes = buffer_bytes(model)
         self._precision = precision = config.performance.precision
         _check_precision(precision, self.stage)
         self.shapes: Shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}

@@ -44,7 +44,7 @@ class FlatEngine(Engine):
     def __init__(self, model: Model, config: RunConfig, ds_config: DsConfig, world: World) -> None:
         precision = config.performance.precision
         self.stage, self.ds_config = zero_stage(ds_config), ds_config
-        self.frozen_bytes, self.buffer_bytes = frozen_bytes(model, precision), buffer_bytes(model, precision)
+        self.frozen_bytes, self.buffer_bytes = frozen_bytes(model, precision), buffer_bytes(model)
         self.shapes: Shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
         self._model, self._config, self._world = model, config, world
         family = family_of(config.optim)

@@ -75,7 +75,7 @@ def explaining_construction(config: RunConfig, ds_config: DsConfig, world: World
             flat=flat,
             trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
             frozen_bytes=memory.frozen_bytes(network, precision),
-            buffer_bytes=memory.buffer_bytes(network, precision),
+            buffer_bytes=memory.buffer_bytes(network),
         )
         # As if it had the remedies that lower activations alone: they are not advised.
         raise _without_a_smaller(error, phase, replace(setup, micro=1, recompute=True), world, 0.0) from error
