@@ -203,6 +203,17 @@ def test_several_folders_are_several_data_sets(pictures: Path) -> None:
 
 
 @pytest.mark.usefixtures("pictures")
+def test_a_file_of_metadata_names_the_pictures(tmp_path: Path) -> None:
+    flags = "--in_json meta.json --dataset_repeats 3 --max_train_epochs 2 --reg_data_dir reg"
+    done = translate(FULL, words(flags), gpus=1)
+    encoded, train, _ = done.commands
+    given = _parser().parse_args(encoded[1:])
+    assert (given.source, given.image_root) == (f"{tmp_path}/meta.json", f"{tmp_path}/pictures")
+    assert train[train.index("--epochs") + 1] == "6"
+    assert any("--reg_data_dir reg is not used beside --in_json" in note for note in done.notes)
+
+
+@pytest.mark.usefixtures("pictures")
 def test_prompts_come_from_their_file(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("# two\na cat --w 832 --h 1216 --d 1\n\na dog\n")
     config, notes = run_of(FULL, "--sample_prompts prompts.txt --sample_every_n_epochs 1")

@@ -121,6 +121,10 @@ def pictures_of(flags: argparse.Namespace) -> tuple[tuple[Pictures, ...], tuple[
     require(
         bool(flags.train_data_dir), "neither --dataset_config nor --train_data_dir is given; one names the pictures"
     )
+    if flags.in_json:
+        own = {"image_dir": flags.train_data_dir, "metadata_file": flags.in_json}
+        unread = [f"--reg_data_dir {flags.reg_data_dir} is not used beside --in_json, in theirs neither"]
+        return (Pictures(_KNOWN | _given_keys(flags) | own),), tuple(unread if flags.reg_data_dir else [])
     found, left_out = _folders(flags, "train_data_dir", regularisation=False)
     if flags.reg_data_dir:
         more, others = _folders(flags, "reg_data_dir", regularisation=True)
@@ -157,7 +161,7 @@ def _folders(flags: argparse.Namespace, name: str, *, regularisation: bool) -> t
             )
             continue
         own = {"image_dir": str(folder), "num_repeats": int(repeats), "is_reg": regularisation, "class_tokens": tokens}
-        found.append(Pictures(_KNOWN | {key: v for key, v in _keys(flags).items() if v is not None} | own))
+        found.append(Pictures(_KNOWN | _given_keys(flags) | own))
     require(bool(found), f"--{name} {root}: no folder with repeats in its name, as 10_sks dog")
     return found, left_out
 
@@ -172,6 +176,10 @@ def _keys(flags: argparse.Namespace) -> dict[str, Any]:
     found |= {"resolution": _size(flags.resolution), "alpha_mask": flags.alpha_mask}
     # The misspelt flag of older versions goes before the other one.
     return found | ({"caption_extension": old} if (old := flags.caption_extention) is not None else {})
+
+
+def _given_keys(flags: argparse.Namespace) -> dict[str, Any]:
+    return {key: value for key, value in _keys(flags).items() if value is not None}
 
 
 def _size(text: str | None) -> int | list[int] | None:
