@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fastdiff.config.networks.pretrained import PretrainedConfig
+from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import FlowConfig
 from fastdiff.config.sections.output import OutputConfig
@@ -88,6 +88,19 @@ def test_the_table_of_a_pipeline_stays(tmp_path: Path) -> None:
         assert found.keys() == (expected.keys() - trained.keys() if way == "beside a checkpoint" else expected.keys())
         for name, value in found.items():
             assert torch.equal(value, trained[name] if way == "trained" and name in trained else expected[name]), way
+
+
+def test_an_adapter_is_on_the_layers_of_the_usual_script(tmp_path: Path) -> None:
+    """Not on the second attention of dual blocks; beside it, the table is that of the pipeline."""
+    expected, config = published(tmp_path), replace(run_of(tmp_path), lora=LoraConfig(rank=2))
+    for network in (build_network(config), build_on_meta(config)[0]):
+        assert torch.equal(network.get_buffer(TABLE), expected[TABLE])
+        names = {name.partition(".lora_A")[0] for name, p in network.named_parameters() if p.requires_grad}
+        layers = {name.partition(".lora_B")[0] for name in names}
+        picture = [f"transformer_blocks.{block}.attn.to_{layer}" for block in range(3) for layer in ("q", "k", "v")]
+        text = [f"transformer_blocks.{block}.attn.add_{layer}_proj" for block in range(3) for layer in ("q", "k", "v")]
+        out = [f"transformer_blocks.{block}.attn.to_out.0" for block in range(3)]
+        assert layers == {*picture, *text, *out, *(f"transformer_blocks.{block}.attn.to_add_out" for block in (0, 1))}
 
 
 def test_a_file_alone_is_refused(tmp_path: Path) -> None:
