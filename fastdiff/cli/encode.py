@@ -284,7 +284,7 @@ def _parts(given: Mapping[str, Any]) -> Parts | None:
     source, regularisation = Path(given["source"]), given.get("regularisation")
     layout, weight = given.get("layout", "auto"), given.get("prior_loss_weight", 1.0)
     if source.suffix.lower() == ".toml" and source.is_file():
-        refused = [name for name in ("layout", "regularisation") if name in given]
+        refused = [name for name in ("layout", "regularisation", "masks") if name in given]
         require(not refused, f"--{''.join(refused[:1])}: {source} says this itself, in its subsets; leave it out")
         flags = {key: given[name] for key, name in _KEYS.items() if name in given}
         return parts_of_config(read_dataset_config(source, flags), weight, given.get("shuffle_tags"))

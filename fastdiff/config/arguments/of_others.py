@@ -341,6 +341,8 @@ _OF_ENCODE = {
         "reg_data_dir": _flag("regularisation"),
         "flip_aug": Ours("is --flip"),
         "alpha_mask": Ours("is --masks alpha"),
+        "conditioning_data_dir": _flag("masks"),
+        "masked_loss": Ours("follows from --masks: data with masks train a masked loss"),
         "class_tokens": _flag("caption"),
     },
     "DiT": {

@@ -11,7 +11,8 @@ from fastdiff.console import show
 from fastdiff.data.encoding.images import encode_images
 from fastdiff.data.encoding.options import EncodeOptions
 from fastdiff.data.encoding.statistics import MEASURED
-from fastdiff.data.kohya.parts import Parts
+from fastdiff.data.images.masks import origin_of
+from fastdiff.data.kohya.parts import Part, Parts
 from fastdiff.data.shards.format import INFO_FILE, DatasetInfo
 from fastdiff.errors import ConfigError, StorageError, remedy
 from fastdiff.parallel.launcher import place_in_any_job
@@ -40,7 +41,15 @@ def encode_several(found: Parts, options: Mapping[str, Any], say: Callable[[str]
     if (out / INFO_FILE).exists():
         raise ConfigError(f"{out} already holds a data set; choose another folder, or delete this one")
     each = [
-        EncodeOptions(**{**options, **part.options, "source": part.source, "out": out / part.listed.folder})
+        EncodeOptions(
+            **{
+                **options,
+                **_masks(options, part),
+                **part.options,
+                "source": part.source,
+                "out": out / part.listed.folder,
+            }
+        )
         for part in found.parts
     ]
     for line in found.told if is_first else ():
@@ -60,6 +69,18 @@ def encode_several(found: Parts, options: Mapping[str, Any], say: Callable[[str]
     if is_first:
         sets = len(read_list(str(out)))
         say(f"{out} is complete: {sets} data sets; train on all with `{shlex.join(['--data.path', str(out)])}`")
+
+
+def _masks(options: Mapping[str, Any], part: Part) -> dict[str, str]:
+    """Return the masks of a data set: the folder named like its own in that of all masks, or else that one.
+
+    Regularisation pictures count as a whole if they have no folder of their own there.
+    """
+    masks = options.get("masks", "")
+    if origin_of(masks) != "files":
+        return {}
+    own = Path(masks) / Path(part.source).name
+    return {"masks": str(own) if own.is_dir() else "" if part.listed.regularisation else masks}
 
 
 def _measured(folder: Path) -> dict[str, Any]:

@@ -112,7 +112,7 @@ KEYS: Mapping[str, Key] = {
         places=(SUBSET,),
         ours="a file of metadata as SOURCE, with `image_dir` as `--image-root`; .jsonl is refused",
     ),
-    "conditioning_data_dir": _text(None, places=(SUBSET,), refused="a ControlNet cannot be trained"),
+    "conditioning_data_dir": _text(None, places=(SUBSET,), ours="`--masks FOLDER`: mask files of the masked loss"),
     "num_repeats": _whole(1, ours="repeats of the data set"),
     "is_reg": _flag(places=(SUBSET,), ours="a data set with as many samples per epoch as the others, see below"),
     "class_tokens": _text(None, ours="`--caption`"),

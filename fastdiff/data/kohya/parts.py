@@ -165,7 +165,7 @@ def _options(subset: Subset, variants: int | None) -> dict[str, Any]:
         "caption_prefix": subset["caption_prefix"] or "",
         "caption_suffix": subset["caption_suffix"] or "",
         "flip": subset["flip_aug"],
-        "masks": "alpha" if subset["alpha_mask"] else "",
+        "masks": subset["conditioning_data_dir"] or ("alpha" if subset["alpha_mask"] else ""),
         "buckets": buckets,
         "bucket_step": subset["bucket_reso_steps"] if buckets else None,
         "bucket_sides": (subset["min_bucket_reso"], subset["max_bucket_reso"]) if buckets else None,

@@ -1,6 +1,7 @@
 """Masks of the loss, from the files of pictures to shards, online batches and a run."""
 
 import json
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,19 @@ def test_wrong_folders_of_masks_are_refused(tmp_path: Path, source: Path, sd: Pa
     (source / "masks").mkdir()
     with pytest.raises((ConfigError, DataError), match=message):
         encode(source, tmp_path / "out", sd, masks=str(tmp_path / given))
+
+
+def test_other_sources_have_masks_in_their_pictures_alone(tmp_path: Path, masks: Path, sd: Path) -> None:
+    image = picture(0)
+    image.putalpha(drawn((32, 32)))
+    image.save(tmp_path / "1.png")
+    with tarfile.open(tmp_path / "photos.tar", "w") as tar:
+        tar.add(tmp_path / "1.png", "1.png")
+        tar.addfile(tarfile.TarInfo("1.txt"))
+    encode(tmp_path / "photos.tar", tmp_path / "out", sd, masks="alpha", decode="auto")
+    assert np.array_equal(stored(tmp_path / "out")[0], expected(drawn((32, 32)), factor_of(sd)))
+    with pytest.raises(ConfigError, match=r"--masks .* of a folder, which .*photos.tar is not.*--masks alpha"):
+        encode(tmp_path / "photos.tar", tmp_path / "files", sd, masks=str(masks))
 
 
 def test_an_edited_mask_is_encoded_anew(tmp_path: Path, source: Path, masks: Path, sd: Path) -> None:

@@ -240,3 +240,48 @@ def test_metadata_of_kohya_is_a_table_with_tags(photos: Path, pipeline: str, tmp
     config.write_text(config.read_text().replace("meta.json", "meta.jsonl"))
     with pytest.raises(ConfigError, match=r"expected \.json; here a \.jsonl has file_name and text in each line"):
         parts_of_config(read_dataset_config(config), 1.0)
+
+
+def weights(folder: Path) -> list[float]:
+    """The mean weight in the loss of each picture of an encoded folder; none without masks."""
+    with LatentReader(folder) as reader:
+        found = reader.read(range(len(reader)))
+    return found["loss_mask"].astype(float).mean(axis=(1, 2)).round(3).tolist() if "loss_mask" in found else []
+
+
+def masks(folder: Path, count: int, level: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for n in range(count):
+        Image.new("L", (40, 40), level).save(folder / f"{n}.png")
+
+
+def test_masks_are_those_of_each_folder_and_none_of_regularisation_pictures(
+    photos: Path, pipeline: str, tmp_path: Path
+) -> None:
+    """By folder name, or all in one; a configuration names them by subset, or takes the alpha channel."""
+    masks(tmp_path / "masks", 2, 51)
+    masks(tmp_path / "masks" / "10_sks dog", 2, 0)
+    options = f"--pretrained {pipeline} --resolution 32 --masks {tmp_path / 'masks'}"
+    main(["encode", str(photos), str(tmp_path / "out"), *options.split(), "--regularisation", str(tmp_path / "reg")])
+    assert weights(tmp_path / "out" / "10_sks dog") == [0.0, 0.0, 1.0]
+    assert weights(tmp_path / "out" / "2_sks cat") == [0.2, 0.2]
+    assert weights(tmp_path / "out" / "reg_1_dog") == []
+    with open_shards(DataConfig(path=str(tmp_path / "out"))) as reader:
+        joined_masks = reader.read(range(len(reader)))["loss_mask"].astype(float).mean(axis=(1, 2)).round(3)
+    assert joined_masks.tolist() == [0.0, 0.0, 1.0, 0.2, 0.2, *[1.0] * 7]
+    config = tmp_path / "data.toml"
+    rows = f"""
+      [[datasets.subsets]]
+      image_dir = "{photos}/10_sks dog"
+      class_tokens = "a dog"
+      conditioning_data_dir = "{tmp_path}/masks"
+      [[datasets.subsets]]
+      image_dir = "{photos}/2_sks cat"
+      class_tokens = "a cat"
+      alpha_mask = true
+    """
+    config.write_text(f"[[datasets]]\nresolution = 32\n{rows}")
+    assert main(["encode", str(config), str(tmp_path / "toml"), *options.split()]) == ConfigError.exit_code
+    main(["encode", str(config), str(tmp_path / "toml"), "--pretrained", pipeline])
+    assert weights(tmp_path / "toml" / "10_sks dog") == [0.2, 0.2, 1.0]
+    assert weights(tmp_path / "toml" / "2_sks cat") == [1.0, 1.0]

@@ -73,7 +73,7 @@ class Pictures:
         words += _given("--caption", values["class_tokens"])
         words += _given("--caption-prefix", values["caption_prefix"])
         words += _given("--caption-suffix", values["caption_suffix"])
-        words += ["--masks", "alpha"] if values["alpha_mask"] else []
+        words += _given("--masks", values["conditioning_data_dir"] or ("alpha" if values["alpha_mask"] else None))
         return [*words, *self._variants(), *more]
 
     def _side(self) -> int:
