@@ -27,6 +27,7 @@ from fastdiff.data.shards.format import DatasetInfo, Normalisation
 from fastdiff.errors import ConfigError, DataError, StorageError, require
 from fastdiff.files import file_digest
 from fastdiff.models.family import ModelFamily, family_of
+from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.models.load import build_network, check_base, null_label, pretrained, resolve
 from fastdiff.models.pipeline_files import readable
 from fastdiff.models.toolchain import require_compilers
@@ -34,7 +35,13 @@ from fastdiff.parallel.devices import select_device
 from fastdiff.sampling.class_names import ClassChoice, ClassNames
 from fastdiff.sampling.image_grid import image_grid, save_picture
 from fastdiff.sampling.latent_statistics import open_autoencoder, statistics_in
-from fastdiff.sampling.pipeline_sampler import pipeline_sampler, settings_of, usual_negative, with_scheduler
+from fastdiff.sampling.pipeline_sampler import (
+    is_fine_tuned,
+    pipeline_sampler,
+    settings_of,
+    usual_negative,
+    with_scheduler,
+)
 from fastdiff.sampling.pixels import IDENTITY, autoencoder_of, shown
 from fastdiff.sampling.solvers import grid_classes, sample
 from fastdiff.sanitize import escape
@@ -109,7 +116,8 @@ class Run:
         """Step and weights in words, for messages."""
         # An attention backend forced for the training may be unavailable on this machine.
         anywhere = replace(self.config, performance=replace(self.config.performance, attention="auto"))
-        self.model = build_network(anywhere, found.weights).to(device).eval()
+        dtype = drawing_dtype(self.config, device)
+        self.model = build_network(anywhere, found.weights, frozen=dtype).to(device, dtype).eval()
         require_compilers(device, compiled=False, kernels=launch.triton is not None)
 
     def result(self, name: str) -> Path:
@@ -276,6 +284,15 @@ class Run:
             first_index=first_index,
             progress=progress,
         ).cpu()
+
+
+def drawing_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype in which a network draws: fp32, or for one of a pipeline on a GPU that of its training.
+
+    Pipelines draw in 16 bits, and in fp32 the largest need twice the memory of their training.
+    """
+    whole = device.type != "cuda" or not is_fine_tuned(config)
+    return torch.float32 if whole else DTYPES[config.performance.precision]
 
 
 def refuse_selection(path: Path, **given: object) -> None:

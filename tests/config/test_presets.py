@@ -31,6 +31,7 @@ OTHERS = {
     "sd15-512": 859.5, "sd2-512": 865.9, "sd15-finetune": 859.5, "sd15-lora": 859.5, "sdxl-lora": 2567.5,
     "sdxl-finetune": 2567.5,
     "dit-small-images": 4.164, "pixart-256": 610.9, "flux2-klein-lora": 3875.5, "flux2-klein": 3875.5,
+    "sd35-medium-lora": 2243.2, "sd35-medium": 2243.2,
     "z-image-lora": 6154.9, "z-image": 6154.9, "qwen-image-lora": 20430.4, "qwen-image": 20430.4,
     "iddpm-imagenet64": 121.06, "iddpm-imagenet64-cond": 273.05, "iddpm-cifar10": 52.55, "iddpm-lsun256": 113.68,
     "iddpm-upsampler": 279.79,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.config.networks.flux2 import Flux2Config
+from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, FlowConfig, FlowConvention
 from fastdiff.config.sections.sampler import SamplerConfig
@@ -23,6 +24,7 @@ from fastdiff.models.transformers.flux2 import FLUX2
 from fastdiff.sampling.guidance import Guidance, guided
 from fastdiff.sampling.pipeline_sampler import pipeline_sampler, with_scheduler
 from fastdiff.sampling.pipeline_solver import describe
+from fastdiff.sampling.run import drawing_dtype
 from fastdiff.sampling.solvers import sample
 from fastdiff.sampling.text import encode_prompts
 from tests.support.inputs.text_runs import text_run
@@ -224,3 +226,10 @@ def test_what_a_pipeline_cannot_is_refused(options: dict[str, Any], message: str
     label = {"label": torch.zeros(1)}
     with pytest.raises(ConfigError, match=message):
         sample(lambda noisy, *_, **__: noisy, DdpmConfig(), label, sampler, shape=(4, 4, 4), null={})
+
+
+def test_a_fine_tuned_network_draws_on_a_gpu_in_the_dtype_of_its_training() -> None:
+    config = preset("z-image-lora")
+    for device, expected in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        assert drawing_dtype(config, torch.device(device)) == expected
+    assert drawing_dtype(preset("digits-t2i"), torch.device("cuda")) == torch.float32

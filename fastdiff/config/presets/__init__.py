@@ -244,6 +244,8 @@ PRESETS: dict[str, Preset] = {
     "flux2-klein": families.flux2_klein,
     "z-image-lora": families.z_image_lora,
     "z-image": families.z_image,
+    "sd35-medium-lora": families.sd35_medium_lora,
+    "sd35-medium": families.sd35_medium,
     "qwen-image-lora": families.qwen_image_lora,
     "qwen-image": families.qwen_image,
     "pixart-256": pixart.pixart_256,

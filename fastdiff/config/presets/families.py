@@ -7,6 +7,7 @@ from fastdiff.config.networks.diffusers_transformer import DiffusersTransformerC
 from fastdiff.config.networks.flux2 import Flux2Config
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.qwen_image import QwenImageConfig
+from fastdiff.config.networks.sd3 import SD3Config
 from fastdiff.config.networks.z_image import ZImageConfig
 from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.run import RunConfig
@@ -20,6 +21,7 @@ from fastdiff.config.sections.timesteps import Density, TimestepConfig
 
 _FLUX2 = "black-forest-labs/FLUX.2-klein-base-4B"
 _Z_IMAGE = "Tongyi-MAI/Z-Image"
+_SD35 = "stabilityai/stable-diffusion-3.5-medium"
 _QWEN_IMAGE = "Qwen/Qwen-Image"
 
 
@@ -73,6 +75,30 @@ def z_image() -> RunConfig:
     return _full("z-image", ZImageConfig(), _Z_IMAGE)
 
 
+def sd35_medium_lora() -> RunConfig:
+    """A LoRA of Stable Diffusion 3.5 medium at 1024 px for ten to some hundred pictures.
+
+    fastdiff encode IMAGES data/photos --pretrained stabilityai/stable-diffusion-3.5-medium --resolution 1024
+    fastdiff train --preset sd35-medium-lora --data.path data/photos
+
+    Large by --pretrained.path stabilityai/stable-diffusion-3.5-large. Logit-normal noise levels with the shift of the
+    pipeline's scheduler, and the projections of every joint attention, as diffusers' train_dreambooth_lora_sd3.py;
+    rank 16. License: Stability AI Community License. Not measured yet.
+    """
+    return _lora("sd35-medium-lora", SD3Config(), _SD35, density="logit_normal")
+
+
+def sd35_medium() -> RunConfig:
+    """Fine-tune Stable Diffusion 3.5 medium, all weights.
+
+    fastdiff encode IMAGES data/finetune --pretrained stabilityai/stable-diffusion-3.5-medium --resolution 1024
+    fastdiff train --preset sd35-medium --data.path data/finetune
+
+    Noise levels as sd35-medium-lora. License: Stability AI Community License. Not measured yet.
+    """
+    return _full("sd35-medium", SD3Config(), _SD35, density="logit_normal")
+
+
 def qwen_image_lora() -> RunConfig:
     """A LoRA of Qwen-Image at 1024 px for ten to some hundred pictures, on frozen weights in 4 bits.
 
@@ -88,10 +114,10 @@ def qwen_image_lora() -> RunConfig:
 
 
 def qwen_image() -> RunConfig:
-    """Fine-tune Qwen-Image, all weights, on many GPUs or with the optimizer on the host.
+    """Fine-tune Qwen-Image, all weights, on 8 or more GPUs with 80 GB.
 
     fastdiff encode IMAGES data/finetune --pretrained Qwen/Qwen-Image --resolution 1024
-    fastdiff train --preset qwen-image --data.path data/finetune --deepspeed_config zero3_offload
+    fastdiff train --preset qwen-image --data.path data/finetune --deepspeed_config zero2
 
     Noise levels as qwen-image-lora. License: Apache-2.0. Not measured yet.
     """
@@ -105,9 +131,9 @@ def _lora(
     lora: LoraConfig | None = None,
     density: Density = "uniform",
 ) -> RunConfig:
-    batch, pictures_every = 8, 250
+    batch, pictures_every = 8, 50
     return RunConfig(
-        samples=1_000 * batch,
+        samples=300 * batch,
         model=model,
         pretrained=PretrainedConfig(path=pipeline, weights=True),
         lora=lora or LoraConfig(rank=16),
