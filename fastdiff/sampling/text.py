@@ -8,6 +8,7 @@ from torch import Tensor
 from fastdiff.batch import Condition, without_padding
 from fastdiff.conditions import image_conditions, of_source
 from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.console import log
 from fastdiff.errors import require
 from fastdiff.models.pretrained.pipeline import Pretrained
 
@@ -36,6 +37,11 @@ def encode_prompts(
             name in given,
             f"the text encoder of {pipeline.path} gives {' and '.join(given)}, but not {name}, which the network "
             "takes; use the pipeline that encoded the data",
+        )
+    if model.references:
+        log.warning(
+            f"drawing from prompts alone: the network was trained with {model.references} references of each picture, "
+            "which sampling does not take; export the run and draw with the pipeline of diffusers"
         )
     encoder = pipeline.text()
     condition = without_padding(encoder(prompts))

@@ -16,6 +16,7 @@ from fastdiff.config.sections.objective import FlowConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.parallel.world import World
+from fastdiff.sampling.run import Run
 from tests.support.forked import forked_ranks, values
 from tests.support.inputs.encoding import captioned, encode, picture
 from tests.support.inputs.family_pipelines import TOKENS, family_pipeline, network_in
@@ -61,7 +62,7 @@ def run_of(pipeline: Path, data: Path, folder: Path, **changes: Any) -> RunConfi
 
 
 def test_a_run_reads_the_references_of_its_data(
-    tmp_path: Path, world: World, pipeline: Path, data: dict[str, Path]
+    tmp_path: Path, world: World, pipeline: Path, data: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     """As many as there are, on any number of ranks and for a LoRA; other references are another training."""
     losses = {
@@ -77,6 +78,10 @@ def test_a_run_reads_the_references_of_its_data(
     assert shared == pytest.approx(losses["two"], rel=2e-6)
     adapted = run_of(pipeline, data["two"], tmp_path / "lora", lora=LoraConfig(rank=2), performance__recompute=True)
     assert train_losses(world, adapted, launch(0))[0] == pytest.approx(losses["two"][0], rel=2e-6)
+    for name, told in (("none", False), ("two", True)):
+        caplog.clear()
+        Run(tmp_path / name).embedded(["edit 1"], negative=None)
+        assert ("trained with 2 references of each picture" in caplog.text) == told
 
 
 def test_references_that_do_not_fit_are_refused_or_told(
