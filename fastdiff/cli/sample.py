@@ -152,6 +152,13 @@ def _add_content(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="text prompt; may be given several times")
     parser.add_argument("--negative-prompt", metavar="TEXT", help="negative text prompt")
     parser.add_argument("--per-prompt", type=count, help="images per prompt; default: 4")
+    parser.add_argument(
+        "--reference",
+        action="append",
+        type=local_path,
+        metavar="FILE",
+        help="picture that the prompts refer to, for edit models; given as often as each had references in training",
+    )
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:
@@ -201,6 +208,7 @@ def _sample(arguments: argparse.Namespace) -> None:
             arguments.prompt,
             negative=arguments.negative_prompt,
             per_prompt=arguments.per_prompt or 4,
+            references=arguments.reference or (),
             sampler=sampler,
         )
     else:
@@ -226,12 +234,12 @@ def _load(arguments: argparse.Namespace, published: RunConfig | None, device: to
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse options that contradict one another; the model itself checks which options it supports."""
     require_local("--autoencoder", arguments.autoencoder or "")
-    of_prompts = arguments.negative_prompt, arguments.per_prompt
+    of_prompts = arguments.negative_prompt, arguments.per_prompt, arguments.reference
     of_classes = arguments.classes, arguments.per_class
     if arguments.prompt and of_classes != (None, None):
         raise ConfigError("--classes and --per-class are for models of classes, --prompt is for models of text")
-    if not arguments.prompt and of_prompts != (None, None):
-        raise ConfigError("--negative-prompt and --per-prompt need --prompt")
+    if not arguments.prompt and of_prompts != (None, None, None):
+        raise ConfigError("--negative-prompt, --per-prompt and --reference need --prompt")
     flag = next((f"--{name}" for name in ("npz", "pngs") if getattr(arguments, name) is not None), None)
     for name in _OF_SETS:
         if flag is None and getattr(arguments, name) is not None:
@@ -257,6 +265,7 @@ def _draw_set(arguments: argparse.Namespace, given: dict[str, Any], published: R
         prompts=arguments.prompt or (),
         negative=arguments.negative_prompt,
         per_prompt=arguments.per_prompt or 4,
+        references=arguments.reference or (),
         low_res=arguments.low_res,
     )
     names = "batch", "precision", "autoencoder", "overwrite"

@@ -44,6 +44,8 @@ class SampleRequest:
     prompts: Sequence[str] = ()
     negative: str | None = None
     per_prompt: int = 4
+    references: Sequence[Path] = ()
+    """Pictures that every prompt refers to."""
     low_res: Path | None = None
     """npz of the images to enlarge."""
 
@@ -80,6 +82,7 @@ def conditions(run: Run, request: SampleRequest, seed: int) -> Conditions:
     require(wanted <= _MOST, f"a set of {wanted} images, at most {_MOST}; draw several, with another --seed each")
     if run.config.model.text_conditional:
         return _of_prompts(run, request)
+    require(not request.references, f"--reference: {run.folder} was trained with classes; leave it out")
     require(not request.prompts, f"{run.folder} was trained with classes, not captions; use --classes")
     require(
         request.labels is None or request.num is not None,
@@ -172,7 +175,7 @@ def _of_prompts(run: Run, request: SampleRequest) -> Conditions:
     require(bool(request.prompts), f"{run.folder} was trained with captions; give prompts with --prompt")
     for flag, value in (("num", request.num), ("labels", request.labels), ("low-res", request.low_res)):
         require(value is None, f"--{flag} is not for text-to-image models; set the number of images with --per-prompt")
-    embedded, null = run.embedded(request.prompts, negative=request.negative)
+    embedded, null = run.embedded(request.prompts, negative=request.negative, references=request.references)
 
     def of(index: range) -> Condition:
         chosen = torch.tensor(index) % len(request.prompts)
@@ -183,6 +186,7 @@ def _of_prompts(run: Run, request: SampleRequest) -> Conditions:
 
     count = request.per_prompt * len(request.prompts)
     plan = {"images": count, "prompts": _shortly(list(request.prompts)), "negative_prompt": request.negative}
+    plan |= {"references": list(map(file_digest, request.references))} if request.references else {}
     return Conditions(count=count, of=of, null=null, labels=None, kind=kind, plan=plan)
 
 

@@ -164,20 +164,33 @@ class Run:
         return titles
 
     def draw_prompts(
-        self, path: Path, prompts: Sequence[str], *, negative: str | None, per_prompt: int, sampler: SamplerConfig
+        self,
+        path: Path,
+        prompts: Sequence[str],
+        *,
+        negative: str | None,
+        per_prompt: int,
+        sampler: SamplerConfig,
+        references: Sequence[Path] = (),
     ) -> None:
         """Write a PNG with a column per prompt, decoded by the pipeline's autoencoder; ConfigError as ``embedded``."""
         from fastdiff.sampling.text import repeated
 
         _require_picture(per_prompt * len(prompts), "--per-prompt")
-        condition, null = self.embedded(prompts, negative=negative)
+        condition, null = self.embedded(prompts, negative=negative, references=references)
         latents = self.sample(repeated(condition, per_prompt), null, sampler)
         pipeline = pretrained(self.config.pretrained)
         pixels = open_autoencoder(pipeline, self.device, self.statistics).decode(latents)
         save_picture(path, image_grid(pixels, rows=per_prompt))
 
-    def embedded(self, prompts: Sequence[str], *, negative: str | None) -> tuple[Condition, Condition]:
-        """Return the conditions ``[N, ...]`` of prompts and of none, on the CPU; ConfigError: classes, no pipeline."""
+    def embedded(
+        self, prompts: Sequence[str], *, negative: str | None, references: Sequence[Path] = ()
+    ) -> tuple[Condition, Condition]:
+        """Return the conditions ``[N, ...]`` of prompts and of none, on the CPU; all refer to the same pictures.
+
+        ConfigError: the run has classes or no pipeline, or takes no references, or another number.
+        """
+        from fastdiff.sampling.references import encode_references
         from fastdiff.sampling.text import encode_prompts
 
         if not self.config.model.text_conditional:
@@ -185,7 +198,14 @@ class Run:
         if not self.config.pretrained.path:
             raise ConfigError(f"{self.folder} was trained without --pretrained.path: it has no text encoder")
         negative = usual_negative(self.config) if negative is None else negative
-        return encode_prompts(pretrained(self.config.pretrained), prompts, self.config.model, negative=negative)
+        pipeline, model = pretrained(self.config.pretrained), self.config.model
+        require(
+            len(references) in (0, model.references),
+            f"{len(references)} pictures by --reference: {self.folder} was trained with {model.references or 'no'} "
+            "references of each picture",
+        )
+        latents = encode_references(pipeline, references, model.size, self.statistics) if references else None
+        return encode_prompts(pipeline, prompts, model, negative=negative, references=latents)
 
     @property
     def device(self) -> torch.device:

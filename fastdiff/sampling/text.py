@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Condition, without_padding
-from fastdiff.conditions import image_conditions, of_source
+from fastdiff.conditions import REFERENCE, image_conditions, of_source
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.console import log
 from fastdiff.errors import require
@@ -15,7 +15,12 @@ from fastdiff.models.pretrained.pipeline import Pretrained
 
 @torch.no_grad()
 def encode_prompts(
-    pipeline: Pretrained, prompts: Sequence[str], model: ModelConfig, *, negative: str | None = None
+    pipeline: Pretrained,
+    prompts: Sequence[str],
+    model: ModelConfig,
+    *,
+    negative: str | None = None,
+    references: Tensor | None = None,
 ) -> tuple[Condition, Condition]:
     """Embed prompts in fp32 on the CPU; the text encoder is loaded for this and freed.
 
@@ -24,6 +29,7 @@ def encode_prompts(
         prompts: N captions.
         model: configuration of the network; its image size is an input of SDXL.
         negative: negative prompt of guidance; None: the unconditional one.
+        references: ``[R, C, h, w]`` normalised latents of the pictures that all prompts refer to; None: none.
 
     Returns:
         The condition, ``[N, ...]`` each, and the unconditional one, a single sample of each input.
@@ -38,10 +44,10 @@ def encode_prompts(
             f"the text encoder of {pipeline.path} gives {' and '.join(given)}, but not {name}, which the network "
             "takes; use the pipeline that encoded the data",
         )
-    if model.references:
+    if model.references and references is None:
         log.warning(
             f"drawing from prompts alone: the network was trained with {model.references} references of each picture, "
-            "which sampling does not take; export the run and draw with the pipeline of diffusers"
+            "and validation has none; `fastdiff sample` takes them by --reference"
         )
     encoder = pipeline.text()
     condition = without_padding(encoder(prompts))
@@ -51,7 +57,8 @@ def encode_prompts(
     pixels = (model.size * pipeline.latent_space.factor,) * 2
     sizes = image_conditions(model.conditions, pixels, (0, 0), pixels)
     of_image = {name: torch.tensor(values).expand(len(prompts), -1) for name, values in sizes.items()}
-    return {n: condition[n] for n in wanted} | of_image, {n: null[n] for n in wanted}
+    given_pictures = {} if references is None else {REFERENCE: references.expand(len(prompts), *references.shape)}
+    return {n: condition[n] for n in wanted} | of_image | given_pictures, {n: null[n] for n in wanted}
 
 
 def repeated(condition: Condition, times: int) -> Condition:

@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fastdiff.cli.main import main
 from fastdiff.config.networks.flux2 import Flux2Config
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.config.sections.objective import FlowConfig
+from fastdiff.data.loading.batches import Normaliser
+from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.parallel.world import World
@@ -82,6 +86,25 @@ def test_a_run_reads_the_references_of_its_data(
         caplog.clear()
         Run(tmp_path / name).embedded(["edit 1"], negative=None)
         assert ("trained with 2 references of each picture" in caplog.text) == told
+    run, before = Run(tmp_path / "two"), data["two"].parent / "before-two"
+    given = [before / "000_0.png", before / "000_1.png"]
+    condition, _ = run.embedded(["edit 0", "edit 1"], negative=None, references=given)
+    assert "reference" not in run.embedded(["edit 0"], negative=None)[0]
+    with LatentReader(data["two"]) as reader:
+        stored = {name: torch.from_numpy(value) for name, value in reader.read([0]).items()}
+        batch = Normaliser(reader.info, torch.device("cpu"))({**stored, "position": torch.zeros(1, dtype=torch.int64)})
+    for row in condition["reference"]:
+        torch.testing.assert_close(row, batch.condition["reference"][0], rtol=2e-3, atol=2e-3)
+    flags = [word for file in given for word in ("--reference", str(file))]
+    pictures = []
+    for name, chosen in (("with", flags), ("swapped", [*flags[2:], *flags[:2]]), ("without", [])):
+        grid = tmp_path / f"{name}.png"
+        command = ["sample", str(tmp_path / "two"), "--prompt", "edit 0", "--per-prompt", "1", "--steps", "2"]
+        assert main([*command, "--grid", str(grid), *chosen]) == 0
+        pictures.append(grid.read_bytes())
+    assert len(set(pictures)) == 3
+    with pytest.raises(ConfigError, match=r"1 pictures by --reference: .* was trained with 2 references"):
+        run.embedded(["edit 0"], negative=None, references=given[:1])
 
 
 def test_references_that_do_not_fit_are_refused_or_told(
