@@ -341,7 +341,7 @@ def test_prompts(world: World, pipeline: Path, tmp_path: Path, capsys: Any) -> N
     assert labels is None
     run = Run(tmp_path / "run")
     condition, null = run.embedded(["a red cat", "two birds"] * 2, negative=None)
-    drawn = run.sample(condition, null, SamplerConfig(steps=2), progress=False)
+    drawn = run.sample(condition, null, run.sampler(steps=2), progress=False)
     expected = channels_last(Pretrained(str(pipeline)).autoencoder().decode(drawn))
     assert images.shape == expected.shape == (4, IMAGE_SIZE, IMAGE_SIZE, 3)
     assert abs(images.astype(int) - expected).max() <= 1
