@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.config.sections.objective import FlowConfig, FlowPath
-from fastdiff.diffusion.levels import ALPHA, SIGMA, Levels, noise_per_error, rows, snr_weights
+from fastdiff.diffusion.levels import ALPHA, SIGMA, Levels, clean_per_error, noise_per_error, rows, snr_weights
 
 _BETA_MIN, _BETA_MAX = 0.1, 20.0
 """Ends of beta on the vp path (Song et al. 2021, arXiv:2011.13456, appendix C)."""
@@ -95,6 +95,8 @@ class Flow:
                 return sigma**-2
             case "cosmap":
                 return 2.0 / (math.pi * (1.0 - 2.0 * sigma + 2.0 * sigma**2))
+            case "x0":
+                return clean_per_error(table) ** 2
             case "velocity" if self._prediction == "x0":
                 return (determinant / sigma.clamp(min=self._floor)) ** 2
             case "velocity":

@@ -53,7 +53,7 @@ def test_the_defaults_of_the_script_are_those_of_the_run(script: str) -> None:
     )  # fmt: skip
     assert (config.lora.rank, config.lora.numerator, config.lora.quantize) == (4, 4, "none")
     assert (config.timesteps.density, config.objective.weighting) == (
-        "logit_normal" if script == SD3 else "uniform", "none",
+        *(("logit_normal", "x0") if script == SD3 else ("uniform", "none")),
     )  # fmt: skip
     assert (config.timesteps.shift, config.objective.condition_dropout) == ("pipeline", 0.0)
     assert (config.performance.precision, config.performance.recompute, config.ema.rates) == ("fp32", False, ())
@@ -146,7 +146,7 @@ def test_prior_preservation() -> None:
     ("script", "flags", "words"),
     [
         (KLEIN, "", ("--text_encoder_out_layers 10 20 30, the default of theirs", "9 18 27")),
-        (SD3, "", ("--precondition_outputs 1, the default of theirs", "sigma^2 times")),
+        (SD3, "--weighting_scheme cosmap", ("--precondition_outputs 1 with cosmap", "sigma^2 times")),
         (SD3, "--cache_latents --dataset_name a/b --caption_column text", ("beside captions of other pictures",)),
         (Z_IMAGE, "", ("grows until the memory is full",)),
         (Z_IMAGE, "--optimizer Sophia", ("--optimizer Sophia: theirs does not know it either, and takes AdamW",)),

@@ -49,6 +49,7 @@ OTHERWISE = {
 }
 """Flags beside which more of the others have an effect."""
 WORDS = {
+    "precondition_outputs": "0",
     "dataset_name": "./others", "resume_from_checkpoint": "latest", "prediction_type": "v_prediction",
     "lr_scheduler": "cosine", "report_to": "wandb", "learning_rate": "0.5", "timestep_bias_end": "900",
 }  # fmt: skip

@@ -50,6 +50,7 @@ EVERY = [
     ),
     ("linear", "flow", "sigma_sqrt"),
     ("linear", "flow", "cosmap"),
+    *((path, "flow", "x0") for path in PATHS),
 ]
 
 
@@ -111,6 +112,8 @@ def weighted_losses(
         weight = sigma**-2 if weighting == "sigma_sqrt" else 2 / (np.pi * (1 - 2 * sigma + 2 * sigma**2))
         return squared(np.sqrt(weight) * (guess - (noise - clean)))
     noisy = alpha * clean + sigma * noise
+    if weighting == "x0":  # of alpha x + sigma n = noisy and alpha' x + sigma' n = -guess
+        return squared((sigma_slope * noisy + sigma * guess) / (alpha * sigma_slope - alpha_slope * sigma) - clean)
     if prediction == "x0":
         return clean_losses(path, weighting, t, clean, noisy, guess)
     if prediction == "flow":  # of alpha x + sigma n = noisy and alpha' x + sigma' n = -guess
@@ -273,10 +276,11 @@ def test_the_linear_path_is_that_of_diffusers() -> None:
     # Its script's --precondition_outputs 1, its default: the error of x0, for which sigma_sqrt is no weighting of ours.
     sigmas = scheduler.sigmas[chosen]
     of_x0 = (noisy - sigmas[:, None, None, None] * guess - batch.latents).square().mean(dim=(1, 2, 3))
-    expected = compute_loss_weighting_for_sd3("sigma_sqrt", sigmas) * of_x0
-    ours = objective(weighting="none")
-    found = ours.loss(guess, batch, ours.add_noise(batch, native=t[chosen]))
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+    for theirs, weighting in (("sigma_sqrt", "none"), ("none", "x0")):
+        expected = compute_loss_weighting_for_sd3(theirs, sigmas) * of_x0
+        ours = objective(weighting=weighting)
+        found = ours.loss(guess, batch, ours.add_noise(batch, native=t[chosen]))
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.25])

@@ -313,7 +313,7 @@ OF_FAMILIES = {
     "z-image": ("train_dreambooth_lora_z_image", ["--lora_alpha", "2"]),
     "flux2": ("train_dreambooth_lora_flux2_klein", ["--lora_alpha", "2"]),
     "qwen-image": ("train_dreambooth_lora_qwen_image", ["--lora_alpha", "2", "--weighting_scheme", "sigma_sqrt"]),
-    "sd3": ("train_dreambooth_lora_sd3", ["--precondition_outputs", "0"]),
+    "sd3": ("train_dreambooth_lora_sd3", []),
 }
 """Script of each family, and flags of its own."""
 
@@ -337,14 +337,15 @@ def test_dreambooth(
     config, weights = run(run_of(script, flags)[0], world, dump)
     network = getattr(diffusers, config.model.diffusers_class).from_pretrained(base, subfolder="transformer").double()
     alpha = 2.0 if "--lora_alpha" in own else 4.0
-    square = "sigma_sqrt" in own
+    # Of the squared error of the output: SD3's script compares estimates of the latents.
+    weight = {"qwen-image": lambda sigma: sigma**-2, "sd3": lambda sigma: sigma**2}.get(kind, torch.ones_like)
 
     def loss_of(weights: Weights, micro: Micro) -> Tensor:
         merged = adapted(network, weights, alpha)
         model = lambda *given, **options: functional_call(network, merged, given, options)  # noqa: E731
         output, target = FAMILIES[kind].step(model, micro.clean, micro.noise, micro.depth, micro.condition)
         error = (output - target).square().mean(dim=(1, 2, 3))
-        return (error / micro.depth**2 if square else error).mean()
+        return (weight(micro.depth) * error).mean()
 
     script_steps = Script(warmed_cosine, weight_decay=1e-4, clip=0.1)
     assert_replayed(config, *script_steps.replay(weights, loss_of, dump))

@@ -26,7 +26,7 @@ Variance = Literal["fixed_small", "fixed_large", "learned", "learned_range"]
 LossName = Literal["mse", "rescaled_mse", "kl", "rescaled_kl"]
 EdmWeighting = Literal["none", "min_snr", "soft_min_snr"]
 DdpmWeighting = Literal[EdmWeighting, "p2", "debiased", "snr"]
-FlowWeighting = Literal[EdmWeighting, "sigma_sqrt", "cosmap", "velocity", "likelihood"]
+FlowWeighting = Literal[EdmWeighting, "sigma_sqrt", "cosmap", "velocity", "x0", "likelihood"]
 Weighting = Literal[DdpmWeighting, FlowWeighting]
 
 PREDICTION_TYPES: dict[Prediction, str] = {
@@ -328,7 +328,8 @@ class FlowConfig(_OfEveryProcess):
     """Prediction target: flow (the velocity), x0 (the data: JiT), epsilon or score. auto: flow."""
     weighting: Literal["auto", FlowWeighting] = "auto"
     """Weight of the squared error by noise level: none, min_snr, soft_min_snr, sigma_sqrt and cosmap (SD3), velocity
-    (the error of the velocity, for x0, epsilon and score) or likelihood (SiT, for epsilon and score). auto: min_snr if
+    (the error of the velocity, for x0, epsilon and score), x0 (the error of x0, for flow: diffusers' scripts of SD3) or
+    likelihood (SiT, for epsilon and score). auto: min_snr if
     its gamma is given, otherwise velocity for x0 and none for the others."""
     velocity_floor: float = 0.05
     """Smallest sigma by which prediction x0 is divided to give the velocity, in the loss and in sampling (Li & He 2025,
@@ -367,7 +368,10 @@ class FlowConfig(_OfEveryProcess):
             f"--objective.cosine_weight {self.cosine_weight}: 0, or above with --objective.prediction flow, because it "
             "compares the directions of velocities",
         )
-        able = {"velocity": ("x0", "epsilon", "score"), "likelihood": ("epsilon", "score")}.get(self.weighted)
+        of_predictions = {
+            "velocity": ("x0", "epsilon", "score"), "x0": ("flow",), "likelihood": ("epsilon", "score"),
+        }  # fmt: skip
+        able = of_predictions.get(self.weighted)
         require(
             able is None or self.predicted in able,
             f"--objective.weighting {self.weighting} is for --objective.prediction {' or '.join(able or ())}, given "

@@ -137,8 +137,9 @@ def _scheme(given: DreamBooth, name: str) -> list[str]:
         "mode": flag("timesteps.mode_scale", flags.mode_scale),
     }
     weighting = _WEIGHTINGS[name]
-    if getattr(flags, "precondition_outputs", 0) and name == "sigma_sqrt":
-        weighting = "none"  # 1 / sigma^2 of an error that is sigma^2 times that of the velocity
+    if getattr(flags, "precondition_outputs", 0):
+        # The error of x0, which is sigma^2 times that of the velocity.
+        weighting = {"none": "x0", "sigma_sqrt": "none"}.get(weighting, weighting)
     return [
         *flag("timesteps.density", _DENSITIES.get(name, "uniform")),
         *own.get(name, []),

@@ -32,9 +32,9 @@ def _differences(given: Given) -> list[Note]:
     flags = given.flags
     return [
         (
-            flags.precondition_outputs and flags.weighting_scheme != "sigma_sqrt",
-            "--precondition_outputs 1, the default of theirs: it compares the estimate of the latents, whose squared "
-            "error is sigma^2 times that of the velocity; here it is that of the velocity, as theirs with 0",
+            flags.precondition_outputs and flags.weighting_scheme == "cosmap",
+            "--precondition_outputs 1 with cosmap: it weights the error of the estimated latents, which is sigma^2 "
+            "times that of the velocity; here cosmap weights that of the velocity, as theirs with 0",
         ),
         (
             flags.cache_latents and captioned(flags),
@@ -45,16 +45,15 @@ def _differences(given: Given) -> list[Note]:
 
 
 SD3 = dreambooth(
-    "z-image-lora",
+    "sd35-medium-lora",
     "dreambooth-sd3-lora",
     _DEFAULTS,
     posterior="each-step",
     tokens=256,
-    network=[*flag("model.kind", "sd3"), *flag("objective.convention", "sd3")],
     own={
         "lora_layers": Meaning(str, _targets),
         "lora_blocks": Meaning(),
-        "precondition_outputs": Meaning(int, idle="--weighting_scheme sigma_sqrt makes it the same"),
+        "precondition_outputs": Meaning(int),
         "weighting_scheme": Meaning(
             str, MEANINGS["weighting_scheme"].words, choices=("sigma_sqrt", "logit_normal", "mode", "cosmap")
         ),
