@@ -282,6 +282,8 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
     images = [{"bytes": picture(k), "path": None} for k in range(3)]
     rows = dataset({"image": images, "text": ["zero", "o\x01ne", "two"]})
     rows.save_to_disk(tmp_path / "plain")  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="--reference-column before is for a file of metadata, which the source is"):
+        source(tmp_path / "plain", reference_column="before")
     found = source(tmp_path / "plain")
     assert (found.captioned, found.classes, found.partitions) == (True, None, 2)
     assert contents(found) == [(picture(k), (("zero", "o ne", "two")[k],), None) for k in range(3)]
