@@ -42,7 +42,9 @@ class Flux2(DiffusersTransformer[Flux2Config]):
         if reference is not None:
             pictures = reference.unbind(1)
             tokens = torch.cat([tokens, *map(_tokens, pictures)], 1)
-            ids = torch.cat([ids, *(_ids_of_reference(number, each) for number, each in enumerate(pictures, 1))])
+            rows, columns = reference.shape[3:]
+            numbers = range(_BETWEEN_REFERENCES, _BETWEEN_REFERENCES * (len(pictures) + 1), _BETWEEN_REFERENCES)
+            ids = torch.cat([ids, *(_ids(noisy.device, image=n, rows=rows, columns=columns) for n in numbers)])
         with self.attending(noisy, length):
             velocity: Tensor = self.network(
                 hidden_states=tokens.to(dtype),
@@ -67,17 +69,10 @@ def _tokens(latents: Tensor) -> Tensor:
     return latents.flatten(2).transpose(1, 2)
 
 
-def _ids_of_reference(number: int, latents: Tensor) -> Tensor:
-    """Return the rotary ids of reference ``number``, counted from 1."""
-    rows, columns = latents.shape[2:]
-    first = torch.tensor([_BETWEEN_REFERENCES * number, 0, 0, 0], device=latents.device)
-    return _ids(latents.device, rows=rows, columns=columns) + first
-
-
-def _ids(device: torch.device, *, rows: int = 1, columns: int = 1, text: int = 1) -> Tensor:
-    """Return the rotary ids of a grid, ``[rows * columns * text, 4]`` int64."""
-    axes = [torch.arange(length, device=device) for length in (1, rows, columns, text)]
-    return torch.cartesian_prod(*axes)
+def _ids(device: torch.device, *, image: int = 0, rows: int = 1, columns: int = 1, text: int = 1) -> Tensor:
+    """Return the rotary ids of a grid of image number ``image``, ``[rows * columns * text, 4]`` int64."""
+    axes = [torch.arange(length, device=device) for length in (rows, columns, text)]
+    return torch.cartesian_prod(torch.arange(image, image + 1, device=device), *axes)
 
 
 def _mu(scheduler: Mapping[str, Any], tokens: int, steps: int) -> float:
