@@ -159,6 +159,13 @@ def _add_content(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="picture that the prompts refer to, for edit models; given as often as each had references in training",
     )
+    parser.add_argument(
+        "--beside-base",
+        action="store_true",
+        default=None,
+        help="with --grid, of a fine-tuned network: the images of the network that it started from, from the same "
+        "noise, beside its own, under the prompts",
+    )
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:
@@ -210,6 +217,7 @@ def _sample(arguments: argparse.Namespace) -> None:
             per_prompt=arguments.per_prompt or 4,
             references=arguments.reference or (),
             sampler=sampler,
+            beside_base=bool(arguments.beside_base),
         )
     else:
         titles = run.draw_classes(grid, arguments.classes, per_class=arguments.per_class or 8, sampler=sampler)
@@ -240,7 +248,11 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--classes and --per-class are for models of classes, --prompt is for models of text")
     if not arguments.prompt and of_prompts != (None, None, None):
         raise ConfigError("--negative-prompt, --per-prompt and --reference need --prompt")
+    if not arguments.prompt and arguments.beside_base:
+        raise ConfigError("--beside-base needs --prompt")
     flag = next((f"--{name}" for name in ("npz", "pngs") if getattr(arguments, name) is not None), None)
+    if flag is not None and arguments.beside_base:
+        raise ConfigError(f"--beside-base is for a picture, --grid PNG, not {flag}; leave out one of them")
     for name in _OF_SETS:
         if flag is None and getattr(arguments, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is for --npz FILE or --pngs FOLDER; give one of them")

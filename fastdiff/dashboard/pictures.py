@@ -2,11 +2,12 @@
 
 import base64
 import io
+import json
 import os
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,12 +20,24 @@ _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MOST_BYTES, _MOST_PIXELS = 2**27, 2**27
 _MOST_DECODED, _MOST_DECODED_BYTES = 2**25, 2**26
 """Pixels and bytes of a picture that is made smaller here: decoded it takes 128 MiB, and about a second."""
+_LAYOUT, _MOST_HEAD = b"fastdiff-layout", 2**16
+"""Keyword of the text in a PNG that says where its pictures are, and the bytes in which it is looked for."""
 _CHUNKS, _LEAST_CHUNK = 256, 1024
 """Chunks of a picture that is made smaller, at most: so many, and one for so many bytes. Each costs its time."""
 _IN_A_REPORT, _MOST_EMBEDDED, _REPORT_WIDTH = 24, 200_000, 1024
 """Pictures of a run in a report, and the size in bytes from which they are made as small as this width in pixels."""
 _MOST_OF_REPORT = 2**23
 """Bytes of a picture that a report takes as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Places in a picture with the texts of the prompts (``sampling.captioned_grid.Layout``), in pixels."""
+
+    columns: tuple[str, ...]
+    side: tuple[int, int]
+    pitch: tuple[int, int]
+    first: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +50,8 @@ class Picture:
     height: int
     changed: int
     """Time of its last change in nanoseconds: a run that begins anew writes the same names."""
+    layout: Layout | None = None
+    """Places of the pictures of prompts; None: one column per prompt."""
 
     @property
     def name(self) -> str:
@@ -50,7 +65,10 @@ class Picture:
 
     def as_json(self) -> dict[str, Any]:
         """Return what the page needs to ask for it."""
-        found = {"step": self.step, "width": self.width, "height": self.height, "changed": str(self.changed)}
+        found: dict[str, Any] = {
+            "step": self.step, "width": self.width, "height": self.height, "changed": str(self.changed),
+        }  # fmt: skip
+        found |= {} if self.layout is None else {"layout": asdict(self.layout)}
         return found if self.can_shrink else found | {"whole": True}
 
 
@@ -64,7 +82,8 @@ def pictures_of(run: Path) -> tuple[list[Picture], list[str]]:
     for name in filter(None, map(_NAME.fullmatch, names)):
         try:
             changed = os.stat(run / FOLDER / name[0], follow_symlinks=False).st_mtime_ns
-            found.append(Picture(run, int(name[1]), *_size(run, f"{FOLDER}/{name[0]}", changed), changed))
+            width, height, layout = _header(run, f"{FOLDER}/{name[0]}", changed)
+            found.append(Picture(run, int(name[1]), width, height, changed, layout))
         except FileNotFoundError:  # removed meanwhile
             continue
         except OSError as error:
@@ -75,21 +94,48 @@ def pictures_of(run: Path) -> tuple[list[Picture], list[str]]:
 
 
 @lru_cache(maxsize=65536)
-def _size(run: Path, name: str, changed: int) -> tuple[int, int]:
-    """Return width and height from the header of a PNG.
+def _header(run: Path, name: str, changed: int) -> tuple[int, int, Layout | None]:
+    """Return width and height from the header of a PNG, and the layout that it names before its pixels.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is none, or too large.
     """
     with open(open_inside(run, name), "rb") as file:
-        head = file.read(24)
+        head = file.read(_MOST_HEAD)
     if len(head) < 24 or not head.startswith(_SIGNATURE):
         raise ValueError("no PNG")
     width, height = struct.unpack(">II", head[16:24])
     if not 0 < width * height <= _MOST_PIXELS:
         raise ValueError(f"{width:,} x {height:,} pixels, at most {_MOST_PIXELS:,} are shown")
-    return width, height
+    return width, height, _layout(head, width, height)
+
+
+def _layout(head: bytes, width: int, height: int) -> Layout | None:
+    """Return the layout in the first chunks of a PNG; None: there is none, or none of places inside the picture."""
+    place = len(_SIGNATURE)
+    while place + 8 <= len(head):
+        length, kind = struct.unpack(">I4s", head[place : place + 8])
+        keyword, _, text = head[place + 8 : place + 8 + length].partition(b"\0")
+        if kind == b"tEXt" and keyword == _LAYOUT:
+            return _checked(text, width, height)
+        if kind == b"IDAT":
+            break
+        place += 12 + length
+    return None
+
+
+def _checked(text: bytes, width: int, height: int) -> Layout | None:
+    try:
+        found = json.loads(text)
+        columns = tuple(str(label) for label in found["columns"])
+        side, pitch, *first = ((int(x), int(y)) for x, y in (found["side"], found["pitch"], *found["first"]))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+    inside = all(0 <= x <= width - side[0] and 0 <= y <= height - side[1] for x, y in first)
+    if not inside or min(*side, *pitch) < 1 or not columns or not first:
+        return None
+    return Layout(columns, side, pitch, tuple(first))
 
 
 def content(picture: Picture, width: int | None = None) -> tuple[bytes, str]:

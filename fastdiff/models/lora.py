@@ -130,3 +130,12 @@ def quantized(model: Model, layer: str, config: LoraConfig) -> None:
     bits: Bits = 4 if config.quantize == "4bit" else 8
     parent, _, child = layer.rpartition(".")
     setattr(model.get_submodule(parent), child, QuantizedLinear(cast(nn.Linear, model.get_submodule(layer)), bits))
+
+
+def switch(model: nn.Module, *, on: bool) -> None:
+    """Let the layers of a network compute with or without their adapters, in place."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.enable_adapters(on)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageFont import FreeTypeFont, ImageFont
 
+    Font = FreeTypeFont | ImageFont
+
 _READABLE = 64
-_BORDER = 2
-_BORDER_GRAY = 96
-_LEAST_FONT = 12
+BORDER = 2
+BORDER_GRAY = 96
+LEAST_FONT = 12
 """Size of the titles in pixels, below which they are hard to read."""
 
 
@@ -51,7 +53,7 @@ def image_grid(images: Tensor, rows: int | None = None, scale: int | None = None
     if images.ndim != 4 or not images.numel():
         raise ValueError(f"images {tuple(images.shape)}: expected [N, C, H, W] with N at least 1")
     if scale is None:
-        scale = max(1, -(-_READABLE // min(images.shape[2:])))
+        scale = enlargement(images)
     rows = round(len(images) ** 0.5) or 1 if rows is None else rows
     if rows < 1 or scale < 1:
         raise ValueError(f"rows {rows}, scale {scale}: at least 1")
@@ -62,15 +64,27 @@ def image_grid(images: Tensor, rows: int | None = None, scale: int | None = None
     return _titled(grid, titles) if titles else grid
 
 
-def encoded(picture: Image, suffix: str) -> bytes:
-    """Return a picture as the content of a file; ConfigError if Pillow writes no format with this suffix."""
+def encoded(picture: Image, suffix: str, texts: Mapping[str, str] | None = None) -> bytes:
+    """Return a picture as the content of a file.
+
+    Args:
+        picture: of mode L or RGB.
+        suffix: chooses the format.
+        texts: of a PNG, by keyword, before its pixels.
+
+    Raises:
+        ConfigError: Pillow writes no format with this suffix.
+    """
     from PIL import Image as pillow
+    from PIL.PngImagePlugin import PngInfo
 
     name = pillow.registered_extensions().get(suffix.lower())
     if name not in pillow.SAVE:
         raise ConfigError(f"no picture can be written with the suffix {suffix!r}; use .png")
-    buffer = io.BytesIO()
-    picture.save(buffer, name)
+    buffer, about = io.BytesIO(), PngInfo()
+    for keyword, text in (texts or {}).items():
+        about.add_text(keyword, text)
+    picture.save(buffer, name, **({"pnginfo": about} if texts else {}))
     return buffer.getvalue()
 
 
@@ -89,32 +103,41 @@ def _titled(grid: Image, titles: Sequence[str]) -> Image:
     from PIL import Image as pillow
     from PIL import ImageDraw, ImageFont
 
-    pitch = (grid.width - _BORDER) // len(titles)
-    size = max(_LEAST_FONT, pitch // 16)
+    pitch = (grid.width - BORDER) // len(titles)
+    size = max(LEAST_FONT, pitch // 16)
     font = ImageFont.load_default(size)
     header = size * 3 // 2
-    gray = _BORDER_GRAY if grid.mode == "L" else (_BORDER_GRAY,) * 3
+    gray = BORDER_GRAY if grid.mode == "L" else (BORDER_GRAY,) * 3
     picture = pillow.new(grid.mode, (grid.width, grid.height + header), gray)
     picture.paste(grid, (0, header))
     pen = ImageDraw.Draw(picture)
     for column, title in enumerate(titles):
-        middle = _BORDER + column * pitch + pitch // 2, header // 2
-        pen.text(middle, _fitting(title, font, pitch - _BORDER), fill="white", font=font, anchor="mm")
+        middle = BORDER + column * pitch + pitch // 2, header // 2
+        pen.text(middle, cut(drawable(title, font), font, pitch - BORDER), fill="white", font=font, anchor="mm")
     return picture
 
 
-def _fitting(title: str, font: FreeTypeFont | ImageFont, width: int) -> str:
-    """Return a title cut to a width in pixels; ? is a letter that the font lacks, and a title of none else is empty."""
+def drawable(title: str, font: Font) -> str:
+    """Return a title without accents; ? is a letter that the font lacks, and a title of none else is empty."""
     plain = "".join(letter for letter in unicodedata.normalize("NFKD", title) if not unicodedata.combining(letter))
     missing = bytes(font.getmask("\uffff"))
     lacking = {letter for letter in plain if bytes(font.getmask(letter)) == missing}
     if not any(letter.isalnum() and letter not in lacking for letter in plain):
         return ""
-    plain = "".join("?" if letter in lacking else letter for letter in plain)
+    return "".join("?" if letter in lacking else letter for letter in plain)
+
+
+def cut(plain: str, font: Font, width: int) -> str:
+    """Return a text cut to a width in pixels."""
     if font.getlength(plain) <= width:
         return plain
     kept = next((end for end in range(len(plain) - 1, 0, -1) if font.getlength(f"{plain[:end]}…") <= width), 0)
     return f"{plain[:kept]}…"
+
+
+def enlargement(images: Tensor) -> int:
+    """Return the whole-number enlargement of ``[N, C, H, W]`` to a side of at least 64 pixels."""
+    return max(1, -(-_READABLE // min(images.shape[2:])))
 
 
 def _levels(images: Tensor) -> Tensor:
@@ -131,9 +154,9 @@ def _levels(images: Tensor) -> Tensor:
 def _arrange(images: Tensor, rows: int) -> Tensor:
     """Arrange ``[N, C, H, W]`` uint8 ``-> [C, rows * (H + border) + border, columns * (W + border) + border]``."""
     columns = -(-len(images) // rows)
-    framed = F.pad(images, (0, _BORDER, 0, _BORDER), value=_BORDER_GRAY)
+    framed = F.pad(images, (0, BORDER, 0, BORDER), value=BORDER_GRAY)
     count, channels, height, width = framed.shape
-    missing = framed.new_full((rows * columns - count, channels, height, width), _BORDER_GRAY)
+    missing = framed.new_full((rows * columns - count, channels, height, width), BORDER_GRAY)
     places = torch.cat([framed, missing]).view(rows, columns, channels, height, width)
     canvas = places.permute(2, 0, 3, 1, 4).reshape(channels, rows * height, columns * width)
-    return F.pad(canvas, (_BORDER, 0, _BORDER, 0), value=_BORDER_GRAY)
+    return F.pad(canvas, (BORDER, 0, BORDER, 0), value=BORDER_GRAY)

@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fastdiff.files import file_digest
 from fastdiff.models.family import ModelFamily, family_of
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.models.load import build_network, check_base, null_label, pretrained, resolve
+from fastdiff.models.lora import switch
 from fastdiff.models.pipeline_files import readable
 from fastdiff.models.toolchain import require_compilers
 from fastdiff.parallel.devices import select_device
@@ -172,16 +173,53 @@ class Run:
         per_prompt: int,
         sampler: SamplerConfig,
         references: Sequence[Path] = (),
+        beside_base: bool = False,
     ) -> None:
-        """Write a PNG with a column per prompt, decoded by the pipeline's autoencoder; ConfigError as ``embedded``."""
-        from fastdiff.sampling.text import repeated
+        """Write a PNG with a column per prompt, decoded by the pipeline's autoencoder.
 
-        _require_picture(per_prompt * len(prompts), "--per-prompt")
+        ``beside_base`` puts the texts above, and the pictures of the base model from the same noise beside.
+
+        Raises:
+            ConfigError: as ``embedded``; ``beside_base`` of a network that was not fine-tuned, or the base weights
+                cannot be read.
+        """
+        from fastdiff.sampling.captioned_grid import captioned_grid
+        from fastdiff.sampling.text import as_bytes, repeated
+
+        _require_picture(per_prompt * len(prompts) * (1 + beside_base), "--per-prompt")
         condition, null = self.embedded(prompts, negative=negative, references=references)
-        latents = self.sample(repeated(condition, per_prompt), null, sampler)
-        pipeline = pretrained(self.config.pretrained)
-        pixels = open_autoencoder(pipeline, self.device, self.statistics).decode(latents)
-        save_picture(path, image_grid(pixels, rows=per_prompt))
+        autoencoder = open_autoencoder(pretrained(self.config.pretrained), self.device, self.statistics)
+
+        def drawn() -> Tensor:
+            return autoencoder.decode(self.sample(repeated(condition, per_prompt), null, sampler))
+
+        if not beside_base:
+            save_picture(path, image_grid(drawn(), rows=per_prompt))
+            return
+        with self._as_base():
+            base = as_bytes(drawn())
+        columns = {"base": base, f"step {self.step:,}": as_bytes(drawn())}
+        save_picture(path, captioned_grid(prompts, columns)[0])
+
+    @contextmanager
+    def _as_base(self) -> Iterator[None]:
+        """Let the run draw with the network that its fine-tuning started from."""
+        if not is_fine_tuned(self.config):
+            raise ConfigError(
+                f"--beside-base: {self.folder} was not fine-tuned from a pipeline (--pretrained.weights); leave it out"
+            )
+        tuned = self.model
+        if self.config.lora.rank:
+            switch(tuned, on=False)
+        else:
+            dtype = drawing_dtype(self.config, self.device)
+            self.model = build_network(self.config).to(self.device, dtype).eval()
+        try:
+            yield
+        finally:
+            self.model = tuned
+            if self.config.lora.rank:
+                switch(tuned, on=True)
 
     def embedded(
         self, prompts: Sequence[str], *, negative: str | None, references: Sequence[Path] = ()

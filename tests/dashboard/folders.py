@@ -2,11 +2,15 @@
 
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
+
+from fastdiff.sampling.captioned_grid import LAYOUT, captioned_grid
+from fastdiff.sampling.image_grid import encoded
 
 BINS = 16
 
@@ -44,6 +48,20 @@ def picture(folder: Path, step: int, size: tuple[int, int] = (662, 530), shade: 
     Image.linear_gradient("L").resize(size).point(lambda value: (value + shade) % 256).save(buffer, "PNG")
     path = folder / "samples" / f"step-{step:08d}.png"
     path.write_bytes(buffer.getvalue())
+    return path
+
+
+def labelled_picture(folder: Path, step: int, prompts: Sequence[str]) -> Path:
+    """Two pictures of each prompt of one colour each: 40 times the prompt, 40 times the picture, and the step or 0."""
+    (folder / "samples").mkdir(exist_ok=True)
+    colours = [[40 * prompt, 40 * image] for image in (1, 2) for prompt in range(1, len(prompts) + 1)]
+    columns = {}
+    for label, blue in (("base", 0), (f"step {step}", step)):
+        levels = torch.tensor([[*colour, blue] for colour in colours], dtype=torch.uint8)
+        columns[label] = levels[..., None, None].expand(-1, -1, 96, 128)
+    grid, layout = captioned_grid(prompts, columns)
+    path = folder / "samples" / f"step-{step:08d}.png"
+    path.write_bytes(encoded(grid, ".png", {LAYOUT: layout.as_text()}))
     return path
 
 

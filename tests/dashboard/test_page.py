@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, BrowserContext, Page
 from fastdiff.config.run_record import claim
 from fastdiff.dashboard.folders import key_of
 from fastdiff.dashboard.report import write_report
-from tests.dashboard.folders import ledger, lines, picture, record, run_folder, validation
+from tests.dashboard.folders import labelled_picture, ledger, lines, picture, record, run_folder, validation
 from tests.support.nights import by_day
 from tests.support.processes import ON_CPU, stop
 from tests.support.runs import flags, tiny
@@ -30,6 +30,19 @@ SERVER_DIED = re.compile(
     "|CONTENT_LENGTH_MISMATCH)"
 )
 RUN_DELETED = re.compile("404 |status of 404 ")
+COLOURS = """Promise.all([...document.querySelectorAll("#prompts .crop")].map(async (crop) => {
+  const style = getComputedStyle(crop), image = new Image();
+  image.src = style.backgroundImage.slice(5, -2);
+  await image.decode();
+  const { width, height } = crop.getBoundingClientRect();
+  const canvas = new OffscreenCanvas(1, 1), pen = canvas.getContext("2d");
+  const [across, down] = style.backgroundSize.split(" ").map((size) => parseFloat(size) / 100);
+  const [left, top] = style.backgroundPosition.split(" ").map((place) => parseFloat(place) / 100);
+  const x = (left * (across - 1) + 0.5) / across, y = (top * (down - 1) + 0.5) / down;
+  pen.drawImage(image, x * image.width, y * image.height, 1, 1, 0, 0, 1, 1);
+  return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3);
+}))"""
+"""The colours in the middle of the cut-out images."""
 FRAME = "new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
 STEPS = "Store.runs[0]?.columns.step?.mean ?? []"
 
@@ -360,6 +373,22 @@ def test_pictures_of_prompts_come_first_and_small_ones_fill_the_card(page: Page,
     assert box is not None
     assert box["width"] == pytest.approx(8 * 130, abs=2)
     assert texts(page, "#samples .columns span") == ["a flower", "a temple"]
+
+
+def test_pictures_of_a_fine_tuning_stand_beside_those_of_its_base(page: Page, tmp_path: Path) -> None:
+    """The card of prompts cuts them out of the picture, where their texts are."""
+    prompts = {"prompts": ["a flower", "a temple at night, by a lake"], "images_per_prompt": 2, "every": 50}
+    run = run_folder(tmp_path / "run", model={"cross_attention_dim": 32}, pretrained={"path": "p"}, validation=prompts)
+    for step in (50, 100):
+        labelled_picture(run, step, prompts["prompts"])
+    show_report(page, tmp_path, run)
+    page.locator("#samples .large img").wait_for()
+    assert texts(page, "#samples .columns span") == []
+    assert texts(page, "#prompts .prompt:first-child figcaption") == ["base", "step 50", "step 100"]
+    page.locator("#image").select_option("1")
+    seen = page.evaluate(COLOURS)
+    # Red counts the prompts, green the images, and blue is 0 for the base, otherwise a hundredth of the step.
+    assert seen == [[40 * prompt, 80, blue] for prompt in (1, 2) for blue in (0, 50, 100)]
 
 
 def test_columns_have_the_names_of_their_classes(page: Page, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from fastdiff.config.run_record import claim
 from fastdiff.dashboard.folders import Folders
@@ -24,7 +25,7 @@ from fastdiff.dashboard.series import Series
 from fastdiff.dashboard.timeline import timeline
 from fastdiff.errors import ConfigError
 from fastdiff.ledger.reader import read_ledger
-from tests.dashboard.folders import ledger, lines, picture, record, run_folder, validation
+from tests.dashboard.folders import labelled_picture, ledger, lines, picture, record, run_folder, validation
 
 
 def series(records: list[dict[str, Any]]) -> Series:
@@ -133,6 +134,30 @@ def test_pictures_are_those_of_the_folder_alone(tmp_path: Path) -> None:
     (folder / "samples").rename(tmp_path / "elsewhere")
     (folder / "samples").symlink_to(tmp_path / "elsewhere")
     assert metadata.sections({})["pictures"]["data"] == [], "nor those of a linked folder"
+
+
+def test_the_layout_of_a_picture_is_read_from_it_if_it_is_one(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    labelled_picture(folder, 50, ["a flower", "a temple"])
+    [known] = RunMetadata(folder).sections({})["pictures"]["data"]
+    layout = known["layout"]
+    assert (layout["columns"], layout["side"], layout["pitch"]) == (("base", "step 50"), (128, 96), (130, 98))
+    with Image.open(folder / "samples" / "step-00000050.png") as grid:
+        for prompt, (x, y) in enumerate(layout["first"], 1):
+            assert grid.getpixel((x, y)) == (40 * prompt, 40, 0)
+            assert grid.getpixel((x + 130, y + 98)) == (40 * prompt, 80, 50)
+        broken: tuple[Any, ...] = (
+            "{", "[]", "[" * 100_000, {**layout, "first": [[1e308, 1], [2, 2]]}, {**layout, "first": [[-1, 0]]},
+            {**layout, "side": [0, 96]}, {**layout, "side": "ab"}, {**layout, "first": []}, {**layout, "columns": 3},
+            {**layout, "first": [[float("inf"), 0]]},
+        )  # fmt: skip
+        for step, text in enumerate(broken, 60):
+            about = PngInfo()
+            about.add_text("fastdiff-layout", text if isinstance(text, str) else json.dumps(text))
+            grid.save(folder / "samples" / f"step-{step:08d}.png", pnginfo=about)
+    found = RunMetadata(folder).sections({})["pictures"]["data"]
+    assert [one["step"] for one in found if "layout" in one] == [50]
+    assert len(found) == 1 + len(broken)
 
 
 def test_the_spans_of_the_ledger_make_a_timeline_with_its_gap(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from fastdiff.parallel import fragments
 from fastdiff.parallel.world import World
 from fastdiff.training.callbacks import previews
 from fastdiff.training.loop import train
+from tests.support.inputs.captioned_pictures import in_grid
 from tests.support.inputs.text_runs import encode, text_run
 from tests.support.nights import by_day
 from tests.support.processes import run_ranks
@@ -29,8 +30,10 @@ DRAWN = ValidationConfig(prompts=PROMPTS, every=1, images_per_prompt=2, steps=3,
 SAME = ["--steps", "3", "--cfg", "3", "--per-prompt", "2", "--seed", "0"]
 
 
-def picture(path: Path) -> Any:
-    return np.asarray(Image.open(path), int)
+def plain(path: Path) -> Any:
+    """The images of a grid of two prompts and two images each, by place."""
+    whole, side = np.asarray(Image.open(path), int), 2 * IMAGE_SIZE + 2
+    return np.stack([whole[y + 2 : y + side, x + 2 : x + side] for y in (0, side) for x in (0, side)])
 
 
 @pytest.fixture(scope="module")
@@ -50,21 +53,22 @@ def test_images_while_training_are_those_of_the_averaged_weights(
     train(
         text_run(made / f"{kind}-data", made / kind, run, kind=kind, validation=DRAWN, optim__lr=0.05), launch(3), world
     )
-    drawn = [picture(run / "samples" / f"step-{step:08d}.png") for step in (1, 2)]
+    shown = [in_grid(run / "samples" / f"step-{step:08d}.png") for step in (1, 2)]
+    assert np.array_equal(shown[0]["base"], shown[1]["base"])
+    drawn = [shown[step - 1][f"step {step}"] for step in (1, 2)]
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0}).Reload()
     assert {tag for tag in events.Tags()["images"] if "log SNR" not in tag} == {f"validation/{one}" for one in PROMPTS}
-    assert [(shown.step, shown.width) for shown in events.Images("validation/two birds")] == [
-        (step, 2 * IMAGE_SIZE) for step in (1, 2)
-    ]
+    pairs = [shown.width for shown in events.Images("validation/two birds")]
+    assert pairs == [2 * 8 + 2 * 2 * IMAGE_SIZE + 2] * 2, "enlarged to 64, beside the base"
     assert abs(drawn[0] - drawn[1]).max() > 1, "the weights have moved"
     prompts = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
     assert main(["sample", str(run), *prompts, *SAME, "--grid", str(tmp_path / "same.png")]) == 0
-    assert abs(picture(tmp_path / "same.png") - drawn[1]).max() <= 1
+    assert abs(plain(tmp_path / "same.png") - drawn[1]).max() <= 1
     assert main(["sample", str(run), *prompts, *SAME, "--ema", "0.5", "--grid", str(tmp_path / "other.png")]) == 0
-    assert abs(picture(tmp_path / "other.png") - drawn[1]).max() > 1
+    assert abs(plain(tmp_path / "other.png") - drawn[1]).max() > 1
     negative = ["--negative-prompt", "a blue dog"]
     assert main(["sample", str(run), *prompts, *SAME, *negative, "--grid", str(tmp_path / "negative.png")]) == 0
-    assert abs(picture(tmp_path / "negative.png") - drawn[1]).max() > 1
+    assert abs(plain(tmp_path / "negative.png") - drawn[1]).max() > 1
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,8 @@ function setLarge(figure, run, picture) {
 }
 
 /** What the columns of a picture are: prompts, or classes, unless their names stand above them in the picture. */
-function columnNames(run, { width, height }) {
+function columnNames(run, { width, height, layout }) {
+  if (layout) return [];
   if (promptsOf(run).length) return promptsOf(run);
   const columns = Math.min(10, run.about?.config?.model?.classes ?? 0);
   const names = run.about?.class_names ?? [];
@@ -177,7 +178,9 @@ function drawPrompts(host, image) {
   host.dataset.key = key;
   const blocks = runs.flatMap((run) => promptsOf(run).map((prompt, column) => {
     const chosen = spread(run.pictures, 6);
+    const base = chosen.findLast((picture) => picture.layout?.columns.length > 1);
     const cells = chosen.map((picture) => el("figure", {}, crop(run, picture, column, image), el("figcaption", {}, `step ${count(picture.step)}`)));
+    if (base) cells.unshift(el("figure", {}, crop(run, base, column, image, 0), el("figcaption", {}, base.layout.columns[0])));
     const columns = { "--columns": Math.max(FEWEST_COLUMNS, cells.length) };
     return el("div", { class: "prompt", style: columns }, el("h3", {}, el("i", { class: "swatch", style: { background: colourOf(run) } }), prompt, runs.length > 1 ? el("small", {}, run.name) : null), el("div", { class: "steps" }, cells));
   }));
@@ -186,15 +189,27 @@ function drawPrompts(host, image) {
 
 const spread = (items, most) => items.filter((_, n) => items.length <= most || [...Array(most).keys()].some((k) => Math.round((k * (items.length - 1)) / (most - 1)) === n));
 
-/** One image of a grid with a column per prompt. */
-function crop(run, picture, column, row) {
-  const columns = promptsOf(run).length, rows = imagesOf(run);
-  const at = (n, all) => (all > 1 ? `${(100 * n) / (all - 1)}%` : "0");
+/** One image of a picture: of a prompt, the how many-th, and of which labelled column, the last one unless given. */
+function crop(run, picture, prompt, row, column) {
+  const [x, y, width, height] = boxOf(run, picture, prompt, row, column);
+  const share = (from, all, side) => (all > side ? `${Math.min(100, (100 * from) / (all - side))}%` : "0");
   return el("div", {
-    class: picture.width / columns < SMALL ? "crop small" : "crop", role: "img", "aria-label": `${promptsOf(run)[column]}, step ${picture.step}`,
+    class: width < SMALL ? "crop small" : "crop", role: "img", "aria-label": `${promptsOf(run)[prompt]}, ${column === 0 ? "base" : `step ${picture.step}`}`,
     style: {
-      "background-image": `url("${addressOf(run, picture)}")`, "background-size": `${100 * columns}% ${100 * rows}%`,
-      "background-position": `${at(column, columns)} ${at(Math.min(row, rows - 1), rows)}`, "aspect-ratio": `${picture.width / columns} / ${picture.height / rows}`,
+      "background-image": `url("${addressOf(run, picture)}")`, "background-size": `${(100 * picture.width) / width}% ${(100 * picture.height) / height}%`,
+      "background-position": `${share(x, picture.width, width)} ${share(y, picture.height, height)}`, "aspect-ratio": `${width} / ${height}`,
     },
   });
+}
+
+/** Left, top, width and height of an image in pixels; a picture without a layout has a column per prompt. */
+function boxOf(run, picture, prompt, row, column) {
+  const prompts = promptsOf(run).length, rows = imagesOf(run), { layout } = picture;
+  if (layout) {
+    const [left, top] = layout.first[Math.min(prompt, layout.first.length - 1)], [right, down] = layout.pitch;
+    const place = Math.min(column ?? layout.columns.length - 1, layout.columns.length - 1);
+    return [left + place * right, top + Math.min(row, rows - 1) * down, ...layout.side];
+  }
+  const width = picture.width / prompts, height = picture.height / rows;
+  return [prompt * width, Math.min(row, rows - 1) * height, width, height];
 }

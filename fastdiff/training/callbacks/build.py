@@ -11,8 +11,9 @@ from fastdiff.training.callbacks.damaged_samples import DamagedSamples
 from fastdiff.training.callbacks.divergence import NonFiniteGuard, SpikeGuard
 from fastdiff.training.callbacks.log import Closing, Log
 from fastdiff.training.callbacks.loss_map import LossMap
-from fastdiff.training.callbacks.previews import PromptImages, SampleGrid
+from fastdiff.training.callbacks.previews import SampleGrid
 from fastdiff.training.callbacks.profiling import Profile
+from fastdiff.training.callbacks.prompt_images import PromptImages
 from fastdiff.training.callbacks.saving import Checkpointing, Snapshots
 from fastdiff.training.callbacks.statistics import Statistics
 from fastdiff.training.callbacks.user_defined import open_callbacks

@@ -1,10 +1,9 @@
-"""Previews drawn during training with the averaged weights: images of prompts, or a grid of classes."""
+"""Previews drawn during training with the averaged weights: a grid of classes, and what draws on all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,20 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from fastdiff.batch import Condition
-from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.console import log
-from fastdiff.models.kernel_choice import DTYPES
-from fastdiff.models.load import build_network, pretrained
+from fastdiff.models.load import build_network
 from fastdiff.parallel.fragments import Room, assemble
 from fastdiff.progress import Every
 from fastdiff.sampling.class_names import ClassNames
 from fastdiff.sampling.image_grid import encoded, image_grid
-from fastdiff.sampling.latent_statistics import open_autoencoder, statistics_in
-from fastdiff.sampling.pipeline_sampler import pipeline_sampler, usual_negative, with_scheduler
 from fastdiff.sampling.pixels import may_be_pixels
 from fastdiff.sampling.solvers import grid_classes, sample
-from fastdiff.sampling.text import as_bytes, encode_prompts, repeated
 from fastdiff.training.callbacks.base import Callback, preempted
 from fastdiff.training.callbacks.shared_base import SharedBase, shares_base
 from fastdiff.training.memory.explanation import explaining_memory
@@ -35,98 +29,6 @@ from fastdiff.training.trackers.build import Trackers
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-
-class PromptImages(Callback):
-    """Images of prompts in ``samples/step-N.png``, one column per prompt, drawn by all ranks with the averaged weights.
-
-    Memory between previews: the autoencoder and the embeddings of the prompts on the CPU of rank 0. During a preview,
-    on each rank's device: a copy of the whole network in the training precision, under any ZeRO stage, and the
-    activations of one forward pass of at most ``--batch.micro`` samples. Then on the device of rank 0: the autoencoder
-    in fp32 and the decoding of one image. The text encoder is in memory once, at the start, on the CPU of rank 0.
-
-    Args:
-        state: a run of a text-to-image network with a pretrained pipeline; all ranks construct this together.
-        trackers: trackers that show the images too.
-
-    Raises:
-        FastdiffError: on every rank: the pipeline cannot be read.
-    """
-
-    account = "sampling"
-
-    def __init__(self, state: TrainState, trackers: Trackers) -> None:
-        self._every = Every(state.config.validation.every, state.config.validation.first)
-        self._trackers = trackers
-        self._drawn = -1
-        self._pipeline = pretrained(state.config.pretrained)
-        self._condition, self._null = state.world.on_rank0(
-            lambda: encode_prompts(
-                self._pipeline,
-                state.config.validation.prompts,
-                state.config.model,
-                negative=usual_negative(state.config),
-            )
-        )
-        state.world.on_rank0(lambda: self._load_autoencoder(state))
-
-    def on_step(self, state: TrainState) -> None:
-        """Draw when due."""
-        if self._every.due(state.progress):
-            self._draw(state)
-
-    def rehearse(self, state: TrainState) -> None:
-        """Draw with a single denoising step and decode, and keep nothing."""
-        latents = self._drawn_latents(state, steps=1)
-        state.world.on_rank0(lambda: self._decoded(latents[:1], state))
-
-    def on_end(self, state: TrainState) -> None:
-        """Draw the last images, unless they exist."""
-        if self._drawn != state.progress.steps:
-            self._draw(state)
-
-    def _load_autoencoder(self, state: TrainState) -> None:
-        self._autoencoder = open_autoencoder(self._pipeline, "cpu", statistics_in(state.metadata))
-
-    def _draw(self, state: TrainState) -> None:
-        self._drawn = state.progress.steps
-        latents = self._drawn_latents(state, state.config.validation.steps)
-        state.world.on_rank0(lambda: self._show(latents, state))
-
-    def _drawn_latents(self, state: TrainState, steps: int | None) -> Tensor:
-        config, network = state.config, state.config.model
-        return draw_together(
-            state,
-            averaged_model(state, DTYPES[config.performance.precision]),
-            repeated(self._condition, config.validation.images_per_prompt),
-            _prompt_sampler(config, steps),
-            null=self._null,
-            shape=(network.channels, network.size, network.size),
-        )
-
-    def _decoded(self, latents: Tensor, state: TrainState) -> Tensor:
-        """Return pixels ``[N, 3, H, W]``, decoded on the device."""
-        with memory_beside_training(state):
-            try:
-                return self._autoencoder.to(state.world.device).decode(latents)
-            finally:
-                self._autoencoder.to("cpu")
-
-    def _show(self, latents: Tensor, state: TrainState) -> None:
-        prompts, pixels = state.config.validation.prompts, self._decoded(latents, state)
-        rows = state.config.validation.images_per_prompt
-        state.files.write(_path(state), encoded(image_grid(pixels, rows=rows), ".png"))
-        shown = {prompt: as_bytes(pixels[column :: len(prompts)]) for column, prompt in enumerate(prompts)}
-        self._trackers.images(shown, state.progress.steps)
-
-
-def _prompt_sampler(config: RunConfig, steps: int | None) -> SamplerConfig:
-    """Return the sampler of the images of prompts: the pipeline's for a fine-tuned network; None: its usual steps."""
-    usual = pipeline_sampler(config)
-    if usual is None:
-        usual, steps = SamplerConfig(scheduler="dpmsolver++", cfg=7.5), 20 if steps is None else steps
-    usual = replace(usual, clip=False, seed=config.seed)
-    return with_scheduler(config.sampler(usual, steps=steps, cfg=config.validation.guidance_scale), config)
 
 
 class SampleGrid(Callback):
@@ -193,18 +95,19 @@ class SampleGrid(Callback):
 
     def _show(self, images: Tensor, titles: Sequence[str], state: TrainState) -> None:
         grid = image_grid(images, rows=self.rows, titles=titles)
-        state.files.write(_path(state), encoded(grid, ".png"))
-        shown = {title: _pixels(image_grid(images[n :: len(titles)], rows=1)) for n, title in enumerate(titles)}
+        state.files.write(path_of(state), encoded(grid, ".png"))
+        shown = {title: as_tensor(image_grid(images[n :: len(titles)], rows=1)) for n, title in enumerate(titles)}
         caption = "one column per class" if state.config.model.classes else "grid"
-        self._trackers.images(shown or {caption: _pixels(grid)}, state.progress.steps, "samples")
+        self._trackers.images(shown or {caption: as_tensor(grid)}, state.progress.steps, "samples")
 
 
-def _pixels(picture: Image) -> Tensor:
+def as_tensor(picture: Image) -> Tensor:
     """Return a picture as ``[1, 3, H, W]`` uint8."""
     return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1).unsqueeze(0)
 
 
-def _path(state: TrainState) -> Path:
+def path_of(state: TrainState) -> Path:
+    """Return the file of the pictures of this step."""
     return state.folder / "samples" / f"step-{state.progress.steps:08d}.png"
 
 
@@ -216,11 +119,13 @@ def draw_together(
     *,
     null: Condition,
     shape: tuple[int, int, int],
+    path: Path | None = None,
 ) -> Tensor:
     """Draw one image per entry of ``condition`` (``[N, ...]`` each), shared between the ranks; called by all ranks.
 
     The options are those of ``fastdiff.sampling.solvers.sample``; a forward pass has at most the samples of a
-    micro-batch, with guidance included. A single denoising step is told nobody (``Callback.rehearse``).
+    micro-batch, with guidance included. A single denoising step is told nobody (``Callback.rehearse``). ``path``
+    is the file that the log names; None: that of this step.
 
     Returns:
         ``[N, *shape]`` fp32 latents, on every rank's device.
@@ -236,7 +141,7 @@ def draw_together(
 
     told = world.is_first and sampler.steps > 1
     if told:
-        log.info(f"drawing {count} pictures of {sampler.steps} steps to {_path(state)}")
+        log.info(f"drawing {count} pictures of {sampler.steps} steps to {path or path_of(state)}")
 
     def draw() -> None:
         with memory_beside_training(state, halves=True):
@@ -266,14 +171,20 @@ def memory_beside_training(state: TrainState, *, halves: bool = False) -> Abstra
     return explaining_memory(state, "the averaged model beside the training", advice, halves=halves)
 
 
-def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> nn.Module:
+def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32, *, averaged: bool = True) -> nn.Module:
     """Return the model with the first EMA's weights, or the weights themselves if there is none.
 
     Called by all ranks; each gets the whole model, on its device: a copy, or its own frozen weights with an adapter
     (``SharedBase``). FastdiffError: on every rank, if one of them fails.
+
+    Args:
+        state: of the run.
+        dtype: of the model.
+        averaged: False: the weights themselves in any case.
     """
     flats = state.engine.flats
-    averages = next(iter(state.ema.averages.values()), [flat.master for flat in flats])
+    weights_now = [flat.master for flat in flats]
+    averages = next(iter(state.ema.averages.values()), weights_now) if averaged else weights_now
     shapes, device = state.engine.shapes, state.world.device
 
     def reserve() -> Room:
@@ -290,7 +201,11 @@ def averaged_model(state: TrainState, dtype: torch.dtype = torch.float32) -> nn.
         with memory_beside_training(state):
             return build_network(state.config, weights).to(device, dtype).eval()
 
-    model = state.world.on_all_ranks(build)
+    return watched(state, state.world.on_all_ranks(build))
+
+
+def watched(state: TrainState, model: nn.Module) -> nn.Module:
+    """Count each forward pass of a model as progress of the run, and end it when the run is asked to stop."""
 
     def before_forward(*_: object) -> None:
         state.heartbeat.again()  # a validation may outlast the hang timeout
