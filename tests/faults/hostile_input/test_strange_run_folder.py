@@ -211,7 +211,7 @@ ALLOWED = {
     "api/data_set.py": {"_decoded"}, "api/training.py": {"train"}, "dashboard/access.py": {"is_own"},
     "export/model_card.py": {"files_in", "files_of_export"}, "checkpoint/reader.py": {"_handle"},
     "checkpoint/safetensors_writer.py": {"write_tensors"},
-    "dashboard/page_files.py": {"page_file", "_names"}, "dashboard/pictures.py": {"_size", "_smaller"},
+    "dashboard/page_files.py": {"page_file", "_names"}, "dashboard/pictures.py": {"_header", "_smaller"},
     "dashboard/folders.py": {"runs_in"}, "dashboard/status.py": {"_has_open"},
     "checkpoint/manifest.py": {"_problem_of"}, "checkpoint/step_folders.py": {"drop_leftovers"},
     "ledger/records.py": {"_ends_whole", "process_began"}, "evaluation/validation_files.py": {"read"},

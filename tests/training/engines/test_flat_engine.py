@@ -181,8 +181,8 @@ def built_apart(world: World, digits: Path, folder: Path, stage: int, options: d
     """Build an engine of a network with other weights and buffers on rank 1; return what is not that of rank 0."""
     build = load.build_network
 
-    def apart(*given: Any) -> Model:
-        model = build(*given)
+    def apart(*given: Any, **options: Any) -> Model:
+        model = build(*given, **options)
         for value in (*model.parameters(), *model.buffers()):
             value.data += world.rank
         return model
