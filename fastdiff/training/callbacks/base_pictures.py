@@ -159,7 +159,10 @@ def _stored(state: TrainState) -> tuple[dict[str, Any], Tensor] | None:
     except (OSError, ValueError, KeyError, TypeError, SyntaxError) as error:
         log.warning(f"{state.folder / _FILE}: no pictures of the base model ({error}); they are drawn anew")
         return None
-    side = levels.shape[1] // max(1, columns)
-    if columns != count or side * columns != levels.shape[1] or side * rows != levels.shape[0]:
-        return known, torch.empty(0)
+    if columns != count:
+        return known, torch.empty(0)  # of other prompts
+    side = levels.shape[1] // columns
+    if (side * rows, side * columns) != tuple(levels.shape[:2]):
+        log.warning(f"{state.folder / _FILE}: {levels.shape[1]} x {levels.shape[0]} pixels are no grid; drawn anew")
+        return None
     return known, pictures_of_grid(levels, (3, side, side))

@@ -98,15 +98,15 @@ def test_two_ranks_draw_the_base_of_sharded_weights(made: Path, tmp_path: Path) 
     assert abs(shown(tmp_path / "run", 1)["base"] - by_hand(start)).max() <= 1
 
 
-def repaint(path: Path) -> None:
-    """Make a picture black, and keep what it says of itself."""
+def repaint(path: Path, cut: int = 0) -> None:
+    """Make a picture black, with so many rows less, and keep what it says of itself."""
     from PIL.PngImagePlugin import PngInfo
 
     with Image.open(path) as old:
         about = PngInfo()
         for keyword, text in old.text.items():  # type: ignore[attr-defined]
             about.add_text(keyword, text)
-        Image.new("RGB", old.size).save(path, pnginfo=about)
+        Image.new("RGB", (old.width, old.height - cut)).save(path, pnginfo=about)
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
@@ -132,6 +132,9 @@ def test_a_resumed_run_takes_the_pictures_of_its_folder_or_draws_them_anew(
     base.write_bytes(b"damaged")
     train(replace(config(made, run, steps=5, lora=lora), validation=other), launch(0), world)
     assert np.array_equal(shown(run, 5)["base"], shown(run, 4)["base"])
+    repaint(base, cut=1)
+    train(replace(config(made, run, steps=6, lora=lora), validation=other), launch(0), world)
+    assert np.array_equal(shown(run, 6)["base"], shown(run, 4)["base"]), "no grid, so it was drawn again"
 
 
 def test_a_base_that_cannot_be_drawn_any_more_is_told(
