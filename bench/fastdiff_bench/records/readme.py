@@ -7,7 +7,8 @@ A file marks a table with two lines::
 
 The table of that kind, from the records in these folders (relative to the root of the repository), is written between
 them. Kinds: ``peers``, ``readers``, ``reader-speed-ups``, ``kernels``, ``steps``, ``emission``,
-``predictions``, ``predicted-shares``, ``objectives``, ``features``, ``features-by-level``.
+``predictions``, ``predicted-shares``, ``objectives``, ``features``, ``features-by-level``,
+``recipes``, ``recipes-by-level``.
 """
 
 import re
@@ -225,6 +226,24 @@ def _differences_by_level(measurements: Sequence[Measurement]) -> list[Row]:
     return [("log SNR", *cases), *body] if body else []
 
 
+def _recipes(measurements: Sequence[Measurement]) -> list[Row]:
+    """Tabulate the speed-up of each method over the first, in steps and in time, and what it draws."""
+    head = (
+        "task", "method", "final loss", "speed-up in steps", "two standard errors", "least seed", "time of a step",
+        "speed-up in time", "accuracy", "Fréchet distance", "",
+    )  # fmt: skip
+    body: list[Row] = []
+    for (case, name), of_one in record.by_provider(measurements).items():
+        if (gain := of_one.get("speed-up in steps")) is None:
+            continue
+        low, high, least = (f"{float(str(gain.facts[key])):.2f}" for key in ("low", "high", "least"))
+        ratios = [f"{of_one[key].value:.2f}" for key in ("time of a step over the baseline's", "speed-up in time")]
+        drawn = [_value(of_one.get(key)) for key in ("accuracy", "frechet distance")]
+        loss, verdict = f"{of_one['validation loss'].value:.4f}", str(gain.facts["verdict"])
+        body.append((case, name, loss, f"{gain.value:.2f}", f"{low} to {high}", least, *ratios, *drawn, verdict))
+    return [head, *body] if body else []
+
+
 def _p(probability: float) -> str:
     return "< 0.001" if probability < 0.001 else f"{probability:.3f}"
 
@@ -302,5 +321,7 @@ _KINDS: dict[str, tuple[str, Callable[[Sequence[Measurement]], list[Row]]]] = {
     "objectives": ("objectives", _objectives),
     "features": ("features", _differences),
     "features-by-level": ("features", _differences_by_level),
+    "recipes": ("recipes", _recipes),
+    "recipes-by-level": ("recipes", _differences_by_level),
     "steps": ("step", _providers("step time", "throughput", "peak allocated", "peak resident", "mfu", "of matmul")),
 }

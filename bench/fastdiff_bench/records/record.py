@@ -44,7 +44,8 @@ class Measurement:
     __pydantic_config__: ClassVar = STRICT
 
     bench: str
-    """The command: op, step, peer, scripts, startup, data, scale, checkpoint, aot, emit, objectives, features, fp8."""
+    """The command: op, step, peer, scripts, startup, data, scale, checkpoint, aot, emit, objectives, features, fp8,
+    recipes."""
     case: str
     """Measured case, in words that are stable between runs: ``dit-s-2-256, batch 8, fp32``."""
     provider: str

@@ -71,8 +71,8 @@ def prepare(root: Path, *, stride: int, steps: int) -> None:
         steps: Optimizer steps of the autoencoder.
     """
     if not (root / "autoencoder").is_dir():
-        _write_images(root, stride)
-        _train(_crops(root / "images" / "train"), steps, root / "autoencoder")
+        write_images(root, stride)
+        _train(crops_of(root / "images" / "train"), steps, root / "autoencoder")
     for name, storage in STORAGES.items():
         statistics = "measured" if name == EXACT else str(root / EXACT)
         _encode(root, "train", name, storage, statistics)
@@ -83,14 +83,14 @@ def reconstruction(root: Path) -> float:
     """Return the peak signal-to-noise ratio of held-out crops, decoded from their features, in dB."""
     from diffusers import AutoencoderRAE
 
-    crops = _crops(root / "images" / HELD_OUT)
+    crops = crops_of(root / "images" / HELD_OUT)
     crops = crops[:: max(1, len(crops) // _MEASURED)]
     rae: Any = AutoencoderRAE.from_pretrained(root / "autoencoder")
     with reproducible(), torch.no_grad():
         return float(-10 * (rae(crops).sample - crops).square().mean().log10())
 
 
-def _write_images(root: Path, stride: int) -> None:
+def write_images(root: Path, stride: int) -> None:
     """Write the crops as PNG files in a folder per photo."""
     from sklearn.datasets import load_sample_images  # the import takes seconds
 
@@ -111,7 +111,7 @@ def _cut(pixels: npt.NDArray[np.uint8], stride: int) -> Iterator[npt.NDArray[np.
             yield pixels[top : top + PIXELS, left : left + PIXELS]
 
 
-def _crops(folder: Path) -> Tensor:
+def crops_of(folder: Path) -> Tensor:
     """Return the crops in a folder, ``[N, 3, 32, 32]`` fp32 in [0, 1]."""
     images = [np.asarray(Image.open(path)) for path in sorted(folder.rglob("*.png"))]
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255

@@ -1,0 +1,235 @@
+"""Training methods side by side on tiny tasks: each run in a process of its own, at a learning rate of a sweep."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fastdiff.config.launch_options import Launch
+from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.optimizers.adamw import AdamWConfig
+from fastdiff.config.presets import preset
+from fastdiff.config.run import RunConfig
+from fastdiff.config.run_record import read_record
+from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.data import DataConfig, ValidationConfig
+from fastdiff.config.sections.ema import EmaConfig
+from fastdiff.config.sections.objective import FlowConfig
+from fastdiff.config.sections.optim import OptimConfig
+from fastdiff.config.sections.output import OutputConfig
+from fastdiff.data.encoding.builtin import encode_digits
+from fastdiff.evaluation import validation_files
+from fastdiff.evaluation.digits import evaluate_digits, evaluation_labels
+from fastdiff.evaluation.validation_files import Validated
+from fastdiff.files import publish
+from fastdiff.json_lines import read_records
+from fastdiff.parallel.world import start_world
+from fastdiff.sampling.run import Run
+from fastdiff.training.loop import train
+from fastdiff_bench.measure.speed_up import Curve
+from fastdiff_bench.trainers import crops, pixel_crops
+from fastdiff_bench.trainers.features import in_velocity
+
+HELD_OUT = "held-out"
+TRAIN = "train"
+"""Folders of data sets."""
+SWEEP = 1000
+"""Seed of the runs that choose a learning rate; no comparison has it, as the chosen rate suits its noise."""
+BASELINE = "AdamW"
+_VALIDATIONS = 20
+"""Validations of a run, evenly spread."""
+_RESULT = "recipe.json"
+"""File of a run folder, written last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Data, network and length of the runs."""
+
+    network: DiTConfig
+    steps: int
+    batch: int
+    held_out: int
+    """Samples of a validation."""
+    prepare: Callable[[Path, bool], None]
+    """Writes the data sets below a folder, fewer samples if the flag is set."""
+    measure: Callable[[Run, Path], dict[str, float]]
+    """Draws with a trained network and measures, beside the data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A training method."""
+
+    optim: OptimConfig
+    """Optimizer; its rate is that of a run."""
+    rates: tuple[float, ...]
+    """Learning rates of the sweep, ascending; it goes on beyond an end that is best."""
+    change: Callable[[RunConfig], RunConfig] = field(default=lambda config: config)
+    tasks: tuple[str, ...] = ("digits", "crops")
+
+
+def _digits(root: Path, few: bool) -> None:
+    for split, name in (("train", TRAIN), ("test", HELD_OUT)):
+        if not (root / name / "dataset.json").is_file():
+            encode_digits(root / name, split=split)
+
+
+def _draw_digits(run: Run, root: Path) -> dict[str, float]:
+    labels = evaluation_labels()
+    found = evaluate_digits(run.draw(labels, run.sampler(), progress=False), labels)
+    return {"accuracy": found["accuracy"], "frechet distance": found["frechet_distance"]}
+
+
+def _crops(root: Path, few: bool) -> None:
+    pixel_crops.prepare(root, stride=48 if few else 8, parts=(TRAIN, HELD_OUT))
+
+
+def _draw_crops(run: Run, root: Path) -> dict[str, float]:
+    return {"frechet distance": pixel_crops.distance_of_drawn(run, root / "images" / HELD_OUT)}
+
+
+TASKS = {
+    "digits": Task(
+        network=DiTConfig(depth=4, hidden=64, heads=2, patch=2, channels=1, size=8, classes=10),
+        steps=400,
+        batch=32,
+        held_out=1024,
+        prepare=_digits,
+        measure=_draw_digits,
+    ),
+    "crops": Task(
+        network=DiTConfig(
+            depth=4, hidden=64, heads=2, patch=2, channels=3, size=crops.PIXELS, classes=len(crops.CLASSES)
+        ),
+        steps=200,
+        batch=16,
+        held_out=256,
+        prepare=_crops,
+        measure=_draw_crops,
+    ),
+}
+"""By name: 8 x 8 digits, and 32 x 32 crops of scikit-learn's two photos, which have 256 tokens."""
+_ADAMW_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
+
+
+def _x_prediction(config: RunConfig) -> RunConfig:
+    return replace(config, objective=FlowConfig(prediction="x0"))
+
+
+ARMS = {
+    BASELINE: Arm(AdamWConfig(), _ADAMW_RATES),
+    "8-bit AdamW": Arm(AdamWConfig(name="adamw8bit"), _ADAMW_RATES),
+    "x-prediction": Arm(AdamWConfig(), _ADAMW_RATES, _x_prediction),
+}
+"""By name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A run: equal order of the samples, noise and initial weights for equal seeds."""
+
+    task: str
+    arm: str
+    rate: float
+    seed: int
+    steps: int
+    tiny: bool = False
+    """A network of one narrow block."""
+
+    @property
+    def case(self) -> str:
+        """What runs that are compared have in common, but for the seed."""
+        return f"{self.task}, {self.steps} steps of {TASKS[self.task].batch}"
+
+    @property
+    def name(self) -> str:
+        """The method and its learning rate."""
+        return f"{self.arm}, lr {self.rate:g}"
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether it belongs to the comparison, not to the choice of a rate."""
+        return self.seed != SWEEP
+
+    def folder(self, root: Path) -> Path:
+        """Return the folder of the run."""
+        parts = (self.case, f"seed {self.seed}", self.name)
+        return root.joinpath("runs", *(part.replace(", ", "-").replace(" ", "-") for part in parts))
+
+    def config(self, root: Path) -> RunConfig:
+        """Return the run on the data below ``root``."""
+        task, arm, data = TASKS[self.task], ARMS[self.arm], root / self.task
+        network = replace(task.network, depth=1, hidden=32, heads=1) if self.tiny else task.network
+        common = replace(
+            preset("digits"),
+            samples=self.steps * task.batch,
+            seed=self.seed,
+            model=network,
+            objective=FlowConfig(),
+            data=DataConfig(path=str(data / TRAIN), loader="prefetch"),
+            validation=ValidationConfig(
+                data=str(data / HELD_OUT), samples=task.held_out, every=max(1, self.steps // _VALIDATIONS)
+            ),
+            batch=BatchConfig(samples=task.batch),
+            optim=replace(arm.optim, lr=self.rate, schedule="cosine", warmup_steps=self.steps // 10),
+            ema=EmaConfig(rates=(0.95,)),
+            output=OutputConfig(
+                folder=str(self.folder(root)), checkpoint_every=0, sample_every=0, report_to=(), log_every=10
+            ),
+        )
+        return arm.change(common)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a finished run leaves."""
+
+    trial: Trial
+    curve: Curve
+    """Held-out losses of the averaged weights: squared errors of the velocity."""
+    validated: Validated
+    """The losses at the end, by sample."""
+    ms_per_step: float
+    """Median over the records of the log."""
+    drawn: Mapping[str, float]
+    """Measures of drawn samples, of compared runs."""
+    commit: str | None
+    """Of the code that trained it; None: not known."""
+
+
+def prepare(task: str, root: Path, *, few: bool) -> None:
+    """Write the data sets of a task below ``root``, as far as they are not there; ``few``: less of them."""
+    TASKS[task].prepare(root / task, few)
+
+
+def finished(trial: Trial, root: Path) -> Trained | None:
+    """Read what a run has left; None: it is not finished."""
+    folder = trial.folder(root)
+    if not (folder / _RESULT).is_file():
+        return None
+    steps = validation_files.steps_of(folder)
+    found = [in_velocity(validation_files.read(folder, step)) for step in steps]
+    times = [line["step_ms"] for line in read_records(folder / "metrics.jsonl")]
+    return Trained(
+        trial,
+        Curve(steps, [float(one.loss.mean()) for one in found]),
+        found[-1],
+        statistics.median(times),
+        json.loads((folder / _RESULT).read_text(encoding="utf-8")),
+        read_record(folder)["git"],
+    )
+
+
+def run(trial: Trial, root: Path) -> None:
+    """Train to the end, or what is left of it; draw if it is compared; then remove the checkpoints."""
+    folder = trial.folder(root)
+    train(trial.config(root), Launch(deepspeed={"zero_optimization": {"stage": 0}}), start_world())
+    drawn: dict[str, Any] = TASKS[trial.task].measure(Run(folder), root / trial.task) if trial.is_compared else {}
+    publish(folder / _RESULT, json.dumps(drawn).encode())
+    shutil.rmtree(folder / "checkpoints")  # 16 bytes per parameter

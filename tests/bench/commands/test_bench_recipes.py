@@ -1,0 +1,117 @@
+"""``bench recipes``: real runs, a sweep that goes on beyond its end, and comparisons that find what is there."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fastdiff.evaluation.validation_files import Validated
+from fastdiff_bench.__main__ import main
+from fastdiff_bench.commands.recipes import arms, best_rates, beyond, comparisons, report
+from fastdiff_bench.measure.speed_up import Curve
+from fastdiff_bench.records import readme, record
+from fastdiff_bench.records.record import Log
+from fastdiff_bench.trainers.recipes import ARMS, BASELINE, SWEEP, TASKS, Trained, Trial
+
+OTHER = "8-bit AdamW"
+RUN = ("recipes", "--smoke", "--task", "digits", "--only", OTHER, "--seeds", "2")
+
+
+def trained(arm: str, rate: float, seed: int, losses: list[float]) -> Trained:
+    """A run with these losses, at the end in every sample alike."""
+    about = {"data": "digits", "seed": 1, "objective": {}, "unit": "velocity"}
+    levels = np.linspace(-10, 10, 320).astype(np.float32)
+    errors = np.full(320, losses[-1]) * (1 + 1e-3 * np.random.default_rng([seed, len(arm)]).standard_normal(320))
+    validated = Validated(np.arange(320), levels, errors, errors, about)
+    trial = Trial("digits", arm, rate, seed, 40)
+    drawn = {} if seed == SWEEP else {"accuracy": 0.5, "frechet distance": 2.0}
+    return Trained(trial, Curve([10, 20, 30, 40], losses), validated, 10.0 if arm == BASELINE else 20.0, drawn, None)
+
+
+def sweep(losses: dict[float, float]) -> list[Trained]:
+    return [trained(BASELINE, rate, SWEEP, [loss] * 4) for rate, loss in losses.items()]
+
+
+def test_a_sweep_goes_on_while_an_end_is_best() -> None:
+    assert beyond(sweep({1e-3: 3.0, 2e-3: 2.0, 4e-3: 2.5})) == set()
+    assert beyond(sweep({1e-3: 3.0, 2e-3: 2.0, 4e-3: 1.5})) == {8e-3}
+    assert beyond(sweep({1e-3: 1.0, 2e-3: 2.0, 4e-3: 1.5})) == {5e-4}
+    assert beyond(sweep({1e-3: 2.0, 2e-3: float("nan")})) == {5e-4}, "a run that diverged is not best"
+    assert best_rates(sweep({1e-3: 3.0, 2e-3: 2.0, 4e-3: float("nan")})) == {BASELINE: 2e-3}
+
+
+def test_every_task_has_the_baseline_first() -> None:
+    for task in TASKS:
+        assert arms(task, None)[0] == BASELINE
+        assert arms(task, [OTHER]) == [BASELINE, OTHER]
+
+
+def made_up() -> list[Trained]:
+    """A method that takes half the steps of the baseline, and twice the time for each."""
+    runs = []
+    for seed in range(3):
+        last = 0.5 + 0.01 * seed
+        runs.append(trained(BASELINE, 4e-3, seed, [0.9, 0.7, 0.6, last]))
+        runs.append(trained(OTHER, 2e-3, seed, [0.7, last - 1e-3 * seed, 0.45, 0.4]))
+    return [*sweep({4e-3: 0.1}), *reversed(runs)]
+
+
+def test_methods_are_compared_with_the_baseline_by_seeds() -> None:
+    found = {name: one for (_, name), one in comparisons(made_up()).items()}
+    assert list(found) == [f"{BASELINE}, lr 0.004", f"{OTHER}, lr 0.002"], "in the order of the methods, and no sweep"
+    gain = found[f"{OTHER}, lr 0.002"]
+    assert gain.speed_up.mean == pytest.approx(2, abs=0.05)
+    assert gain.speed_up.verdict == "gain"
+    assert gain.cost == 2
+    assert gain.tested(Path()).total.mean == pytest.approx(-21, abs=2)
+
+
+def test_the_record_the_table_and_the_picture_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Log(tmp_path / "recipes.jsonl") as log:
+        report(made_up(), tmp_path, log)
+    rows = {(m.provider, m.quantity): m for m in record.read(tmp_path / "recipes.jsonl").measurements}
+    steps, time = (rows[f"{OTHER}, lr 0.002", f"speed-up in {what}"] for what in ("steps", "time"))
+    assert time.value == pytest.approx(steps.value / 2)
+    assert rows[f"{OTHER}, lr 0.002", f"difference from {BASELINE}"].value < -10
+    text = readme.rendered("<!-- bench: recipes . -->\n<!-- end bench -->\n", tmp_path)
+    assert f"| {OTHER}, lr 0.002 | {rows[f'{OTHER}, lr 0.002', 'validation loss'].value:.4f} | " in text
+    assert f"| {steps.value:.2f} | " in text
+    assert "| gain |" in text
+    assert "gain" in capsys.readouterr().out
+    with Image.open(tmp_path / "recipes.png") as picture:
+        assert picture.width > picture.height
+
+
+def test_runs_are_trained_and_not_anew_at_a_second_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (*RUN, "--folder", str(tmp_path / "runs"), "--out", str(tmp_path))
+    assert main(flags) == 0
+    rows = [m for m in record.read(tmp_path / "recipes.jsonl").measurements if m.quantity.startswith("validation loss")]
+    assert {m.provider.rpartition(", ")[0] for m in rows} == {BASELINE, OTHER}
+    compared = [m for m in rows if m.quantity.endswith(("seed 0", "seed 1"))]
+    assert len({m.provider for m in compared}) == 2, "each at one rate"
+    losses = {m.quantity: [o.value for o in compared if o.quantity == m.quantity] for m in compared}
+    for first, second in losses.values():
+        assert first != second, "the optimizers differ"
+        assert first == pytest.approx(second, rel=1e-3), "the data, the noise and the initial weights do not"
+    folders = sorted(tmp_path.glob("runs/runs/*/*/*/metrics.jsonl"))
+    written = [folder.stat().st_mtime_ns for folder in folders]
+    assert main(flags) == 0
+    assert [folder.stat().st_mtime_ns for folder in folders] == written
+    assert "accuracy" in capsys.readouterr().out
+
+
+def test_flags_that_compare_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("recipes", "--seeds", "1")) == 2
+    assert "--seeds 1" in capsys.readouterr().err
+    assert main(("recipes", "--only", "magic")) == 2
+    assert "magic" in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_every_method_trains_on_every_task(tmp_path: Path) -> None:
+    assert main(("recipes", "--smoke", "--folder", str(tmp_path / "runs"), "--out", str(tmp_path))) == 0
+    rows = record.read(tmp_path / "recipes.jsonl").measurements
+    assert {(m.case.split(",")[0], m.facts["arm"]) for m in rows if m.quantity == "speed-up in steps"} == {
+        (task, name) for task in TASKS for name, arm in ARMS.items() if task in arm.tasks
+    }
