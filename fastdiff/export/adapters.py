@@ -8,7 +8,7 @@ that one of them would drop is an error.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.data import ValidationConfig
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, require
 from fastdiff.export.card_text import (
     Place,
     base_name,
@@ -31,16 +31,16 @@ from fastdiff.export.card_text import (
 from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.weights import representable
 from fastdiff.models.adapter_files import forms
-from fastdiff.models.adapter_files.forms import Form, in_native_layout, metadata_of, tensors_of
-from fastdiff.models.adapter_files.low_rank import LowRank
+from fastdiff.models.adapter_files.forms import Change, Form, in_native_layout, metadata_of, tensors_of
 from fastdiff.models.adapter_files.native_names import named_network
 from fastdiff.models.adapter_files.readers import COMFYUI, DIFFUSERS_READER, KOHYA_READER, Reader
+from fastdiff.models.adapter_kinds.kind import AdapterKind
+from fastdiff.models.adapter_kinds.kinds import kind_of
 from fastdiff.models.family import family_of
 
 WEIGHTS_FILE = "pytorch_lora_weights.safetensors"
 """File name of an adapter in a folder, as diffusers expects it."""
 
-_DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"
 _MOST = 3
 """Layers that a message names."""
 _IN_COMFYUI = f"Put `{WEIGHTS_FILE}` into `models/loras` of ComfyUI, under a name of its own. "
@@ -66,24 +66,29 @@ def file_of(
     return tensors_of(form, named, part), metadata
 
 
-def changes_of(weights: Mapping[str, Tensor], config: LoraConfig) -> dict[str, LowRank]:
+def changes_of(weights: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Change]:
     """Return the change of each layer from the trained parameters of an adapter."""
-    layers = [name.removesuffix(_DOWN) for name in weights if name.endswith(_DOWN)]
-    return {layer: LowRank(weights[layer + _DOWN], weights[layer + _UP], config.numerator) for layer in layers}
+    return kind_of(config).changes(weights, config)
 
 
-def check_readers(form: Form, readers: tuple[Reader, ...], model: ModelConfig, layers: list[str]) -> None:
-    """Raise ConfigError for adapted layers that one of the programs that a format is for would drop."""
+def check_readers(
+    form: Form, readers: tuple[Reader, ...], model: ModelConfig, kind: AdapterKind[Any], layers: list[str]
+) -> None:
+    """Raise ConfigError for a kind, or adapted layers, that one of the programs that a format is for would drop."""
     for reader in readers:
         if not reader.reads(form, model.diffusers_class):
             continue
+        require(
+            kind.applied_by(reader, form, model.diffusers_class),
+            f"{reader.name} would not apply a {kind.title} from a file of this format; use {kind.formats}",
+        )
         dropped = reader.dropped(form, model.diffusers_class, layers)
         if dropped:
             named = ", ".join(dropped[:_MOST]) + (" ..." if len(dropped) > _MOST else "")
             raise ConfigError(
                 f"{reader.name} would drop {len(dropped)} of the {len(layers)} adapted layers from a file of this "
-                f"format: {named}; use --format lora-diffusers for diffusers or lora-native for ComfyUI, which lose "
-                "none, or train again with --lora.targets that leave them out"
+                f"format: {named}; use {kind.formats}, which lose none, or train again with --lora.targets that leave "
+                "them out"
             )
 
 
@@ -114,7 +119,8 @@ def adapter_format(
     def write(folder: Path, exported: Exported) -> None:
         config, model = exported.config.lora, exported.config.model
         weights = {name: exported.weights.read(name) for name in exported.weights.shapes}
-        check_readers(form(model), readers, model, list(changes_of(weights, config)))
+        kind = kind_of(config)
+        check_readers(form(model), readers, model, kind, kind.layers(weights))
         _save(folder, *finish(model, *file_of(form(model), weights, config, model)), exported.dtype)
 
     return ExportFormat(write=write, use=use, adapter=True)

@@ -17,6 +17,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.export.card_text import Place, base_is_local, base_name
 from fastdiff.export.formats import Exported, format_of
 from fastdiff.files import read_bounded
+from fastdiff.models.adapter_kinds.kinds import kind_of
 from fastdiff.models.family import family_of
 from fastdiff.models.load import pretrained
 from fastdiff.run_files import names_inside, read_inside
@@ -59,7 +60,7 @@ def write_card(folder: Path, run: Path, exported: Exported, format_: str, dtype:
     text = (
         f"---\n{_front_matter(config.model, config.pretrained, format_)}---\n\n"
         f"# {title}\n\n"
-        f"{_subject(config.model, format_)}, {origin}.\n\n"
+        f"{_subject(config, format_)}, {origin}.\n\n"
         f"{shown}## {heading}\n\n| | |\n| --- | --- |\n{metadata}\n\n"
         f"## Use\n\n{use_of(config, format_, place, step)}\n"
         f"## License\n\n{_license(config)}\n"
@@ -124,9 +125,10 @@ def _license_of_base(config: RunConfig) -> str:
     return found or (family_of(config.model).license(config.model) if base.weights else "")
 
 
-def _subject(model: ModelConfig, format_: str) -> str:
+def _subject(config: RunConfig, format_: str) -> str:
+    model = config.model
     network, adapter = family_of(model).subject(model), format_of(model, format_).adapter
-    return f"A LoRA adapter of {network[0].lower()}{network[1:]}" if adapter else network
+    return f"A {kind_of(config.lora).title} adapter of {network[0].lower()}{network[1:]}" if adapter else network
 
 
 def _metadata(exported: Exported, dtype: str) -> dict[str, object]:
@@ -144,7 +146,7 @@ def _metadata(exported: Exported, dtype: str) -> dict[str, object]:
     if pretrained.path:
         metadata["Base model" if pretrained.weights else "Text encoder and autoencoder"] = f"`{base_name(pretrained)}`"
     if lora.rank:
-        metadata["LoRA"] = f"rank {lora.rank}, alpha {lora.numerator:g}, base weights in {_bits(lora)}"
+        metadata[kind_of(lora).title] = f"rank {lora.rank}, alpha {lora.numerator:g}, base weights in {_bits(lora)}"
     if lora.init:
         metadata["Started from"] = f"`{Path(lora.init).name}` (sha256 `{manifest.get('adapter')}`)"
     return metadata | {

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -14,14 +14,13 @@ from fastdiff.checkpoint.weights import select
 from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
+from fastdiff.models.adapter_kinds.kinds import kind_of
 from fastdiff.models.family import family_of
 from fastdiff.models.load import build_network, check_base, pretrained, untrained
 from fastdiff.models.pipeline_files import readable
 
 Shapes = dict[str, tuple[int, ...]]
 Read = Callable[[str], Tensor]
-
-_DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +88,16 @@ def _built(config: RunConfig) -> tuple[Shapes, Read]:
 
 
 def _merged(base: Read, adapter: Read, trained: Mapping[str, object], config: LoraConfig) -> Read:
-    """Merge LoRA adapters: ``W + alpha / rank * B A`` (Hu et al. 2021, arXiv:2106.09685, section 4.1)."""
-    scale = config.numerator / config.rank
+    """Return the weights with their changes by the adapter; the others are those of the base."""
+    kind = kind_of(config)
+    layers = set(kind.layers(trained))
 
     def read(name: str) -> Tensor:
         weight, layer = base(name), name.removesuffix(".weight")
-        if layer + _DOWN not in trained:
+        if layer not in layers:
             return weight
-        up, down = adapter(layer + _UP), adapter(layer + _DOWN)
-        return weight + scale * (up.flatten(1) @ down.flatten(1)).view(weight.shape)
+        parameters = {end: adapter(layer + end) for end in kind.parameters if layer + end in trained}
+        return cast(Tensor, kind.change(parameters, config).merged(weight))
 
     return read
 

@@ -1,4 +1,4 @@
-"""Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685) of the networks with peft."""
+"""Adapters of the networks, of every kind (``models.adapter_kinds``), on a frozen base."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, cast
@@ -10,13 +10,11 @@ from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.adapter_files.native_names import layers_of
+from fastdiff.models.adapter_kinds.kinds import kind_of
 from fastdiff.models.build import Model
 from fastdiff.models.family import family_of
 from fastdiff.models.quantized import Bits, QuantizedLinear
-from fastdiff.optional_packages import pip_install
 from fastdiff.rng import seed_initial_values
-
-_ADAPTER = "default"
 
 
 def add_lora(
@@ -24,15 +22,15 @@ def add_lora(
 ) -> None:
     """Freeze ``model`` and add trainable matrices to its layers, in place.
 
-    A layer ``x -> W x + b`` becomes ``W x + b + alpha / rank * B A x``. A starts normal with deviation 1 / rank, B at
-    0. A and B are fp32; only they require a gradient. With ``config.quantize`` the frozen linear layers of the blocks
-    (``ModelFamily.quantized_blocks``) store their weights in 8 or 4 bits.
+    With ``--lora.kind lora`` a layer ``x -> W x + b`` becomes ``W x + b + alpha / rank * B A x``. A starts normal with
+    deviation 1 / rank, B at 0. The matrices are fp32; only they require a gradient. With ``config.quantize`` the frozen
+    linear layers of the blocks (``ModelFamily.quantized_blocks``) store their weights in 8 or 4 bits.
 
     Args:
         model: network with fp32 weights on the CPU, not compiled.
         config: configuration of the adapter; its rank is above 0.
         seed: seed of the initial values; its low 64 bits count. The global random state is restored.
-        weights: A and B by name, as in ``model.named_parameters()``; None: the initial values.
+        weights: the matrices by name, as in ``model.named_parameters()``; None: the initial values.
         quantize: False leaves the frozen layers for ``quantized``.
 
     Raises:
@@ -42,7 +40,10 @@ def add_lora(
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         seed_initial_values(seed)
-        _inject(model, config, layers)
+        try:
+            kind_of(config).inject(model, config, layers)
+        except ValueError as error:
+            raise ConfigError(f"--lora.targets {' '.join(lora_targets(config, model.config))}: {error}") from None
     if weights is not None:
         _load(model, weights)
     if quantize:
@@ -81,23 +82,6 @@ def end_of(name: str) -> str:
     return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
 
 
-def _inject(model: Model, config: LoraConfig, layers: list[str]) -> None:
-    try:
-        import peft
-    except ImportError:
-        raise ConfigError(f"--lora.rank needs peft, which is not installed: {pip_install('peft')}") from None
-    adapter: Any = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.numerator,  # type: ignore[arg-type]  # peft divides it by r; a float works
-        target_modules=layers,
-        init_lora_weights="gaussian",
-    )
-    try:
-        peft.inject_adapter_in_model(adapter, model, adapter_name=_ADAPTER)
-    except ValueError as error:
-        raise ConfigError(f"--lora.targets {' '.join(lora_targets(config, model.config))}: {error}") from None
-
-
 def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     ours = {name: tuple(p.shape) for name, p in parameters.items()}
@@ -134,8 +118,6 @@ def quantized(model: Model, layer: str, config: LoraConfig) -> None:
 
 def switch(model: nn.Module, *, on: bool) -> None:
     """Let the layers of a network compute with or without their adapters, in place."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            module.enable_adapters(on)
+    for module in list(model.modules()):
+        if hasattr(module, "base_layer"):
+            cast(Any, module).enable_adapters(on)

@@ -53,7 +53,7 @@ def test_a_run_starts_from_the_file_and_goes_on_with_no_other(tmp_path: Path, wo
 
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["config"]["lora"] == {
-        "rank": 2, "alpha": 1.5, "targets": ["net.2", "to_q"], "init": str(file), "quantize": "none"
+        "kind": "lora", "rank": 2, "alpha": 1.5, "targets": ["net.2", "to_q"], "init": str(file), "quantize": "none"
     }  # fmt: skip
     assert record["adapter"] == file_digest(file) == newest(tmp_path / "run").manifest["adapter"]
 

@@ -120,13 +120,14 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _heading(config: RunConfig, network: Network) -> str:
+    from fastdiff.models.adapter_kinds.kinds import kind_of
     from fastdiff.models.cost.flops import run_flops
 
     counted = f"{_millions(network.trained)} parameters"
     if config.lora.rank:
         stored = "" if config.lora.quantize == "none" else f", its large matrices in {config.lora.quantize}"
         counted = (
-            f"LoRA of rank {config.lora.rank}, {_millions(network.trained)} trained and "
+            f"{kind_of(config.lora).title} of rank {config.lora.rank}, {_millions(network.trained)} trained and "
             f"{_millions(network.frozen)} frozen parameters{stored}"
         )
     return (

@@ -63,6 +63,9 @@ class PretrainedConfig:
 class LoraConfig:
     """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685) of frozen pretrained weights."""
 
+    kind: Literal["lora"] = "lora"
+    """Kind of adapter: lora (arXiv:2106.09685) adds the product of two matrices."""
+
     rank: int = 0
     """Rank of the added matrices; 0: that of ``init``, without it all weights are trained."""
     alpha: float | None = None
@@ -82,7 +85,7 @@ class LoraConfig:
             object.__setattr__(self, "rank", self.rank or rank_of(Path(self.init)))
         require(self.rank >= 0, f"--lora.rank {self.rank}: 0 (no LoRA) or above")
         require(self.alpha is None or 0 < self.alpha < math.inf, f"--lora.alpha {self.alpha}: above 0, or None")
-        for name, default in (("alpha", None), ("targets", ()), ("quantize", "none")):
+        for name, default in (("kind", "lora"), ("alpha", None), ("targets", ()), ("quantize", "none")):
             require(self.rank > 0 or getattr(self, name) == default, f"--lora.{name} needs --lora.rank above 0")
 
     @property

@@ -3,12 +3,11 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, Self, TypeVar
 
-import torch
 from torch import Tensor
 
-from fastdiff.models.adapter_files.low_rank import LowRank, stack_rows
-from fastdiff.models.adapter_files.native_names import NamedNetwork, NativeLayer
+from fastdiff.models.adapter_files.native_names import NamedNetwork
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +49,48 @@ KOHYA = Form(
 KOHYA_DIFFUSERS = replace(KOHYA, native=False)
 """kohya's scripts of SD 1.x and 2.x, which train diffusers' UNet; every program that reads one reads the other."""
 
+
+class Change(Protocol):
+    """The change of a weight by an adapter."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of its matrices."""
+        ...
+
+    @property
+    def scale(self) -> float:
+        """Factor of their product."""
+        ...
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return the changed weight, ``[outputs, inputs, ...]``."""
+        ...
+
+    def tensors(self, form: Form) -> dict[str, Tensor]:
+        """Return the tensors of a file by the ends of their keys."""
+        ...
+
+    def with_halves_swapped(self) -> Self:
+        """Return the change of the layer whose first and second half of outputs are swapped."""
+        ...
+
+    def stacked(self, parts: Sequence[Self | None], rows: Sequence[int]) -> Self:
+        """Return the change of a layer that has the outputs of several, itself among them, one after another.
+
+        Args:
+            parts: the change of each; None: it stays as it is.
+            rows: outputs of each.
+        """
+        ...
+
+    def split(self, rows: Sequence[int]) -> Sequence[Self | None]:
+        """Return the changes of the layers whose outputs a layer has one after another; None: it stays as it is."""
+        ...
+
+
+C = TypeVar("C", bound=Change)
+
 ADAPTER_FORMATS: Mapping[str, str] = {
     "lora": "fastdiff.export.adapters:EVERYWHERE",
     "lora-diffusers": "fastdiff.export.adapters:FOR_DIFFUSERS",
@@ -59,7 +100,7 @@ ADAPTER_FORMATS: Mapping[str, str] = {
 """The export formats of a transformer with a table in ``native_names``, for ``ModelFamily.formats``."""
 
 
-def tensors_of(form: Form, changes: Mapping[str, LowRank], part: str) -> dict[str, Tensor]:
+def tensors_of(form: Form, changes: Mapping[str, Change], part: str) -> dict[str, Tensor]:
     """Return the tensors of a file.
 
     Args:
@@ -69,27 +110,21 @@ def tensors_of(form: Form, changes: Mapping[str, LowRank], part: str) -> dict[st
     """
     found: dict[str, Tensor] = {}
     for layer, change in changes.items():
-        key, stored = form.key(part, layer), change if form.alpha else change.with_scale_in_up()
-        found |= {key + form.down: stored.down, key + form.up: stored.up}
-        if form.alpha:
-            found[f"{key}.alpha"] = torch.tensor(stored.alpha)
+        key = form.key(part, layer)
+        found |= {key + end: value for end, value in change.tensors(form).items()}
     return found
 
 
-def in_native_layout(changes: Mapping[str, LowRank], network: NamedNetwork) -> dict[str, LowRank]:
+def in_native_layout(changes: Mapping[str, C], network: NamedNetwork) -> dict[str, C]:
     """Return the changes of the native layers of a network, from those of its layers in diffusers."""
     found = {}
     for native in network.natives:
         parts = [changes.get(part) for part in native.parts]
-        if any(part is not None for part in parts):
-            found[native.name] = _joined(native, parts, network)
+        present = [part for part in parts if part is not None]
+        if present:
+            change = present[0].stacked(parts, network.rows(native)) if len(parts) > 1 else present[0]
+            found[native.name] = change.with_halves_swapped() if native.swapped else change
     return found
-
-
-def _joined(native: NativeLayer, parts: Sequence[LowRank | None], network: NamedNetwork) -> LowRank:
-    (first, *others) = parts
-    change = stack_rows(parts, network.rows(native)) if others or first is None else first
-    return change.with_halves_swapped() if native.swapped else change
 
 
 def metadata_of(form: Form, part: str, rank: int, alpha: float, layers: Sequence[str]) -> dict[str, str]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fastdiff.models.adapter_files.forms import Form
+
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
@@ -33,6 +35,16 @@ class LowRank:
         product = self.up.flatten(1) @ self.down.flatten(1)
         return self.scale * product.view(len(self.up), *self.down.shape[1:])
 
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return the changed weight (section 4.1 of the paper)."""
+        return weight + self.change()
+
+    def tensors(self, form: Form) -> dict[str, Tensor]:
+        """Return the matrices of a file, and alpha if it is beside them, by the ends of their keys."""
+        stored = self if form.alpha else self.with_scale_in_up()
+        alpha = {".alpha": torch.tensor(stored.alpha)} if form.alpha else {}
+        return {form.down: stored.down, form.up: stored.up, **alpha}
+
     def with_scale_in_up(self) -> "LowRank":
         """Return the same change with alpha equal to the rank."""
         return LowRank(self.down, self.scale * self.up, float(self.rank))
@@ -40,6 +52,14 @@ class LowRank:
     def with_halves_swapped(self) -> "LowRank":
         """Return the change of the layer whose first and second half of outputs are swapped."""
         return replace(self, up=torch.cat(self.up.chunk(2)[::-1]))
+
+    def stacked(self, parts: Sequence["LowRank | None"], rows: Sequence[int]) -> "LowRank":
+        """Return ``stack_rows`` of these parts."""
+        return stack_rows(parts, rows)
+
+    def split(self, rows: Sequence[int]) -> "Sequence[LowRank | None]":
+        """Return ``split_rows`` of this change."""
+        return split_rows(self, rows)
 
 
 def stack_rows(parts: Sequence[LowRank | None], rows: Sequence[int]) -> LowRank:

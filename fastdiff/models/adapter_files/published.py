@@ -9,26 +9,18 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import safe_open
 from torch import Tensor
 
 from fastdiff.errors import ConfigError, require
-from fastdiff.models.adapter_files.low_rank import LowRank, split_rows
+from fastdiff.models.adapter_files.forms import Change
 from fastdiff.models.adapter_files.native_names import NamedNetwork, NativeLayer
+from fastdiff.models.adapter_kinds.kind import AdapterKind, FileLayer
+from fastdiff.models.adapter_kinds.lora import LORA
 from fastdiff.models.pipeline_files import readable
 
-_SPELLINGS = {
-    ".lora_down.weight": "down", ".lora_up.weight": "up",  # kohya
-    ".lora_A.weight": "down", ".lora_B.weight": "up",  # peft, without the name of the adapter
-    ".lora_A.default.weight": "down", ".lora_B.default.weight": "up",  # peft
-    ".lora.down.weight": "down", ".lora.up.weight": "up",  # diffusers of old
-    "_lora.down.weight": "down", "_lora.up.weight": "up",  # its attention processors
-    ".lora_linear_layer.down.weight": "down", ".lora_linear_layer.up.weight": "up",
-    ".alpha": "alpha",
-}  # fmt: skip
-"""Endings of keys, and what the tensor is."""
 _OTHER_KINDS = {
     "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", "lokr_": "LoKr", "hada_": "LoHa", "lora_mid": "LoCon with "
     "a third matrix", "oft_": "OFT", ".diff": "full differences", "lora_B.bias": "biases",
@@ -41,24 +33,25 @@ _METADATA = "lora_adapter_metadata"
 _MOST = 3
 """Layers that a message names."""
 
-
+C = TypeVar("C", bound=Change)
 _Keys = dict[str, dict[str, Tensor]]
-"""The tensors of each layer of a file: down, up, and perhaps alpha."""
+"""The tensors of each layer of a file, by the values of ``AdapterKind.spellings``."""
 
 
-def read_adapter(path: Path, network: NamedNetwork) -> dict[str, LowRank]:
+def read_adapter(path: Path, network: NamedNetwork, kind: AdapterKind[Any] = LORA) -> dict[str, Any]:
     """Read a file of any form.
 
     Args:
         path: safetensors file.
         network: that the adapter changes.
+        kind: of the adapter.
 
     Returns:
         The change of each layer by its name in diffusers, fp32 on the CPU.
 
     Raises:
-        ConfigError: the file cannot be read, is no LoRA, or has layers that are not in the network or have other
-            shapes there. Nothing is left out.
+        ConfigError: the file cannot be read, is of another kind, or has layers that are not in the network or have
+            other shapes there. Nothing is left out.
     """
     require(path.is_file(), f"--lora.init {path}: no such file")
     require(path.suffix == ".safetensors", f"--lora.init {path}: expected a .safetensors file")
@@ -66,41 +59,46 @@ def read_adapter(path: Path, network: NamedNetwork) -> dict[str, LowRank]:
         metadata = dict(file.metadata() or {})
         tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  (not a mapping)
     try:
-        return changes_of(tensors, metadata, network)
+        return changes_of(tensors, metadata, network, kind)
     except ConfigError as error:
         raise ConfigError(f"--lora.init {path}: {error}") from None
 
 
-def changes_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], network: NamedNetwork) -> dict[str, LowRank]:
+def changes_of(
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    network: NamedNetwork,
+    kind: AdapterKind[Any] = LORA,
+) -> dict[str, Any]:
     """Return the change of each layer in the tensors of a file; arguments and errors as in ``read_adapter``."""
-    keys, known = _by_key(tensors), _known_keys(network)
+    keys, known = _by_key(tensors, kind), _known_keys(network)
     _require_known(keys, known, network)
     alphas = _Metadata(metadata)
-    changes: dict[str, LowRank] = {}
+    changes: dict[str, Any] = {}
     for key, found in keys.items():
         layer = known[key]
-        for part, change in _of_parts(key, found, layer, alphas, network):
+        for part, change in _of_parts(key, found, layer, alphas, network, kind):
             require(part not in changes, f"{part} is there twice, the second time as {key}")
             changes[part] = change
-    require(bool(changes), "it has no LoRA")
+    require(bool(changes), f"it has no {kind.title}")
     return changes
 
 
-def _by_key(tensors: Mapping[str, Tensor]) -> _Keys:
+def _by_key(tensors: Mapping[str, Tensor], kind: AdapterKind[Any]) -> _Keys:
     keys: _Keys = {}
     others = []
     for name, value in tensors.items():
-        ending = next((ending for ending in _SPELLINGS if name.endswith(ending)), None)
+        ending = next((ending for ending in kind.spellings if name.endswith(ending)), None)
         if ending is None:
             others.append(name)
         else:
-            keys.setdefault(name.removesuffix(ending), {})[_SPELLINGS[ending]] = value
+            keys.setdefault(name.removesuffix(ending), {})[kind.spellings[ending]] = value
     if others:
-        kinds = sorted({kind for name in others for part, kind in _OTHER_KINDS.items() if part in name})
+        kinds = sorted({other for name in others for part, other in _OTHER_KINDS.items() if part in name})
         what = f", tensors of {' and '.join(kinds)}" if kinds else ""
         raise ConfigError(
-            f"{len(others)} of its {len(tensors)} tensors are no matrices of a LoRA{what}: {named(others)}; expected "
-            "A and B of each layer, and alpha at most"
+            f"{len(others)} of its {len(tensors)} tensors are no matrices of a {kind.title}{what}: {named(others)}; "
+            f"expected {kind.expected}"
         )
     return keys
 
@@ -137,26 +135,21 @@ def _require_known(keys: _Keys, known: Mapping[str, object], network: NamedNetwo
 
 
 def _of_parts(
-    key: str, found: Mapping[str, Tensor], layer: NativeLayer, alphas: "_Metadata", network: NamedNetwork
-) -> Iterator[tuple[str, LowRank]]:
-    missing = [name for name in ("down", "up") if name not in found]
-    require(not missing, f"{key} has no matrix {' and '.join(missing)}")
-    down, up, rows = found["down"], found["up"], network.rows(layer)
-    inputs = network.layers[layer.parts[0]][1:]
-    require(
-        up.ndim > 1 and down.ndim > 1 and (len(up), up.flatten(1).shape[1]) == (sum(rows), len(down))
-        and math.prod(down.shape[1:]) == math.prod(inputs),
-        f"{key} is {list(up.shape)} times {list(down.shape)}, expected [{sum(rows)}, rank] times "
-        f"[rank, {', '.join(map(str, inputs))}]; the file is of another network than {network.title} of this size",
-    )  # fmt: skip
-    down, up = down.reshape(-1, *inputs), up.reshape(len(up), -1, *[1] * (len(inputs) - 1))
-    alpha = alphas.of(layer.name, len(down), network.part)
-    if (beside := found.get("alpha")) is not None:
-        alpha = beside.item() or float(len(down))
-    change = LowRank(down, up, alpha)
+    key: str,
+    found: Mapping[str, Tensor],
+    layer: NativeLayer,
+    alphas: "_Metadata",
+    network: NamedNetwork,
+    kind: AdapterKind[C],
+) -> Iterator[tuple[str, C]]:
+    rows = network.rows(layer)
+    shape = (sum(rows), *network.layers[layer.parts[0]][1:])
+    change = kind.read(
+        FileLayer(key, found, shape, lambda rank: alphas.of(layer.name, rank, network.part), network.title)
+    )
     if layer.swapped:
         change = change.with_halves_swapped()
-    split = split_rows(change, rows) if len(rows) > 1 else [change]
+    split = change.split(rows) if len(rows) > 1 else [change]
     for part, own in zip(layer.parts, split, strict=True):
         if own is not None:
             yield part, own

@@ -1,17 +1,16 @@
-"""A LoRA that starts from a published file: its configuration, and its first values."""
+"""An adapter that starts from a published file: its configuration, and its first values."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.errors import require
-from fastdiff.models.adapter_files.low_rank import LowRank
+from fastdiff.models.adapter_files.forms import Change
 from fastdiff.models.adapter_files.native_names import NamedNetwork, named_network
 from fastdiff.models.adapter_files.published import named, read_adapter
+from fastdiff.models.adapter_kinds.kinds import kind_of
 from fastdiff.models.build import Model
 from fastdiff.models.lora import adapted_layers, end_of, lora_targets
 
@@ -26,7 +25,7 @@ def with_values_of_file(config: LoraConfig, model: ModelConfig) -> LoraConfig:
     if not config.init:
         return config
     network = named_network(model)
-    changes = read_adapter(Path(config.init), network)
+    changes = read_adapter(Path(config.init), network, kind_of(config))
     found = replace(config, targets=config.targets or _targets(changes, network))
     _check(found, changes, network, model)
     scales = {change.scale for change in changes.values()}
@@ -38,22 +37,18 @@ def start_from_file(model: Model, config: LoraConfig, network: NamedNetwork) -> 
     """Give an adapter the values of its file, in place: every layer changes as the file says.
 
     A layer that the file lacks, and rows of A above the rank of the file, keep the values that were drawn; B is 0
-    there. If the file has another scale than the run, B has the quotient.
+    there. If the file has another scale than the run, one matrix (of a LoRA B) has the quotient.
 
     Args:
         model: with a fresh adapter, see ``models.lora.add_lora``.
         config: of the adapter, see ``with_values_of_file``.
         network: names of the layers of ``model``.
     """
-    changes = read_adapter(Path(config.init), network)
+    changes = read_adapter(Path(config.init), network, kind_of(config))
     _check(config, changes, network, model.config)
-    parameters = dict(model.named_parameters())
-    scale = config.numerator / config.rank
-    with torch.no_grad():
-        for layer, change in changes.items():
-            down, up = (parameters[f"{layer}.lora_{part}.default.weight"] for part in "AB")
-            down[: change.rank] = change.down
-            up[:, : change.rank] = change.up * (change.scale / scale)
+    kind, parameters = kind_of(config), dict(model.named_parameters())
+    for layer, change in changes.items():
+        kind.start(kind.of_layer(parameters, layer), change, config)
 
 
 def _targets(changes: Collection[str], network: NamedNetwork) -> tuple[str, ...]:
@@ -62,7 +57,7 @@ def _targets(changes: Collection[str], network: NamedNetwork) -> tuple[str, ...]
     return tuple(ends) if set(adapted_layers(network.layers, ends)) == set(changes) else tuple(sorted(changes))
 
 
-def _check(config: LoraConfig, changes: Mapping[str, LowRank], network: NamedNetwork, model: ModelConfig) -> None:
+def _check(config: LoraConfig, changes: Mapping[str, Change], network: NamedNetwork, model: ModelConfig) -> None:
     adapted = set(adapted_layers(network.layers, lora_targets(config, model)))
     others = [layer for layer in changes if layer not in adapted]
     require(

@@ -19,6 +19,7 @@ from fastdiff.data.joined.info import JoinedInfo
 from fastdiff.data.loading.batches import Batches
 from fastdiff.data.loading.build import choose_loader
 from fastdiff.models import kernel_choice
+from fastdiff.models.adapter_kinds.kinds import kind_of
 from fastdiff.models.family import family_of
 from fastdiff.plurals import counted
 from fastdiff.training.state import TrainState
@@ -72,7 +73,7 @@ def _counted_network(network: ModelConfig, lora: LoraConfig, trained: int) -> st
     """Name what is trained, with the number of its parameters."""
     parameters = f"{trained / 1e6:.2f} M parameters"
     if lora.rank:
-        return f"a LoRA of rank {lora.rank}, {parameters}, of {network.title}"
+        return f"a {kind_of(lora).title} of rank {lora.rank}, {parameters}, of {network.title}"
     return f"{network.title} of {parameters}"
 
 

@@ -1,0 +1,71 @@
+"""The record of a kind of adapter: all that the other modules need of it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from fastdiff.config.networks.pretrained import LoraConfig
+from fastdiff.models.adapter_files.forms import Change, Form
+from fastdiff.models.adapter_files.readers import Reader
+from fastdiff.models.build import Model
+
+C = TypeVar("C", bound=Change)
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayer:
+    """A layer of an adapter file."""
+
+    key: str
+    """Its name in the file, for messages."""
+    tensors: Mapping[str, Tensor]
+    """By the values of ``AdapterKind.spellings``, and ``alpha`` if there is one; fp32."""
+    shape: tuple[int, ...]
+    """Of the weight that it changes, ``[outputs, inputs, ...]``."""
+    alpha: Callable[[int], float]
+    """Returns alpha from the rank."""
+    network: str
+    """For messages, with an article."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterKind(Generic[C]):
+    """A kind of adapter."""
+
+    title: str
+    """For messages and cards."""
+    inject: Callable[[Model, LoraConfig, list[str]], None]
+    """Replace these layers by adapted ones with fp32 values, drawn from torch's global generator, in place. Each has
+    the frozen layer as ``base_layer`` and ``enable_adapters(bool)``. ConfigError: a package is missing; ValueError: a
+    layer cannot be adapted."""
+    parameters: tuple[str, ...]
+    """Ends of the names of the trained parameters of a layer."""
+    change: Callable[[Mapping[str, Tensor], LoraConfig], C]
+    """Return the change of a layer from its parameters, by the ends of their names."""
+    start: Callable[[Mapping[str, Tensor], C, LoraConfig], None]
+    """Give fresh parameters of a layer, by the ends of their names, the values of a change, in place."""
+    spellings: Mapping[str, str]
+    """Ends of keys in files of every form, and what the tensor is."""
+    expected: str
+    """These tensors of a layer in words, for messages."""
+    read: Callable[[FileLayer], C]
+    """Return the change of a layer in a file; ConfigError: a tensor is missing or has another shape."""
+    formats: str = "--format lora-diffusers for diffusers or lora-native for ComfyUI"
+    """Formats of the export in which a program applies it, and drops no layer, for messages."""
+    applied_by: Callable[[Reader, Form, str], bool] = lambda reader, form, diffusers_class: True
+    """Whether a program applies it from a form in which it reads a LoRA of this class of diffusers."""
+
+    def changes(self, weights: Mapping[str, Tensor], config: LoraConfig) -> dict[str, C]:
+        """Return the change of each layer from all trained parameters by name."""
+        return {layer: self.change(self.of_layer(weights, layer), config) for layer in self.layers(weights)}
+
+    def layers(self, names: Mapping[str, object]) -> list[str]:
+        """Return the adapted layers from the names of the trained parameters."""
+        found = (name.removesuffix(end) for name in names for end in self.parameters if name.endswith(end))
+        return list(dict.fromkeys(found))
+
+    def of_layer(self, weights: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
+        """Return the parameters of a layer by the ends of their names."""
+        return {end: weights[layer + end] for end in self.parameters if layer + end in weights}
