@@ -148,7 +148,8 @@ def _metadata(exported: Exported, dtype: str) -> dict[str, object]:
     if lora.rank:
         metadata[kind_of(lora).title] = f"rank {lora.rank}, alpha {lora.numerator:g}, base weights in {_bits(lora)}"
     if lora.init:
-        metadata["Started from"] = f"`{Path(lora.init).name}` (sha256 `{manifest.get('adapter')}`)"
+        without = ", without its text encoders" if lora.skip_text_encoders else ""
+        metadata["Started from"] = f"`{Path(lora.init).name}` (sha256 `{manifest.get('adapter')}`){without}"
     return metadata | {
         "Data set (sha256)": f"`{manifest['dataset']}`",
         "Samples per step": config.batch.samples,

@@ -3,12 +3,14 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fastdiff.checkpoint.reader import Checkpoint
 from fastdiff.config import deepspeed as deepspeed_config
+from fastdiff.config.networks.adapter_rank import layers_of_text_encoders
 from fastdiff.config.run import RunConfig
 from fastdiff.console import log
 from fastdiff.errors import ConfigError, require
@@ -32,6 +34,9 @@ def build_engine(
     whole = config.lora.quantize != "none" or (draws and not family_of(config.model).draws_on_meta)
     if world.is_first and (saved is not None or config.pretrained.weights):
         log.info(f"loading the weights of {saved.folder if saved is not None else config.pretrained.path}")
+    if world.is_first and saved is None and config.lora.skip_text_encoders:
+        count = layers_of_text_encoders(Path(config.lora.init))
+        log.warning(f"{config.lora.init}: its {count} layers of text encoders are left out (--lora.skip-text-encoders)")
     apart = deepspeed_config.zero_stage(ds_config) == 3 and not whole
     # Restore weights before DeepSpeed casts and shards them, so that the working copies match the masters.
     model, weights = world.on_all_ranks(lambda: _build_model(config, world, saved, apart=apart))

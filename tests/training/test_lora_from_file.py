@@ -31,9 +31,11 @@ NAMES = named_network(UNETS["sd15"])
 
 
 def published(path: Path, alpha: float = 1.5) -> dict[str, LowRank]:
-    """Write an adapter of some layers, of rank 2."""
+    """Write an adapter of some layers, of rank 2, and of two layers of a text encoder, of rank 3."""
     changes = adapter(NAMES, 2, alpha, [layer for layer in NAMES.layers if layer.endswith(("to_q", "ff.net.2"))])
-    save_file(tensors_of(KOHYA_DIFFUSERS, changes, "unet"), path)
+    text = {f"lora_te_text_model_encoder_layers_0_mlp_fc{i}": torch.ones(3, 3) for i in (1, 2)}
+    of_text = {f"{layer}.lora_{end}.weight": value.clone() for layer, value in text.items() for end in ("up", "down")}
+    save_file(tensors_of(KOHYA_DIFFUSERS, changes, "unet") | of_text, path)
     return changes
 
 
@@ -41,19 +43,23 @@ def trained(world: World, config: RunConfig, stage: int) -> None:
     train(config, launch(stage), world)
 
 
-def test_a_run_starts_from_the_file_and_goes_on_with_no_other(tmp_path: Path, world: World) -> None:
+def test_a_run_starts_from_the_file_and_goes_on_with_no_other(
+    tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "shoe.safetensors"
     changes = published(file)
     data = encode(tmp_path / "data", build(tmp_path / "pipeline"))
     run = text_run(data, tmp_path / "pipeline", tmp_path / "run", optim__lr=1e-30, output__checkpoint_every=1)
-    still = replace(run, lora=LoraConfig(init=str(file)))
+    still = replace(run, lora=LoraConfig(init=str(file), skip_text_encoders=True))
     values(forked_ranks(trained, still, 3))
     whole = replace(still, output=replace(still.output, folder=str(tmp_path / "whole")))
     train(whole, launch(1), world)
+    assert f"{file}: its 2 layers of text encoders are left out" in capsys.readouterr().err
 
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["config"]["lora"] == {
-        "kind": "lora", "rank": 2, "alpha": 1.5, "targets": ["net.2", "to_q"], "init": str(file), "quantize": "none"
+        "kind": "lora", "rank": 2, "alpha": 1.5, "targets": ["net.2", "to_q"], "init": str(file),
+        "skip_text_encoders": True, "quantize": "none",
     }  # fmt: skip
     assert record["adapter"] == file_digest(file) == newest(tmp_path / "run").manifest["adapter"]
 
@@ -65,7 +71,7 @@ def test_a_run_starts_from_the_file_and_goes_on_with_no_other(tmp_path: Path, wo
             theirs = change.change()
             torch.testing.assert_close(found[layer].change(), theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))
     card = (tmp_path / "run-lora" / "README.md").read_text()
-    assert f"| Started from | `shoe.safetensors` (sha256 `{file_digest(file)}`) |" in card
+    assert f"| Started from | `shoe.safetensors` (sha256 `{file_digest(file)}`), without its text encoders |" in card
 
     longer = replace(still, samples=24)
     published(file, alpha=1.25)
@@ -74,7 +80,7 @@ def test_a_run_starts_from_the_file_and_goes_on_with_no_other(tmp_path: Path, wo
     published(file)
     other = file.rename(tmp_path / "other.safetensors")
     with pytest.raises(ConfigError, match=r"--lora.init: .*shoe.safetensors.* -> .*other.safetensors"):
-        train(replace(longer, lora=LoraConfig(init=str(other))), launch(1, allow_change=("samples",)), world)
+        train(replace(longer, lora=replace(still.lora, init=str(other))), launch(1, allow_change=("samples",)), world)
     other.rename(file)
     train(longer, launch(1, allow_change=("samples",)), world)
     assert newest(tmp_path / "run").manifest["progress"]["steps"] == 3
@@ -88,7 +94,7 @@ def test_dry_run_and_plan_know_the_file(tmp_path: Path, capsys: pytest.CaptureFi
     published(tmp_path / "shoe.safetensors")
     pipeline = build(tmp_path / "pipeline")
     flags = ["--preset", "sd15-lora", "--pretrained.path", str(pipeline), "--data.path", str(tmp_path)]
-    flags += ["--lora.rank", "0", "--lora.init", str(tmp_path / "shoe.safetensors")]
+    flags += ["--lora.rank", "0", "--lora.init", str(tmp_path / "shoe.safetensors"), "--lora.skip-text-encoders"]
     main(["train", *flags, "--dry-run"])
     assert '"rank": 2' in capsys.readouterr().out
     main(["plan", *flags, "--gpus", "1xh100"])

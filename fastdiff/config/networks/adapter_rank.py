@@ -1,7 +1,8 @@
-"""The rank of an adapter file, from the shapes in its header. This module imports no torch."""
+"""The rank of an adapter file and its layers of text encoders, from its header. This module imports no torch."""
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +16,43 @@ _DOWN = (
     "lora_linear_layer.down.weight",
 )
 """Endings of the first matrix of a layer, whose rows are the rank."""
+TEXT_ENCODERS = ("lora_te", "text_encoder", "lora_prior_te")
+"""Beginnings of the names of layers of text encoders."""
 _FUSED = "qkv"
 """End of the names of layers that have the rows of three: their rank may be three times that of the adapter."""
 _LARGEST_HEADER = 64 << 20
 
 
 def rank_of(path: Path) -> int:
-    """Return the rank of a safetensors file: the largest of its layers, without those of queries, keys and values.
+    """Return the rank of a safetensors file: the largest of the network's layers, without queries, keys and values.
 
     Raises:
         ConfigError: it cannot be read, or has no matrices of a LoRA.
     """
     header = _header(path)
     metadata = header.pop("__metadata__", {})
-    found = {}
-    for name, entry in header.items():
-        ending = next((ending for ending in _DOWN if name.endswith(ending)), None)
-        if ending is not None:
-            found[name.removesuffix(ending).rstrip("._")] = int(entry["shape"][0])
-    require(bool(found), f"--lora.init {path}: it has no matrices of a LoRA, such as lora_A or lora_down")
+    found = {name: rank for name, rank in _ranks(header).items() if not name.startswith(TEXT_ENCODERS)}
+    require(bool(found), f"--lora.init {path}: it has no matrices of a LoRA of a network, such as lora_A or lora_down")
     apart = [rank for name, rank in found.items() if not name.endswith(_FUSED)]
     told = metadata.get("ss_network_dim", "")
     if not apart and told.isdecimal() and int(told) > 0:
         return int(told)
     return max(apart or found.values())
+
+
+def layers_of_text_encoders(path: Path) -> int:
+    """Return how many layers of text encoders a safetensors file changes; errors as in ``rank_of``."""
+    return sum(name.startswith(TEXT_ENCODERS) for name in _ranks(_header(path)))
+
+
+def _ranks(header: Mapping[str, Any]) -> dict[str, int]:
+    """Return the rows of the first matrix of each layer."""
+    found = {}
+    for name, entry in header.items():
+        ending = next((ending for ending in _DOWN if name.endswith(ending)), None)
+        if ending is not None:
+            found[name.removesuffix(ending).rstrip("._")] = int(entry["shape"][0])
+    return found
 
 
 def _header(path: Path) -> dict[str, Any]:

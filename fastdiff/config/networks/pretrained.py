@@ -75,6 +75,9 @@ class LoraConfig:
     init: str = ""
     """Adapter to start from: a .safetensors file of diffusers, ComfyUI or kohya's scripts. Rank, alpha and layers are
     those of the file unless given; a higher rank and further layers start as without a file."""
+    skip_text_encoders: bool = False
+    """Leave out the layers of ``init`` that are of text encoders, which are not trained here; otherwise such a file is
+    refused."""
     quantize: Literal["none", "8bit", "4bit"] = "none"
     """Keep the frozen matrices in 8 or 4 bits (bitsandbytes; 4 bits: NF4 of QLoRA, arXiv:2305.14314)."""
 
@@ -83,6 +86,7 @@ class LoraConfig:
             require_local("--lora.init", self.init)
             require(self.init.endswith(".safetensors"), f"--lora.init {self.init}: expected a .safetensors file")
             object.__setattr__(self, "rank", self.rank or rank_of(Path(self.init)))
+        require(not self.skip_text_encoders or bool(self.init), "--lora.skip-text-encoders needs --lora.init")
         require(self.rank >= 0, f"--lora.rank {self.rank}: 0 (no LoRA) or above")
         require(self.alpha is None or 0 < self.alpha < math.inf, f"--lora.alpha {self.alpha}: above 0, or None")
         for name, default in (("kind", "lora"), ("alpha", None), ("targets", ()), ("quantize", "none")):

@@ -1,7 +1,7 @@
 """Reading of published adapter files, in every form, spelling and rule of alpha that their programs have.
 
-alpha is a tensor beside the layer, or stands in diffusers' metadata of the adapter. Without either it is the rank, as
-in ComfyUI and diffusers; so it is where kohya's scripts wrote 0.
+alpha is a tensor beside the layer, or stands in diffusers' metadata of the adapter, or in the configuration beside a
+file of peft. Without any it is the rank, as in ComfyUI and diffusers; so it is where kohya's scripts wrote 0.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from safetensors import safe_open
 from torch import Tensor
 
+from fastdiff.config.networks.adapter_rank import TEXT_ENCODERS
 from fastdiff.errors import ConfigError, require
 from fastdiff.models.adapter_files.forms import Change
 from fastdiff.models.adapter_files.native_names import NamedNetwork, NativeLayer
@@ -25,10 +26,9 @@ _OTHER_KINDS = {
     "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", "lokr_": "LoKr", "hada_": "LoHa", "lora_mid": "LoCon with "
     "a third matrix", "oft_": "OFT", ".diff": "full differences", "lora_B.bias": "biases",
 }  # fmt: skip
-_TEXT_ENCODERS = ("lora_te", "text_encoder", "text_encoders.", "lora_prior_te")
 _DIFFUSERS_PREFIXES = ("", "transformer.", "unet.", "base_model.model.", "diffusion_model.")
 _FLAT_PREFIXES = ("lora_unet_", "lycoris_", "lora_transformer_")
-_NATIVE_PREFIXES = ("diffusion_model.", "model.diffusion_model.", "")
+_NATIVE_PREFIXES = ("diffusion_model.", "model.diffusion_model.", "base_model.model.", "")
 _METADATA = "lora_adapter_metadata"
 _MOST = 3
 """Layers that a message names."""
@@ -38,30 +38,46 @@ _Keys = dict[str, dict[str, Tensor]]
 """The tensors of each layer of a file, by the values of ``AdapterKind.spellings``."""
 
 
-def read_adapter(path: Path, network: NamedNetwork, kind: AdapterKind[Any] = LORA) -> dict[str, Any]:
+def read_adapter(
+    path: Path, network: NamedNetwork, kind: AdapterKind[Any] = LORA, *, skip_text_encoders: bool = False
+) -> dict[str, Any]:
     """Read a file of any form.
 
     Args:
-        path: safetensors file.
+        path: safetensors file; beside that of a folder of peft is its configuration.
         network: that the adapter changes.
         kind: of the adapter.
+        skip_text_encoders: leave out layers of text encoders.
 
     Returns:
         The change of each layer by its name in diffusers, fp32 on the CPU.
 
     Raises:
         ConfigError: the file cannot be read, is of another kind, or has layers that are not in the network or have
-            other shapes there. Nothing is left out.
+            other shapes there. Nothing else is left out.
     """
     require(path.is_file(), f"--lora.init {path}: no such file")
     require(path.suffix == ".safetensors", f"--lora.init {path}: expected a .safetensors file")
     with readable(path), safe_open(path, framework="pt") as file:
-        metadata = dict(file.metadata() or {})
-        tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  (not a mapping)
+        metadata = (file.metadata() or {}) | _of_peft(path, network.part)
+        skipped = TEXT_ENCODERS if skip_text_encoders else ()
+        names = [name for name in file.keys() if not name.startswith(skipped)]  # noqa: SIM118  (not a mapping)
+        tensors = {name: file.get_tensor(name).float() for name in names}
     try:
         return changes_of(tensors, metadata, network, kind)
     except ConfigError as error:
         raise ConfigError(f"--lora.init {path}: {error}") from None
+
+
+def _of_peft(path: Path, part: str) -> dict[str, str]:
+    """Return the configuration beside a file of peft, as diffusers would have it in the metadata."""
+    beside = path.with_name("adapter_config.json")
+    if path.name != "adapter_model.safetensors" or not beside.is_file():
+        return {}
+    with readable(beside):
+        found = json.loads(beside.read_text())
+    require(isinstance(found, dict), f"{beside} is no object")
+    return {_METADATA: json.dumps({f"{part}.{name}": value for name, value in found.items()})}
 
 
 def changes_of(
@@ -127,10 +143,10 @@ def _require_known(keys: _Keys, known: Mapping[str, object], network: NamedNetwo
     unknown = [key for key in keys if key not in known]
     if not unknown:
         return
-    text = [key for key in unknown if key.startswith(_TEXT_ENCODERS)]
+    text = [key for key in unknown if key.startswith(TEXT_ENCODERS)]
     why = f"{network.title} has none of this name"
     if len(text) == len(unknown):
-        why = "they are of text encoders, which are not trained here; give a copy of the file without them"
+        why = "they are of text encoders, which are not trained here; --lora.skip-text-encoders leaves them out"
     raise ConfigError(f"{len(unknown)} of its {len(keys)} layers are unknown: {named(unknown)}; {why}")
 
 

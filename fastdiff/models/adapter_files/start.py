@@ -25,7 +25,7 @@ def with_values_of_file(config: LoraConfig, model: ModelConfig) -> LoraConfig:
     if not config.init:
         return config
     network = named_network(model)
-    changes = read_adapter(Path(config.init), network, kind_of(config))
+    changes = read_adapter(Path(config.init), network, kind_of(config), skip_text_encoders=config.skip_text_encoders)
     found = replace(config, targets=config.targets or _targets(changes, network))
     _check(found, changes, network, model)
     scales = {change.scale for change in changes.values()}
@@ -44,7 +44,7 @@ def start_from_file(model: Model, config: LoraConfig, network: NamedNetwork) -> 
         config: of the adapter, see ``with_values_of_file``.
         network: names of the layers of ``model``.
     """
-    changes = read_adapter(Path(config.init), network, kind_of(config))
+    changes = read_adapter(Path(config.init), network, kind_of(config), skip_text_encoders=config.skip_text_encoders)
     _check(config, changes, network, model.config)
     kind, parameters = kind_of(config), dict(model.named_parameters())
     for layer, change in changes.items():

@@ -23,7 +23,8 @@ FORMS = {
     "diffusers": forms.DIFFUSERS, "native": forms.NATIVE, "kohya": forms.KOHYA, "kohya of diffusers' names":
     forms.KOHYA_DIFFUSERS, "native with alpha": replace(forms.NATIVE, alpha=True),
     "native of kohya's matrices": replace(forms.KOHYA, prefix="diffusion_model.", flat=False),
-    "bare with alpha": replace(forms.DIFFUSERS, alpha=True),
+    "bare with alpha": replace(forms.DIFFUSERS, alpha=True), "native of peft": replace(forms.NATIVE, prefix="base_model"
+    ".model."),
 }  # fmt: skip
 
 
@@ -117,6 +118,17 @@ def test_rules_of_alpha() -> None:
     assert alphas({"text_encoder.lora_alpha": 8}) == [4, 4]
 
 
+def test_peft_has_alpha_in_a_file_beside(tmp_path: Path) -> None:
+    names = tiny.network("QwenImageTransformer2DModel")
+    layers = [f"transformer_blocks.{block}.attn.to_q" for block in (0, 1)]
+    tensors = file_of(replace(forms.DIFFUSERS, prefix="base_model.model."), names, tiny.adapter(names, 4, 4, layers))
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    beside = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "alpha_pattern": {"1.attn.to_q": 2}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(beside))
+    found = read_adapter(tmp_path / "adapter_model.safetensors", names)
+    assert [found[layer].alpha for layer in layers] == [8, 2]
+
+
 def _add(key: str, *shape: int) -> Callable[[dict[str, Tensor]], None]:
     return lambda tensors: tensors.update({key: torch.zeros(shape)})
 
@@ -125,7 +137,8 @@ def _add(key: str, *shape: int) -> Callable[[dict[str, Tensor]], None]:
     ("change", "message"),
     [
         (_add("lora_te_text_model_encoder_layers_0_mlp_fc1.lora_up.weight", 4, 4),
-         r"1 of its \d+ layers are unknown: lora_te_text_model_encoder_layers_0_mlp_fc1; they are of text encoders"),
+         r"1 of its \d+ layers are unknown: lora_te_text_model_encoder_layers_0_mlp_fc1; they are of text encoders, .*"
+         "; --lora.skip-text-encoders leaves them out"),
         (_add("lora_unet_double_blocks_7_img_attn_qkv.lora_up.weight", 4, 4),
          "1 of its .* unknown: lora_unet_double_blocks_7_img_attn_qkv; a UNet of Stable Diffusion has none of"),
         (_add("lora_unet_conv_in.dora_scale", 4), "1 of its .* are no matrices of a LoRA, tensors of DoRA: lora_un"),

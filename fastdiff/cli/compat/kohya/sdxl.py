@@ -111,9 +111,13 @@ _NETWORK: dict[str, Meaning] = {
     "network_dropout": Meaning(float, refused="outputs of the added matrices are not dropped; leave it out"),
     "network_weights": Meaning(
         str,
-        lambda _, path: flag("lora.init", None if path is None else absolute("--network_weights", path)),
-        told="the run starts with the change that the file means; theirs scales it by --network_alpha anew, unless "
-        "--dim_from_weights is given",
+        lambda _, path: (
+            []
+            if path is None
+            else [*flag("lora.init", absolute("--network_weights", path)), *flag("lora.skip_text_encoders", True)]
+        ),
+        told="the run starts with the change that the file means, without its text encoders; theirs scales it by "
+        "--network_alpha anew, unless --dim_from_weights is given",
     ),
     "dim_from_weights": Meaning(SWITCH),
     "network_train_unet_only": Meaning(SWITCH),
