@@ -152,6 +152,7 @@ def _changed_sets(manifest: Manifest, metadata: Metadata) -> str:
         "digest": "other samples",
         "per_epoch": "other share of an epoch",
         "loss_weight": "other weight of its loss",
+        "condition_dropout": "other share of dropped conditions",
     }
     found = []
     for name in dict.fromkeys([*saved, *now]):

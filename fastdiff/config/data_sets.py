@@ -1,13 +1,14 @@
 """The data sets of a run: how they are written, the list that `fastdiff encode` leaves of several, and their shares.
 
-``--data.sets`` names each as ``[NAME=]PATH[:REPEATS][:weight=W][:loss_weight=W]``. A folder with ``sets.json`` stands
-for the data sets in it, as the folders ``N_name`` of kohya's sd-scripts become. This module imports no torch.
+``--data.sets`` names each as ``[NAME=]PATH[:REPEATS][:weight=W][:loss_weight=W][:condition_dropout=P]``. A folder with
+``sets.json`` stands for the data sets in it, as the folders ``N_name`` of kohya's sd-scripts become. It imports no
+torch.
 """
 
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -23,8 +24,10 @@ from fastdiff.sanitize import escape, is_address
 SETS_FILE = "sets.json"
 _LARGEST = 1 << 24  # bytes
 _NAMED = re.compile(r"([A-Za-z0-9_-]+)=(.+)", re.DOTALL)
-_OPTION = re.compile(r"(.+):(?:(repeats|weight|loss_weight)=)?([0-9][0-9.eE+-]*)", re.DOTALL)
-_FORM = "[NAME=]PATH[:REPEATS][:weight=W][:loss_weight=W], such as prior=data/dogs:2:loss_weight=0.5"
+_OPTION = re.compile(r"(.+):(?:(repeats|weight|loss_weight|condition_dropout)=)?([0-9][0-9.eE+-]*)", re.DOTALL)
+_FORM = (
+    "[NAME=]PATH[:REPEATS][:weight=W][:loss_weight=W][:condition_dropout=P], such as prior=data/dogs:2:loss_weight=0.5"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +44,8 @@ class DataSet:
     """Share of an epoch, in proportion to the other weights; None: by the repeats."""
     loss_weight: float = 1.0
     """Factor of the loss of each sample."""
+    condition_dropout: float | None = None
+    """Share of the samples whose class or caption is dropped; None: that of its list, or of the run."""
 
 
 def parse_set(text: str) -> DataSet:
@@ -59,19 +64,34 @@ def parse_set(text: str) -> DataSet:
     require_local("--data.sets", path) if not is_address(path) else None
     repeats = options.get("repeats", "1")
     require(repeats.isdecimal() and 1 <= int(repeats) <= 10**6, f"{flag}: repeats {repeats}: expected 1 to 1000000")
-    weights = {
-        option: _positive(flag, option, options[option]) for option in ("weight", "loss_weight") if option in options
-    }
-    return DataSet(path=path, name=name, repeats=int(repeats), **weights)
+    numbers = {option: _number(flag, option, text) for option, text in options.items() if option != "repeats"}
+    return DataSet(path=path, name=name, repeats=int(repeats), **numbers)
 
 
-def _positive(flag: str, option: str, text: str) -> float:
+def _number(flag: str, option: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    require(math.isfinite(value) and value > 0, f"{flag}: {option} {text}: expected a number above 0")
+    usable, expected = _NUMBERS[option]
+    require(usable(value), f"{flag}: {option} {text}: expected {expected}")
     return value
+
+
+def _is_factor(value: float) -> bool:
+    return math.isfinite(value) and value > 0
+
+
+def _is_share(value: float | None) -> bool:
+    return value is None or 0 <= value <= 1
+
+
+_NUMBERS: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "weight": (_is_factor, "a number above 0"),
+    "loss_weight": (_is_factor, "a number above 0"),
+    "condition_dropout": (_is_share, "a share from 0 to 1"),
+}
+"""Options that are numbers: whether a value is one of theirs, and what is."""
 
 
 def parse_sets(texts: Sequence[str]) -> tuple[DataSet, ...]:
@@ -95,6 +115,8 @@ class ListedSet:
     """Its folder in that one."""
     repeats: int = 1
     loss_weight: float = 1.0
+    condition_dropout: float | None = None
+    """Share of the samples whose caption is dropped; None: that of the run."""
     regularisation: bool = False
     """Whether an epoch holds as many samples of this data set, together with the other such ones of its group, as of
     the others of the group: kohya's rule for regularisation pictures."""
@@ -131,7 +153,8 @@ def read_list(folder: str) -> tuple[ListedSet, ...]:
         raise DataError(f"{path} is not usable ({escape(first)}); run the same `fastdiff encode` again") from error
     for each in sets:
         inside = Path(each.folder).name == each.folder and each.folder not in ("", "..")
-        usable = inside and 1 <= each.repeats <= 10**6 and math.isfinite(each.loss_weight) and each.loss_weight > 0
+        usable = inside and 1 <= each.repeats <= 10**6 and _is_factor(each.loss_weight)
+        usable = usable and _is_share(each.condition_dropout)
         require_data(usable, f"{path}: {escape(each.folder)} is not usable; run the same `fastdiff encode` again")
     require_data(bool(sets), f"{path} lists no data sets; run the same `fastdiff encode` again")
     return sets
@@ -154,6 +177,8 @@ class Member:
     """Unique; letters, digits and underscores."""
     listed: ListedSet
     loss_weight: float
+    condition_dropout: float | None
+    """None: that of the run."""
 
 
 def members_of(sets: Sequence[DataSet]) -> tuple[Member, ...]:
@@ -173,9 +198,21 @@ def members_of(sets: Sequence[DataSet]) -> tuple[Member, ...]:
             name = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_") or "data"
             unique = next(text for n in itertools.count(1) if (text := name if n == 1 else f"{name}_{n}") not in names)
             names.add(unique)
-            weight = given.loss_weight * own.loss_weight
-            found.append(Member(entry=entry, path=path, name=unique, listed=own, loss_weight=weight))
+            found.append(
+                Member(
+                    entry=entry,
+                    path=path,
+                    name=unique,
+                    listed=own,
+                    loss_weight=given.loss_weight * own.loss_weight,
+                    condition_dropout=_first(given.condition_dropout, own.condition_dropout),
+                )
+            )
     return tuple(found)
+
+
+def _first(*values: float | None) -> float | None:
+    return next((value for value in values if value is not None), None)
 
 
 def samples_per_epoch(sets: Sequence[DataSet], members: Sequence[Member], sizes: Sequence[int]) -> tuple[int, ...]:

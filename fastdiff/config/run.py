@@ -214,6 +214,13 @@ class RunConfig:
         return self.samples // self.batch.samples
 
     @property
+    def drops_conditions(self) -> bool:
+        """Whether conditions are dropped, of some data set at least, so that the network learns to do without."""
+        of_run = self.objective.condition_dropout
+        own = [each.condition_dropout for each in self.data.entries]
+        return any(of_run if share is None else share for share in own or [None])
+
+    @property
     def drawn_levels(self) -> TimestepConfig:
         """Distribution of the noise levels, with the time shift as a number."""
         return replace(self.timesteps, shift=self.time_shift)

@@ -5,7 +5,7 @@ drawn there from (seed, stream, position). The noise is drawn in ``add_noise`` a
 stored. All arithmetic is fp32, for every dtype of the latents and of the prediction.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -58,6 +58,8 @@ class Objective:
         batch_samples: samples of an optimizer step, over which stratified levels are spread.
         low_res_size: height and width of the model's low-resolution input; 0: none.
         own_loss: the user's loss of ``config.plugin``; None: the squared error.
+        set_dropouts: share of dropped conditions of each data set, in place of ``config.condition_dropout``; empty:
+            none has one of its own.
 
     Raises:
         ConfigError: ``seed`` out of range, or unknown schedule (``fastdiff.diffusion.schedules.betas``).
@@ -77,6 +79,7 @@ class Objective:
         batch_samples: int = 1,
         low_res_size: int = 0,
         own_loss: OwnLoss | None = None,
+        set_dropouts: Sequence[float] = (),
     ) -> None:
         if not 0 <= seed < 2**64:
             raise ConfigError(f"--seed {seed}: expected 0 or above and below 2**64")
@@ -101,6 +104,8 @@ class Objective:
         """Parts of the last losses, ``[B]`` fp32 each, in the order of ``part_names``; unlike these, not weighted by
         the importance of the timesteps."""
         self._own_loss = own_loss
+        self._drops = any(set_dropouts or (config.condition_dropout,))
+        self._set_dropouts = torch.tensor(set_dropouts, device=device) if set_dropouts else None
         self._cosine_weight = config.cosine_weight if isinstance(config, FlowConfig) else 0.0
         self._preserved_detail = config.dream_detail_preservation if isinstance(config, DdpmConfig) else 1.0
         # The target of epsilon and score prediction does not contain the latents.
@@ -342,9 +347,14 @@ class Objective:
     def _drop(self, batch: Batch) -> Condition:
         """Replace the condition of some samples by the null (Ho & Salimans 2022, arXiv:2207.12598, algorithm 1)."""
         wanted = {n: value for n, value in batch.condition.items() if self.inputs is None or n in self.inputs}
-        if not self.config.condition_dropout:
+        if not self._drops:
             return wanted
-        drop = uniform(self.seed, Stream.LABEL_DROP, batch.position, 1)[:, 0] < self.config.condition_dropout
+        dropout: float | Tensor = self.config.condition_dropout
+        if self._set_dropouts is not None:
+            if batch.data_set is None:
+                raise ValueError("data sets have shares of dropped conditions, and the batch does not say its own")
+            dropout = self._set_dropouts[batch.data_set]
+        drop = uniform(self.seed, Stream.LABEL_DROP, batch.position, 1)[:, 0] < dropout
         return {name: self._dropped(name, value, drop) for name, value in wanted.items()}
 
     def _made(self, batch: Batch, levels: Levels) -> Condition:

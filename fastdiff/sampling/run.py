@@ -254,7 +254,7 @@ class Run:
     def can_be_guided(self) -> bool:
         """Whether the model has learned an unconditional prediction, beside that of a condition."""
         # The weights that a fine-tuning started from may have learned the unconditional prediction.
-        learned = bool(self.config.objective.condition_dropout) or self.config.pretrained.weights
+        learned = self.config.drops_conditions or self.config.pretrained.weights
         return self.config.model.text_conditional or (bool(self.known_classes) and learned)
 
     def sampler(self, usual: SamplerConfig | None = None, **given: Any) -> SamplerConfig:
@@ -281,7 +281,7 @@ class Run:
         """
         usual = settings_of(self.config).guidance
         if not self.config.model.text_conditional:
-            usual = usual if self.known_classes and self.config.objective.condition_dropout else 1.0
+            usual = usual if self.known_classes and self.config.drops_conditions else 1.0
             if not self.known_classes and sampler.cfg not in (None, 1.0):
                 raise ConfigError(f"--cfg {sampler.cfg:g}: {self.folder} has no classes to guide to; leave it out")
             if not self.can_be_guided and sampler.cfg not in (None, 1.0):

@@ -33,6 +33,7 @@ from fastdiff.data.loading.training_set import (
     described_selection,
     null_condition,
     open_data,
+    set_dropouts,
     with_autoencoder,
     with_captions,
     with_references,
@@ -367,6 +368,7 @@ def _build_objective(config: RunConfig, reader: Data, model: Model, world: World
         batch_samples=config.batch.samples,
         low_res_size=config.model.low_res_size,
         own_loss=own_loss,
+        set_dropouts=set_dropouts(config, reader),
     )
 
 

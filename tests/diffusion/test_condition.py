@@ -102,3 +102,19 @@ def test_columns_that_the_model_does_not_take_are_left_out(dropout: float) -> No
     condition = {"label": torch.arange(4), "context": torch.zeros(4, 2, 3)}
     batch = Batch(latents=torch.zeros(4, 1, 2, 2), position=torch.arange(4), condition=condition)
     assert objective.add_noise(batch).condition.keys() == {"label"}
+
+
+def test_each_data_set_may_have_a_share_of_its_own() -> None:
+    """Its samples are those that a run with this share alone drops; the share of the run counts nowhere else."""
+    size = 4000
+    label, of_set = torch.arange(size) % CLASSES, torch.arange(size) % 3
+    shares = (0.0, 0.25, 1.0)
+    batch = Batch(torch.zeros(size, 1, 1, 1), torch.arange(size), {"label": label}, data_set=of_set)
+    config = DdpmConfig(condition_dropout=0.0)
+    objective = Objective(config, seed=0, null=LABEL, device="cpu", set_dropouts=shares)
+    found = objective.add_noise(batch).condition["label"]
+    for number, share in enumerate(shares):
+        alone = Objective(DdpmConfig(condition_dropout=share), seed=0, null=LABEL, device="cpu")
+        rows = of_set == number
+        assert torch.equal(found[rows], alone.add_noise(batch).condition["label"][rows])
+    assert 0.2 < (found[of_set == 1] == CLASSES).double().mean() < 0.3

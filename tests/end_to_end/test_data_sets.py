@@ -36,7 +36,7 @@ Seen = dict[int, tuple[int, int]]
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """24 digits, of which an epoch has each three times, and 40 others with half of the loss."""
+    """24 digits, of which an epoch has each three times, and 40 others with half of the loss and their own dropout."""
     root = tmp_path_factory.mktemp("two")
     encode_digits(root / "digits", split="test")
     with LatentReader(root / "digits") as reader:
@@ -45,7 +45,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         with ShardWriter(root / name, info, samples_per_shard=9) as writer:
             for n in rows:
                 writer.add(f"{n:03d}", {"latent": found["latent"][n]}, label=int(found["label"][n]))
-    return f"instance={root / 'photos'}:3", f"prior={root / 'others'}:loss_weight=0.5"
+    return f"instance={root / 'photos'}:3", f"prior={root / 'others'}:loss_weight=0.5:condition_dropout=0.5"
 
 
 def config(sets: tuple[str, ...], folder: Path, steps: int = STEPS) -> RunConfig:

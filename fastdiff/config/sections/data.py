@@ -28,9 +28,10 @@ class DataConfig:
     """Folder of latent shards written by `fastdiff encode`, also at http(s):// or s3://. With --data.online: the
     images, as a folder, WebDataset shards or a Hugging Face dataset."""
     sets: tuple[str, ...] = ()
-    """Several data sets in place of --data.path, each as [NAME=]PATH[:REPEATS][:weight=W][:loss_weight=W]: an epoch
-    holds each sample REPEATS times (1), or as many samples of each data set as its weight says; loss_weight multiplies
-    the loss, as for the class pictures of prior preservation."""
+    """Several data sets in place of --data.path, each as
+    [NAME=]PATH[:REPEATS][:weight=W][:loss_weight=W][:condition_dropout=P]: an epoch holds each sample REPEATS times
+    (1), or as many samples of each data set as its weight says; loss_weight multiplies the loss, as for the class
+    pictures of prior preservation; condition_dropout goes before that of --objective."""
     cache: str = ""
     """Cache folder for the shards of a remote --data.path. Default: ~/.cache/fastdiff/shards."""
     autoencoder: str | None = None

@@ -28,8 +28,17 @@ class JoinedSet:
     per_epoch: int
     """Samples of it in an epoch."""
     loss_weight: float
+    condition_dropout: float | None
+    """Share of its samples whose condition is dropped; None: that of the run."""
     flipped: bool
     """Whether it is mirrored by ``--data.random_flip``."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What decides its samples, their number and their use."""
+        found = {"digest": self.digest, "per_epoch": self.per_epoch, "loss_weight": self.loss_weight}
+        own = {} if self.condition_dropout is None else {"condition_dropout": self.condition_dropout}
+        return found | own
 
     def described(self, epoch: int, *, mirrors: bool = False) -> str:
         """Return the data set in words, with its share of an epoch of so many samples.
@@ -41,6 +50,8 @@ class JoinedSet:
         passes, rest = divmod(self.per_epoch, self.samples)
         each = f"{counted(passes, 'time')} each" if not rest else f"{self.per_epoch / self.samples:.3g} times each"
         weight = "" if self.loss_weight == 1.0 else f", loss x {self.loss_weight:g}"
+        if self.condition_dropout is not None:
+            weight += f", conditions dropped {self.condition_dropout:.3g}"
         weight += ", not mirrored: encoded without --flip" if mirrors and not self.flipped else ""
         return (
             f"{self.name}: {address(self.path)}, {counted(self.samples, 'image')}, {each} = {self.per_epoch:,} of "
@@ -64,15 +75,20 @@ class JoinedInfo(DatasetInfo):
     @property
     def facts(self) -> dict[str, Any]:
         """What decides the samples, their order and their weights, by data set: for the record of a run."""
-        return {
-            each.name: {"digest": each.digest, "per_epoch": each.per_epoch, "loss_weight": each.loss_weight}
-            for each in self.sets
-        }
+        return {each.name: each.facts for each in self.sets}
 
     @cached_property
     def digest(self) -> str:
         """Sha256 of everything that decides the samples, their order and their weights."""
         return hashlib.sha256(canonical_json(["joined", list(self.facts.values())])).hexdigest()
+
+    def condition_dropouts(self, of_run: float) -> tuple[float, ...]:
+        """Return the share of dropped conditions of each data set, that of the run where it has none of its own.
+
+        Empty: none has one.
+        """
+        own = [each.condition_dropout for each in self.sets]
+        return tuple(of_run if share is None else share for share in own) if any(s is not None for s in own) else ()
 
     def share_of(self, shard: int) -> float:
         """Return the share of a shard of the samples of an epoch, repeated ones counted each time."""
@@ -137,6 +153,7 @@ def join(sets: Sequence[DataSet], members: Sequence[Member], infos: Sequence[Dat
                 samples=info.samples,
                 per_epoch=count,
                 loss_weight=member.loss_weight,
+                condition_dropout=member.condition_dropout,
                 flipped=info.flipped or info.in_pixels,
             )
             for member, info, count in zip(members, infos, counts, strict=True)

@@ -62,6 +62,10 @@ def _number(default: float | None, **fields: Any) -> Key:
     return Key(default=default, expected="a number", valid=_is_number, **fields)
 
 
+def _share(**fields: Any) -> Key:
+    return Key(default=0.0, expected="a share from 0 to 1", valid=lambda v: _is_number(v) and 0 <= v <= 1, **fields)
+
+
 def _text(default: str | None, **fields: Any) -> Key:
     return Key(default=default, expected="a text", valid=_is_text, **fields)
 
@@ -124,8 +128,8 @@ KEYS: Mapping[str, Key] = {
     "cache_info": _flag(ours="nothing: sizes and captions are read once anyway"),
     "shuffle_caption": _flag(ours="`--shuffle-tags K`, with the K of the command, or 10"),
     "keep_tokens": _whole(0, ours="`--keep-tokens`, with shuffled tags"),
-    "caption_dropout_rate": _number(0.0, ours="`--objective.condition_dropout` of the training, named at the end"),
-    "caption_tag_dropout_rate": _number(0.0, ours="`--drop-tags`, with shuffled tags"),
+    "caption_dropout_rate": _share(ours="`condition_dropout` of the data set, which goes before that of the run"),
+    "caption_tag_dropout_rate": _share(ours="`--drop-tags`, with shuffled tags"),
     "caption_separator": _text(",", ours="`--tag-separator`"),
     "keep_tokens_separator": _text(None, ours="`--keep-separator`"),
     "secondary_separator": _text(None, refused="a tag has no tags within it"),

@@ -131,9 +131,10 @@ def parts_of_config(config: DatasetConfig, loss_weight: float, variants: int | N
     refusals += _differing(config.subsets)
     if refusals:
         lines = "\n  ".join(dict.fromkeys(map(str, refusals)))
-        raise ConfigError(f"{len(refusals)} keys of the data sets have no counterpart here:\n  {lines}")
+        raise ConfigError(f"what has no counterpart here in the data sets of kohya:\n  {lines}")
     names = _Names()
     parts = []
+    drops = any(subset["caption_dropout_rate"] for subset in config.subsets)  # otherwise the run decides
     for subset in config.subsets:
         if not os.path.isdir(subset.folder):
             raise ConfigError(f"image_dir {escape(subset.folder)}: no such folder")
@@ -144,6 +145,7 @@ def parts_of_config(config: DatasetConfig, loss_weight: float, variants: int | N
             folder=names.unique(f"{'reg_' if is_reg else ''}{os.path.basename(os.path.normpath(subset.source))}"),
             repeats=subset["num_repeats"],
             loss_weight=loss_weight if is_reg else 1.0,
+            condition_dropout=float(subset["caption_dropout_rate"]) if drops else None,
             regularisation=is_reg,
             group=subset.dataset,
         )
@@ -202,18 +204,15 @@ def _refused(subset: Subset) -> Iterator[Refusal]:
 
 def _differing(subsets: Sequence[Subset]) -> Iterator[Refusal]:
     """Yield what the training has once, where the subsets differ in it."""
-    for key in ("caption_dropout_rate", "batch_size"):
-        values = sorted({subset[key] for subset in subsets})
-        if len(values) > 1:
-            yield Refusal(key, "[[datasets]]", values, "a run has one for all data sets; give all the same")
+    sizes = sorted({subset["batch_size"] for subset in subsets})
+    if len(sizes) > 1:
+        yield Refusal("batch_size", "[[datasets]]", sizes, "a run has one for all data sets; give all the same")
 
 
 def _of_training(subsets: Sequence[Subset], variants: int | None) -> Iterator[str]:
     first = subsets[0]
     if any(subset["flip_aug"] for subset in subsets):
         yield "flip_aug: train with --data.random-flip"
-    if first["caption_dropout_rate"]:
-        yield f"caption_dropout_rate: train with --objective.condition_dropout {first['caption_dropout_rate']:g}"
     if first["batch_size"] != 1:
         yield f"batch_size: train with --batch.micro {first['batch_size']}"
     if variants is None and any(subset["shuffle_caption"] for subset in subsets):

@@ -16,6 +16,7 @@ from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.data import DataConfig
+from fastdiff.data.joined.info import JoinedInfo
 from fastdiff.data.joined.reader import Shards
 from fastdiff.data.joined.reading import open_shards
 from fastdiff.data.loading.fit import match_classes, require_fit, require_masks
@@ -117,12 +118,19 @@ def null_condition(config: RunConfig, reader: Data) -> Condition:
     if captioned := [name for name, kind in kinds.items() if kind == "caption"]:
         stored = from_stored({name: torch.from_numpy(value) for name, value in reader.null().items()})
         null |= {name: stored[name] for name in captioned if name in stored}
-    if config.objective.condition_dropout and not null.keys() >= set(captioned):
+    shares = set_dropouts(config, reader) or (config.objective.condition_dropout,)
+    if any(shares) and not null.keys() >= set(captioned):
         raise ConfigError(
             f"{config.data.described} has no embedding of the empty caption, which --objective.condition_dropout "
-            f"{config.objective.condition_dropout} needs; encode again, or use --objective.condition_dropout 0"
+            f"{max(shares)} needs; encode again, or use --objective.condition_dropout 0"
         )
     return null
+
+
+def set_dropouts(config: RunConfig, data: Data) -> tuple[float, ...]:
+    """Return the share of dropped conditions of each data set; empty: none has one of its own."""
+    info = data.info
+    return info.condition_dropouts(config.objective.condition_dropout) if isinstance(info, JoinedInfo) else ()
 
 
 def _open_images(config: RunConfig, device: torch.device) -> OnlineImages:

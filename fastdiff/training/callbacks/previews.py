@@ -77,7 +77,7 @@ class SampleGrid(Callback):
     def _drawn_images(self, state: TrainState, steps: int) -> Tensor:
         config = state.config
         # Guidance needs an unconditional prediction, learned by condition dropout.
-        guided = bool(self._classes(state) and config.objective.condition_dropout)
+        guided = bool(self._classes(state) and config.drops_conditions)
         clip = may_be_pixels(state.reader.info.provenance.autoencoder, config.model.channels)
         return draw_together(
             state,

@@ -40,8 +40,8 @@ def _split(batch: Batch, size: int) -> Iterator[Batch]:
     for first in range(0, len(batch.position), size):
         rows = slice(first, first + size)
         condition = {name: value[rows] for name, value in batch.condition.items()}
-        mask = None if batch.mask is None else batch.mask[rows]
-        yield Batch(batch.latents[rows], batch.position[rows], condition, mask)
+        mask, of_set = (None if each is None else each[rows] for each in (batch.mask, batch.data_set))
+        yield Batch(batch.latents[rows], batch.position[rows], condition, mask, of_set)
 
 
 def _columns(batch: Batch, objective: Objective) -> Columns:

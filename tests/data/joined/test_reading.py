@@ -114,6 +114,12 @@ def test_a_folder_of_several_stands_for_them_with_its_repeats(plain: tuple[str, 
     assert weighted.lines()[2] == (
         f"more: {plain[1]}, 12 images, 5.25 times each = 63 of 252 samples of an epoch (25.0%), loss x 0.5"
     )
+    write_list(root, [ListedSet(folder="photos", condition_dropout=0.0), ListedSet(folder="dogs")])
+    dropped = info_of(str(root), f"{plain[1]}:3:condition_dropout=0.25")
+    assert [each.condition_dropout for each in dropped.sets] == [0.0, None, 0.25]
+    assert dropped.condition_dropouts(0.1) == (0.0, 0.1, 0.25)
+    assert info_of(*plain).condition_dropouts(0.1) == ()
+    assert dropped.lines()[2].endswith("conditions dropped 0.25")
     with pytest.raises(DataError, match="holds several data sets; give one of the folders in it"):
         DatasetInfo.read(root)
     (root / "sets.json").write_text("{}")
@@ -126,7 +132,8 @@ def test_the_digest_is_that_of_what_is_read(plain: tuple[str, str]) -> None:
     first = info_of(photos, dogs)
     assert info_of(f"other={photos}", dogs).digest == first.digest
     others = [info_of(photos, f"{dogs}:2"), info_of(dogs, photos), info_of(photos, f"{dogs}:loss_weight=0.5")]
-    assert len({first.digest, *(each.digest for each in others), DatasetInfo.read(photos).digest}) == 5
+    others.append(info_of(photos, f"{dogs}:condition_dropout=0.5"))
+    assert len({first.digest, *(each.digest for each in others), DatasetInfo.read(photos).digest}) == 6
 
 
 def written(folder: Path, **changes: object) -> str:
@@ -168,6 +175,7 @@ def test_data_sets_that_do_not_agree_are_named(tmp_path: Path, changes: dict[str
         (("a:2:weight=3",), "give the repeats or a weight, not both"),
         (("a:weight=1", "b"), "a has a weight and b has none"),
         (("a:loss_weight=0",), "loss_weight 0: expected a number above 0"),
+        (("a:condition_dropout=1.5",), "condition_dropout 1.5: expected a share from 0 to 1"),
         (("a:2:3",), "repeats stands twice"),
         (("a:wieght=3",), r"expected \[NAME=\]PATH\[:REPEATS\]"),
     ],

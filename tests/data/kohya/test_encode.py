@@ -124,6 +124,7 @@ batch_size = 2
   image_dir = "{root}/10_sks dog"
   class_tokens = "a dog"
   num_repeats = 5
+  caption_dropout_rate = 0.2
   flip_aug = true
   shuffle_caption = true
   keep_tokens = 1
@@ -160,6 +161,7 @@ def test_a_configuration_becomes_its_subsets(
         ("reg_1_dog", 15, False, 2.0),
         ("10_sks_dog_2", 3, False, 1.0),
     ]
+    assert [each.condition_dropout for each in info.sets] == [0.2, 0.0, 0.0]
     first = DatasetInfo.read(out / "10_sks dog")
     assert (first.captions, info.captions) == (3, 3)
     assert set(info.buckets) == {
@@ -185,13 +187,15 @@ def test_the_buckets_are_those_of_kohya() -> None:
     ("changed", "message"),
     [
         ("color_aug = true", "pictures are encoded once, in their own colours"),
-        ("caption_dropout_rate = 0.1", r"caption_dropout_rate = \[0.0, 0.1\]: a run has one for all data sets"),
+        ("batch_size = 4", r"batch_size = \[2, 4\]: a run has one for all data sets"),
         ("caption_tag_dropout_rate = 0.1", "tags are dropped of shuffled captions alone"),
     ],
 )
 def test_a_key_without_counterpart_ends_the_encode(photos: Path, tmp_path: Path, changed: str, message: str) -> None:
     config = tmp_path / "data.toml"
-    config.write_text(_TOML.format(root=photos) + f"  {changed}\n")
+    changed_set = changed.startswith("batch_size")
+    text = _TOML.format(root=photos)
+    config.write_text(text.replace("batch_size = 2", changed, 1) if changed_set else f"{text}  {changed}\n")
     with pytest.raises(ConfigError, match=message):
         parts_of_config(read_dataset_config(config), 1.0)
 
