@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from fastdiff.checkpoint.safetensors_writer import write_tensors
-from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
+from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.run import RunConfig
-from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.errors import ConfigError, require
 from fastdiff.export.card_text import (
     Place,
@@ -126,18 +125,19 @@ def adapter_format(
     return ExportFormat(write=write, use=use, adapter=True)
 
 
-def in_diffusers(base: PretrainedConfig, validation: ValidationConfig, place: Place) -> str:
+def in_diffusers(config: RunConfig, place: Place) -> str:
     """Return Markdown that draws with the pipeline of a run and an adapter."""
+    base = config.pretrained
     given = {"revision": base.revision, "variant": base.variant}
     version = "".join(f', {name}="{value}"' for name, value in given.items() if value is not None)
     load = from_pretrained(base_name(base), version)
-    code = f'{load}pipeline.load_lora_weights("{place}")\n{drawing(validation)}'
+    code = f'{load}pipeline.load_lora_weights("{place}")\n{drawing(config)}'
     return python(code) + where_base_is(base)
 
 
 def use_in_diffusers(config: RunConfig, place: Place, step: int) -> str:
     """Return the card's text of diffusers' form for that program."""
-    return in_diffusers(config.pretrained, config.validation, place) + (
+    return in_diffusers(config, place) + (
         "\nThe names are those of diffusers and peft, and the scale is in the weights (alpha is the rank). ComfyUI and "
         "AUTOMATIC1111 read `fastdiff export --format lora`.\n"
     )
@@ -162,7 +162,7 @@ def use_kohya(config: RunConfig, place: Place, step: int) -> str:
 
 
 def _use_everywhere(config: RunConfig, place: Place, step: int) -> str:
-    return in_diffusers(config.pretrained, config.validation, place) + (
+    return in_diffusers(config, place) + (
         f"\nComfyUI (`models/loras`) reads the same `{WEIGHTS_FILE}` with the same strength, because the scale is in "
         "the weights (alpha is the rank); give it a name of its own there.\n"
     )

@@ -2,16 +2,18 @@
 
 import json
 import re
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig
-from fastdiff.config.sections.data import ValidationConfig
+from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import PREDICTION_TYPES, DdpmConfig, FlowConfig, ObjectiveConfig, Prediction
+from fastdiff.errors import ConfigError
 from fastdiff.models.family import PublishedClass, family_of
 from fastdiff.models.pretrained.transport import sampler
+from fastdiff.sampling.pipeline_sampler import settings_of
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -66,10 +68,15 @@ def from_pretrained(path: str, options: str = "") -> str:
     return f"from diffusers import DiffusionPipeline\n\npipeline = {load}\n"
 
 
-def drawing(validation: ValidationConfig, options: Mapping[str, bool] | None = None) -> str:
-    """Return code that draws an image with ``pipeline``, of a prompt of the run; ``options`` go to the call."""
-    prompt = next(iter(validation.prompts), "a caption like those of the training")
-    given = "".join(f", {name}={value}" for name, value in (options or {}).items())
+def drawing(config: RunConfig) -> str:
+    """Return code that draws an image with ``pipeline``, of a prompt of the run, as the pipeline is meant to draw."""
+    prompt = next(iter(config.validation.prompts), "a caption like those of the training")
+    options: dict[str, bool | float] = dict(config.model.diffusers_call)
+    with suppress(ConfigError):  # of a card alone, without the pipeline
+        settings = settings_of(config)
+        if settings.steps == settings.distilled_steps:
+            options |= {"num_inference_steps": settings.steps, "guidance_scale": settings.guidance}
+    given = "".join(f", {name}={value}" for name, value in options.items())
     return f'image = pipeline({json.dumps(prompt, ensure_ascii=False)}{given}).images[0]\nimage.save("image.png")'
 
 

@@ -162,7 +162,7 @@ def _use(config: RunConfig, place: Place, step: int) -> str:
         index: Mapping[str, Any] = {}
         with suppress(ConfigError):  # of a card alone, without the pipeline
             index = pretrained(config.pretrained).json(INDEX)
-        code = python(from_pretrained(str(place)) + drawing(config.validation, config.model.diffusers_call))
+        code = python(from_pretrained(str(place)) + drawing(config))
         if not (others := _of_others(index)):
             return code
         import diffusers

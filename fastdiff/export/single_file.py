@@ -174,7 +174,7 @@ def _use(config: RunConfig, place: Place, step: int) -> str:
         )
     kind = "StableDiffusionXLPipeline" if cast(UNetConfig, config.model).pooled_dim else "StableDiffusionPipeline"
     load = f'{kind}.from_single_file({place.file(FILE)}, config="{base_name(config.pretrained)}")'
-    code = f"{place.imports}from diffusers import {kind}\n\npipeline = {load}\n{drawing(config.validation)}"
+    code = f"{place.imports}from diffusers import {kind}\n\npipeline = {load}\n{drawing(config)}"
     return python(code) + where_base_is(config.pretrained) + told
 
 

@@ -47,7 +47,7 @@ def as_training_script(model: ModelConfig, tensors: Tensors, metadata: Metadata)
 
 
 def _use_everywhere(config: RunConfig, place: Place, step: int) -> str:
-    return in_diffusers(config.pretrained, config.validation, place) + (
+    return in_diffusers(config, place) + (
         f"\n`{WEIGHTS_FILE}` has kohya's names, with alpha beside each layer: ComfyUI (`models/loras`) and "
         "AUTOMATIC1111 (`models/Lora`) read the same file with the same strength; give it a name of its own there.\n"
     )

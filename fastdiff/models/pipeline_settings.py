@@ -25,6 +25,8 @@ class PipelineSettings:
     """Of schedulers with ``use_dynamic_shifting``; None: their shift is in the scheduler's configuration, if any."""
     even_sigmas: bool = False
     """Whether the pipeline gives the scheduler sigmas, even from 1 to 1 / steps, instead of the number of steps."""
+    distilled_steps: int | None = None
+    """Steps of a pipeline with ``is_distilled`` in its index, which draws without guidance; None: there is no such."""
 
 
 def linear_mu(scheduler: Mapping[str, Any], tokens: int, steps: int) -> float:

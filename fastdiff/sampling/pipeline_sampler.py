@@ -9,13 +9,21 @@ from fastdiff.config.sections.objective import FlowConfig
 from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.models.family import family_of
 from fastdiff.models.load import pretrained
+from fastdiff.models.pipeline_files import INDEX
 from fastdiff.models.pipeline_settings import PipelineSettings
 from fastdiff.sampling.pipeline_solver import can_draw, describe
 
 
 def settings_of(config: RunConfig) -> PipelineSettings:
-    """Return the settings of the pipeline of a run's network."""
-    return family_of(config.model).drawing(config.model)
+    """Return the settings of the pipeline of a run's network; ConfigError: the pipeline cannot be read."""
+    found = family_of(config.model).drawing(config.model)
+    steps = found.distilled_steps
+    return replace(found, steps=steps, guidance=1.0) if steps is not None and is_distilled(config) else found
+
+
+def is_distilled(config: RunConfig) -> bool:
+    """Whether the network was distilled to few steps and no guidance, by the index of the pipeline it is from."""
+    return is_fine_tuned(config) and bool(pretrained(config.pretrained).json(INDEX).get("is_distilled"))
 
 
 def is_fine_tuned(config: RunConfig) -> bool:

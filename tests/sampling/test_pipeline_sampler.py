@@ -17,6 +17,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import DdpmConfig, EdmConfig, FlowConfig, FlowConvention
 from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.errors import ConfigError
+from fastdiff.export.card_text import drawing
 from fastdiff.models.load import build_network, pretrained, resolve
 from fastdiff.models.pipeline_settings import PipelineSettings, linear_mu
 from fastdiff.models.pretrained.tiny_pipeline import build
@@ -27,6 +28,7 @@ from fastdiff.sampling.pipeline_solver import describe
 from fastdiff.sampling.run import drawing_dtype
 from fastdiff.sampling.solvers import sample
 from fastdiff.sampling.text import encode_prompts
+from tests.support.inputs.family_pipelines import family_pipeline
 from tests.support.inputs.text_runs import text_run
 
 PROMPTS = ["a red cat", "two birds"]
@@ -155,6 +157,24 @@ def test_flow_is_drawn_by_the_levels_and_the_sign_of_its_scheduler(
         output = velocity(latents, (level / 1000).expand(2))
         latents = theirs.step(output, level, latents, return_dict=False)[0]
     torch.testing.assert_close(found, latents, rtol=1e-4, atol=1e-5)
+
+
+def test_a_distilled_pipeline_is_drawn_in_few_steps_without_guidance(tmp_path: Path) -> None:
+    """As published: the code of its pipeline has the steps and the guidance of the one that is not distilled."""
+    pipeline = family_pipeline(tmp_path, "flux2")
+    start = preset("flux2-klein-lora")
+    index = pipeline / "model_index.json"
+    for distilled, expected in (
+        (False, (50, 4.0, "")),
+        (True, (4, 1.0, ", num_inference_steps=4, guidance_scale=1.0")),
+    ):
+        index.write_text(json.dumps(json.loads(index.read_text()) | {"is_distilled": distilled}))
+        config = resolve(replace(start, pretrained=replace(start.pretrained, path=str(pipeline))))
+        steps, guidance, told = expected
+        usual = pipeline_sampler(config)
+        assert usual is not None
+        assert (usual.steps, usual.cfg) == (steps, guidance)
+        assert f'like those of the training"{told}).images' in drawing(config)
 
 
 @pytest.mark.parametrize("steps", [4, 28, 50])

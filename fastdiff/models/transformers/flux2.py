@@ -97,6 +97,6 @@ FLUX2 = ModelFamily(
     library="diffusers",
     script_format="diffusers",
     formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS", **ADAPTER_FORMATS},
-    drawing=lambda config: PipelineSettings(steps=50, guidance=4.0, mu=_mu, even_sigmas=True),
+    drawing=lambda config: PipelineSettings(steps=50, guidance=4.0, mu=_mu, even_sigmas=True, distilled_steps=4),
     sampling_batch=4,
 )
