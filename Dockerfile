@@ -16,7 +16,7 @@ FROM cuda${CUDA} AS base
 # hadolint ignore=DL3008
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        g++ python3 python3-dev python3-venv \
+        fonts-dejavu-core fonts-unifont g++ python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/fastdiff
 ENV PATH=/opt/fastdiff/bin:$PATH

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fastdiff.sampling.image_grid import BORDER, BORDER_GRAY, LEAST_FONT, cut, drawable, enlargement
+from fastdiff.sampling.image_grid import BORDER, BORDER_GRAY, enlargement
+from fastdiff.sampling.lettering import LEAST_FONT, cut, drawable, font_for
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from fastdiff.sampling.image_grid import Font
+    from fastdiff.sampling.lettering import Font
 
 LAYOUT = "fastdiff-layout"
 """Keyword of the text in a PNG that says where its pictures are, the JSON of a ``Layout``."""
@@ -47,15 +48,15 @@ def captioned_grid(prompts: Sequence[str], columns: Mapping[str, Tensor]) -> tup
     """Lay out pictures of prompts, with the text of each prompt and the labels of the columns above.
 
     Args:
-        prompts: P texts of any length, in any script; letters lose their accents, long texts their end. A text in a
-            script that Pillow's own font lacks is replaced by the number of the prompt.
+        prompts: P texts of any length, in any script; long texts lose their end. A text in a script that no font here
+            has is replaced by the number of the prompt (``lettering``).
         columns: uint8 ``[N * P, 3, H, W]`` by label, N pictures of each prompt: picture i is of prompt i modulo P.
 
     Returns:
         A PIL image of mode RGB, small pictures enlarged as in ``image_grid``; and where the pictures are in it.
     """
     from PIL import Image as pillow
-    from PIL import ImageDraw, ImageFont
+    from PIL import ImageDraw
 
     images = next(iter(columns.values()))
     scale, rows = enlargement(images), len(images) // len(prompts)
@@ -63,8 +64,12 @@ def captioned_grid(prompts: Sequence[str], columns: Mapping[str, Tensor]) -> tup
     pitch = width + BORDER, height + BORDER
     wide = len(columns) * pitch[0] - BORDER
     size = max(LEAST_FONT, wide // _SIZES_IN_A_LINE)
-    font, line = ImageFont.load_default(size), size * 13 // 10
-    texts = [wrapped(prompt, font, wide) or [f"prompt {number}"] for number, prompt in enumerate(prompts, 1)]
+    line = size * 13 // 10
+    fonts = [font_for(prompt, size) for prompt in prompts]
+    texts = [
+        wrapped(text, font, wide) or [f"prompt {n}"]
+        for n, (text, font) in enumerate(zip(prompts, fonts, strict=True), 1)
+    ]
     in_a_row = min(_IN_A_ROW, len(prompts))
     bands = range(0, len(prompts), in_a_row)
     heads = [line * (max(map(len, texts[band : band + in_a_row])) + 1) + _GAP for band in bands]
@@ -77,9 +82,10 @@ def captioned_grid(prompts: Sequence[str], columns: Mapping[str, Tensor]) -> tup
         band, place = divmod(number, in_a_row)
         x, y = _GAP + place * (wide + _GAP), tops[band] + heads[band]
         first.append((x, y))
-        pen.multiline_text((x, tops[band]), "\n".join(text), fill="white", font=font, spacing=line // 5)
+        pen.multiline_text((x, tops[band]), "\n".join(text), fill="white", font=fonts[number], spacing=line // 5)
         for column, (label, pixels) in enumerate(columns.items()):
             left = x + column * pitch[0]
+            font = font_for(label, size)
             label = cut(drawable(label, font), font, width)
             pen.text((left + width // 2, y - line // 2 - _GAP // 2), label, fill="white", font=font, anchor="mm")
             for row in range(rows):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,18 +13,14 @@ from torch import Tensor
 
 from fastdiff.errors import ConfigError
 from fastdiff.outputs import write_output
+from fastdiff.sampling.lettering import LEAST_FONT, cut, drawable, font_for
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from PIL.ImageFont import FreeTypeFont, ImageFont
-
-    Font = FreeTypeFont | ImageFont
 
 _READABLE = 64
 BORDER = 2
 BORDER_GRAY = 96
-LEAST_FONT = 12
-"""Size of the titles in pixels, below which they are hard to read."""
 
 
 def image_grid(images: Tensor, rows: int | None = None, scale: int | None = None, titles: Sequence[str] = ()) -> Image:
@@ -39,8 +34,8 @@ def image_grid(images: Tensor, rows: int | None = None, scale: int | None = None
             border.
         scale: Whole-number enlargement, each pixel staying a sharp square; None: to a side of 64 or just
             above, and 1 for images that are larger.
-        titles: One per column, drawn above it; empty: none. Letters lose their accents, long titles their end. A
-            title in a script that Pillow's own font lacks stays blank.
+        titles: One per column, drawn above it; empty: none. Long titles lose their end. A title in a script that no
+            font here has stays blank (``lettering``).
 
     Returns:
         A PIL image of mode RGB (L for one channel).
@@ -101,38 +96,20 @@ def save_picture(path: Path, picture: Image) -> None:
 def _titled(grid: Image, titles: Sequence[str]) -> Image:
     """Return a taller picture with the titles above the columns of a grid."""
     from PIL import Image as pillow
-    from PIL import ImageDraw, ImageFont
+    from PIL import ImageDraw
 
     pitch = (grid.width - BORDER) // len(titles)
     size = max(LEAST_FONT, pitch // 16)
-    font = ImageFont.load_default(size)
     header = size * 3 // 2
     gray = BORDER_GRAY if grid.mode == "L" else (BORDER_GRAY,) * 3
     picture = pillow.new(grid.mode, (grid.width, grid.height + header), gray)
     picture.paste(grid, (0, header))
     pen = ImageDraw.Draw(picture)
     for column, title in enumerate(titles):
+        font = font_for(title, size)
         middle = BORDER + column * pitch + pitch // 2, header // 2
         pen.text(middle, cut(drawable(title, font), font, pitch - BORDER), fill="white", font=font, anchor="mm")
     return picture
-
-
-def drawable(title: str, font: Font) -> str:
-    """Return a title without accents; ? is a letter that the font lacks, and a title of none else is empty."""
-    plain = "".join(letter for letter in unicodedata.normalize("NFKD", title) if not unicodedata.combining(letter))
-    missing = bytes(font.getmask("\uffff"))
-    lacking = {letter for letter in plain if bytes(font.getmask(letter)) == missing}
-    if not any(letter.isalnum() and letter not in lacking for letter in plain):
-        return ""
-    return "".join("?" if letter in lacking else letter for letter in plain)
-
-
-def cut(plain: str, font: Font, width: int) -> str:
-    """Return a text cut to a width in pixels."""
-    if font.getlength(plain) <= width:
-        return plain
-    kept = next((end for end in range(len(plain) - 1, 0, -1) if font.getlength(f"{plain[:end]}…") <= width), 0)
-    return f"{plain[:kept]}…"
 
 
 def enlargement(images: Tensor) -> int:

@@ -2,13 +2,16 @@
 
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
 from PIL import ImageFont
 
+from fastdiff.sampling import lettering
 from fastdiff.sampling.captioned_grid import LAYOUT, captioned_grid, pictures_of_grid, plain_grid, wrapped
 from fastdiff.sampling.image_grid import encoded
+from fastdiff.sampling.lettering import font_for
 from tests.support.inputs.captioned_pictures import in_grid
 
 FONT = ImageFont.load_default(14)
@@ -58,7 +61,20 @@ def test_lines_fit_and_nothing_of_a_short_text_is_lost(text: str) -> None:
         assert lines[-1].endswith("…")
 
 
-def test_a_prompt_without_a_letter_of_the_font_has_its_number() -> None:
+def test_another_script_is_drawn_by_a_font_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf")
+    monkeypatch.setattr(lettering, "_OF_MACHINES", ("no such font.ttf", wide))
+    found = {text: font_for(text, 14) for text in ("two birds", "ein großer Bär", "кот", "a 猫", "große 猫")}
+    assert [getattr(font, "path", None) == wide for font in found.values()] == [False, True, True, False, True]
+    drawn = [" ".join(wrapped(text, font, 400)) for text, font in found.items()]
+    assert drawn == ["two birds", "ein großer Bär", "кот", "a ?", "große ?"]
+    pixels = {"base": colours(2, 64, 0)}
+    pictures = [np.asarray(captioned_grid(["a", prompt], pixels)[0]) for prompt in ("кот", "кит", "prompt 2")]
+    assert len({each.tobytes() for each in pictures}) == 3
+
+
+def test_a_prompt_without_a_letter_of_a_font_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lettering, "_OF_MACHINES", ())
     pixels = {"base": colours(2, 64, 0)}
     alike = [np.asarray(captioned_grid(["a", prompt], pixels)[0]) for prompt in ("猫", "prompt 2", "prompt 3")]
     assert np.array_equal(alike[0], alike[1])
