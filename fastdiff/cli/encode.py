@@ -29,21 +29,6 @@ if TYPE_CHECKING:
 
 _OF_KOHYA = ("layout", "regularisation", "prior_loss_weight")
 """Options that say which data sets a source stands for."""
-_KEYS = {
-    "resolution": "resolution",
-    "enable_bucket": "buckets",
-    "bucket_reso_steps": "bucket_step",
-    "flip_aug": "flip",
-    "class_tokens": "caption",
-    "caption_extension": "caption_extension",
-    "caption_prefix": "caption_prefix",
-    "caption_suffix": "caption_suffix",
-    "keep_tokens": "keep_tokens",
-    "keep_tokens_separator": "keep_separator",
-    "caption_separator": "tag_separator",
-    "caption_tag_dropout_rate": "drop_tags",
-}
-"""Options that count for a key of kohya's where a configuration says nothing."""
 _BUILTIN = {"digits": ("split",), "synthetic": ("shape", "samples", "classes")}
 """Built-in sources, with their options."""
 
@@ -279,6 +264,7 @@ def _encode(arguments: argparse.Namespace) -> None:
 def _parts(given: Mapping[str, Any]) -> Parts | None:
     """Return the data sets of a source of kohya's; None: it is none. ConfigError: an option does not fit it."""
     from fastdiff.data.kohya.dataset_config import read_dataset_config
+    from fastdiff.data.kohya.keys import keys_of
     from fastdiff.data.kohya.parts import is_layout, parts_of_config, parts_of_folders
 
     source, regularisation = Path(given["source"]), given.get("regularisation")
@@ -286,8 +272,7 @@ def _parts(given: Mapping[str, Any]) -> Parts | None:
     if source.suffix.lower() == ".toml" and source.is_file():
         refused = [name for name in ("layout", "regularisation", "masks") if name in given]
         require(not refused, f"--{''.join(refused[:1])}: {source} says this itself, in its subsets; leave it out")
-        flags = {key: given[name] for key, name in _KEYS.items() if name in given}
-        return parts_of_config(read_dataset_config(source, flags), weight, given.get("shuffle_tags"))
+        return parts_of_config(read_dataset_config(source, keys_of(given)), weight, given.get("shuffle_tags"))
     captioned = given.get("autoencoder", "pipeline") == "pipeline" and given.get("classes_from", "auto") == "auto"
     if (
         layout == "kohya"

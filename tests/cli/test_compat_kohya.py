@@ -74,7 +74,7 @@ def test_the_defaults_of_the_script_are_those_of_the_run(script: str, flags: str
     assert (config.performance.precision, config.performance.recompute, config.ema.rates) == ("fp32", False, ())
     assert (config.output.checkpoint_every, config.output.report_to, config.validation.draws_prompts) == (0, (), False)
     assert (config.lora.rank, config.lora.alpha) == ((4, 1.0) if script == NETWORK else (0, None))
-    assert "drafts: its name does not begin with repeats" in notes
+    assert "drafts: no repeats in its name" in notes
     assert "without --seed theirs draws one by chance" in notes
 
 
@@ -111,8 +111,12 @@ def test_the_flags_arrive() -> None:
 
 @pytest.mark.usefixtures("pictures")
 def test_an_epoch_has_the_repeats_of_the_folder() -> None:
-    command = training_command(translate(NETWORK, words(f"{LORA} --max_train_epochs 3"), gpus=1))
-    assert command[command.index("--epochs") + 1] == "30"
+    """The training counts its samples; intervals in epochs are counted here."""
+    command = training_command(
+        translate(NETWORK, words(f"{LORA} --max_train_epochs 3 --save_every_n_epochs 1"), gpus=1)
+    )
+    assert command[command.index("--epochs") + 1] == "3"
+    assert command[command.index("--output.checkpoint_every") + 1] == "60"
 
 
 @pytest.mark.usefixtures("pictures")
@@ -130,11 +134,11 @@ def test_the_other_commands_are_ones_that_fastdiff_has() -> None:
     for part in (f"from_single_file('{here}/base.safetensors'", f"from_single_file('{here}/vae.safetensors'"):
         assert part in first[2]
     given = _parser().parse_args(encoded[1:])
-    assert (given.source, given.pretrained) == (f"{here}/pictures/10_sks dog", f"{here}/out/dog-pipeline")
+    assert (given.source, given.pretrained) == (f"{here}/pictures", f"{here}/out/dog-pipeline")
     assert f"save_pretrained('{given.pretrained}')" in first[2]
     assert (given.resolution, given.buckets, given.bucket_step, given.flip, given.batch) == (1024, True, 32, True, 4)
-    assert (given.caption, given.caption_prefix) == ("sks dog", "photo of")
-    assert (given.shuffle_tags, given.keep_tokens, given.drop_tags, given.tag_separator) == (8, 1, 0.1, ";")
+    assert (given.layout, given.caption_prefix) == ("kohya", "photo of")
+    assert (given.shuffle_tags, given.keep_tokens, given.drop_tags, given.tag_separator) == (10, 1, 0.1, ";")
     assert (given.caption_extension, given.masks, given.bucket_sides) == (".txt", "alpha", [512, 1024])
     config = config_of(train)
     assert (config.data.path, config.pretrained.path) == (str(given.out), given.pretrained)
@@ -162,55 +166,74 @@ def test_flags_in_a_file_count_where_the_command_line_says_nothing(tmp_path: Pat
 
 
 def test_a_configuration_of_data_sets(pictures: Path, tmp_path: Path) -> None:
+    """The encode reads it as it is; flags of the script count where it says nothing."""
     (tmp_path / "data.toml").write_text(
         "[general]\nenable_bucket = true\n[[datasets]]\nresolution = [1024, 576]\nbatch_size = 4\n"
-        f"[[datasets.subsets]]\nimage_dir = '{pictures / 'drafts'}'\nclass_tokens = 'a cat'\nnum_repeats = 2\n"
+        "[[datasets.subsets]]\nimage_dir = 'pictures/10_sks dog'\nclass_tokens = 'a cat'\nnum_repeats = 2\n"
+        "caption_dropout_rate = 0.2\n"
     )
-    flags = words("--dataset_config data.toml --train_batch_size 2 --max_train_epochs 5")
-    encoded, train, _ = translate(FULL, flags, gpus=1).commands
-    given = _parser().parse_args(encoded[1:])
-    assert (given.source, given.caption, given.resolution) == (str(pictures / "drafts"), "a cat", 768)
-    assert train[train.index("--epochs") + 1] == "10"
+    flags = words(
+        "--dataset_config data.toml --train_batch_size 2 --max_train_epochs 5 --flip_aug --max_bucket_reso 2048 "
+        "--keep_tokens 2 --resize_interpolation area --save_every_n_epochs 1"
+    )
+    done = translate(FULL, flags, gpus=1)
+    encoded, train, _ = done.commands
+    given = vars(_parser().parse_args(encoded[1:]))
+    assert (given["source"], given["bucket_sides"], given["flip"]) == (str(tmp_path / "data.toml"), [256, 2048], True)
+    assert (given["keep_tokens"], given["interpolation"], given["resolution"]) == (2, "box", 1024)
+    assert train[train.index("--epochs") + 1] == "5"
+    assert train[train.index("--output.checkpoint_every") + 1] == "3", "6 pictures twice in batches of 4"
     assert train[train.index("--batch.micro") + 1] == "4", "the file goes before the flag"
-    (tmp_path / "meta.json").write_text('{"0.png": {"tags": "sks"}}')
-    subset = f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = '{pictures / '10_sks dog'}'\n"
-    (tmp_path / "data.toml").write_text(f"{subset}metadata_file = 'meta.json'\n")
-    given = _parser().parse_args(translate(FULL, flags, gpus=1).commands[0][1:])
-    assert (given.source, given.image_root) == (str(tmp_path / "meta.json"), str(pictures / "10_sks dog"))
+    notes = "\n".join(done.notes)
+    for word in ("--train_data_dir is not used", "pictures/10_sks dog, named by", "a dropped caption is zeros"):
+        assert word in notes, word
+    for flag, message in (
+        ("--shuffle_caption", "--shuffle_caption beside --dataset_config: write shuffle_caption into"),
+        ("--color_aug", "--color_aug: pictures are encoded once"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            translate(FULL, [*flags, flag], gpus=1)
     (tmp_path / "data.toml").write_text(
         f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = '{pictures}'\ncolor_aug = true\n"
     )
-    with pytest.raises(ConfigError, match=r"--dataset_config data.toml: .*color_aug = True: pictures are encoded once"):
+    with pytest.raises(ConfigError, match=r"color_aug = True: pictures are encoded once"):
         translate(FULL, flags, gpus=1)
 
 
 def test_several_folders_are_several_data_sets(pictures: Path) -> None:
     """With their repeats; regularisation pictures are together as many as the others, with a weight of their own."""
     shutil.copytree(pictures / "10_sks dog", pictures / "2_sks cat")
-    *encoded, train, _ = translate(FULL, words("--max_train_epochs 3"), gpus=1).commands
-    folders = [str(_parser().parse_args(each[1:]).out) for each in encoded]
-    place = train.index("--data.sets")
-    assert train[place + 1 : place + 3] == [f"{folders[0]}:10", f"{folders[1]}:2"]
-    assert train[train.index("--epochs") + 1] == "3"
     shutil.copytree(pictures / "10_sks dog", pictures.parent / "reg" / "1_dog")
-    *encoded, train, _ = translate(FULL, words("--reg_data_dir reg --max_train_epochs 3"), gpus=1).commands
-    folders = [str(_parser().parse_args(each[1:]).out) for each in encoded]
-    config = config_of(train)
-    assert config.data.sets == (
-        f"{folders[0]}:weight=60", f"{folders[1]}:weight=12", f"{folders[2]}:weight=72:loss_weight=1",
-    )  # fmt: skip
-    assert config.samples == 3 * 144
+    flags = f"{LORA} --reg_data_dir reg --prior_loss_weight 0.5 --max_train_epochs 3 --save_every_n_epochs 1"
+    encoded, train, _ = translate(NETWORK, words(flags), gpus=1).commands
+    given = _parser().parse_args(encoded[1:])
+    assert (given.regularisation, given.prior_loss_weight) == (str(pictures.parent / "reg"), 0.5)
+    assert train[train.index("--data.path") + 1] == str(given.out)
+    assert train[train.index("--epochs") + 1] == "3"
+    assert train[train.index("--output.checkpoint_every") + 1] == "144", "60 and 12, and as many of regularisation"
 
 
 @pytest.mark.usefixtures("pictures")
 def test_a_file_of_metadata_names_the_pictures(tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_text('{"10_sks dog/0.png": {"tags": "sks"}}')
     flags = "--in_json meta.json --dataset_repeats 3 --max_train_epochs 2 --reg_data_dir reg"
     done = translate(FULL, words(flags), gpus=1)
     encoded, train, _ = done.commands
     given = _parser().parse_args(encoded[1:])
     assert (given.source, given.image_root) == (f"{tmp_path}/meta.json", f"{tmp_path}/pictures")
-    assert train[train.index("--epochs") + 1] == "6"
+    assert train[train.index("--data.sets") + 1] == f"{given.out}:3"
+    assert train[train.index("--epochs") + 1] == "2"
     assert any("--reg_data_dir reg is not used beside --in_json" in note for note in done.notes)
+
+
+@pytest.mark.usefixtures("pictures")
+def test_all_flags_without_counterpart_are_told_at_once() -> None:
+    flags = "--network_module networks.dylora --max_token_length 225 --loss_type huber --min_timestep 0 --color_aug"
+    with pytest.raises(ConfigError) as caught:
+        run_of(NETWORK, flags)
+    for name in ("--network_module networks.dylora", "--max_token_length", "--loss_type", "--color_aug", "without --n"):
+        assert name in str(caught.value), name
+    run_of(FULL, "--min_timestep 0 --max_timestep 1000")
 
 
 @pytest.mark.usefixtures("pictures")
@@ -241,9 +264,11 @@ def test_prompts_come_from_their_file(tmp_path: Path) -> None:
         (FULL, "--loss_type huber", "--loss_type: the error is squared"),
         (FULL, "--full_bf16", "--full_bf16 needs --mixed_precision bf16"),
         (FULL, "--max_token_length 225", "--max_token_length 225: captions of Stable Diffusion XL have 75 tokens"),
-        (FULL, "--resolution 1024,768", "--resolution 1024,768: pictures without buckets are squares here"),
+        (FULL, "--resolution 1024,768", "--resolution [1024, 768]: without enable_bucket pictures are squares"),
+        (FULL, "--caption_tag_dropout_rate 0.1", "tags are dropped of shuffled captions alone"),
+        (FULL, "--max_timestep 500", "--max_timestep 500: all timesteps are trained"),
         (FULL, "--train_data_dir nowhere", "is not here, and the names of its folders are part of the run"),
-        (FULL, "--train_data_dir pictures/drafts", "no folder with repeats in its name"),
+        (FULL, "--train_data_dir pictures/drafts", "holds no folder N_name with pictures"),
         (FULL, "--offload_optimizer_device cpu --deepspeed", "--offload_optimizer_device: only --zero_stage 3"),
         (FULL, "--caption_extension tags", "tags: expected one ending of caption files, such as .txt"),
     ],

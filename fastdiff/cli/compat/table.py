@@ -67,14 +67,21 @@ def words(given: Any, flags: argparse.Namespace, defaults: Defaults, meanings: M
         meanings: of at least its flags.
 
     Raises:
-        ConfigError: a flag is refused.
+        ConfigError: flags are refused, with the reason of each.
     """
-    found = []
+    found: list[str] = []
+    problems: list[str] = []
     for name, meaning in _of_script(defaults, meanings):
         value = getattr(flags, name)
         if meaning.refused and value != defaults[name]:
-            raise ConfigError(f"--{name}{_shown(value)}: {meaning.refused}")
-        found += meaning.words(given, value) if meaning.words else []
+            problems.append(f"--{name}{_shown(value)}: {meaning.refused}")
+            continue
+        try:
+            found += meaning.words(given, value) if meaning.words else []
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n  ".join(dict.fromkeys(problems)))  # all at once; one may end several flags
     return found
 
 

@@ -27,6 +27,8 @@ class Key:
     """What becomes of it, for the documentation; empty: it is refused."""
     refused: str = ""
     """Why any value but the default is refused; empty: it is taken."""
+    option: str = ""
+    """Field of the options of an encode that counts where a configuration says nothing; empty: none."""
 
 
 def _is_bool(value: Any) -> bool:
@@ -74,7 +76,7 @@ _ONCE = "pictures are encoded once; --data.online crops at random in every step"
 _TEXTS = "captions are encoded once"
 INTERPOLATIONS = {
     "lanczos": "lanczos", "nearest": "nearest", "bilinear": "bilinear", "linear": "bilinear", "bicubic": "bicubic",
-    "cubic": "bicubic", "box": "box",
+    "cubic": "bicubic", "box": "box", "area": "box",
 }  # fmt: skip
 """Filters of kohya's ``resize_interpolation``, and ours."""
 
@@ -84,16 +86,17 @@ KEYS: Mapping[str, Key] = {
         expected="a side in pixels, or [width, height]",
         valid=_is_size,
         places=_OF_DATASETS,
-        ours="`--resolution`, one side: `[512, 512]` is 512, other rectangles are refused",
+        ours="`--resolution`, one side: that of the square with the area of a rectangle, which needs `enable_bucket`",
+        option="resolution",
     ),
     "batch_size": _whole(1, places=_OF_DATASETS, ours="`--batch.micro` of the training, named at the end"),
-    "enable_bucket": _flag(places=_OF_DATASETS, ours="`--buckets`"),
-    "bucket_reso_steps": _whole(64, places=_OF_DATASETS, ours="`--bucket-step`"),
+    "enable_bucket": _flag(places=_OF_DATASETS, ours="`--buckets`", option="buckets"),
+    "bucket_reso_steps": _whole(64, places=_OF_DATASETS, ours="`--bucket-step`", option="bucket_step"),
     "min_bucket_reso": _whole(256, places=_OF_DATASETS, ours="`--bucket-sides`, rounded down to the step"),
     "max_bucket_reso": _whole(1024, places=_OF_DATASETS, ours="`--bucket-sides`, rounded up to the step"),
     "bucket_no_upscale": _flag(
         places=_OF_DATASETS,
-        refused="small pictures are enlarged to their bucket and counted; leave them out, or take a smaller resolution",
+        ours="nothing: pictures smaller than their bucket are enlarged and counted; kohya has one of their size",
     ),
     "network_multiplier": _number(1.0, places=_OF_DATASETS, refused="the network has one strength for all data"),
     "validation_seed": _whole(
@@ -106,9 +109,10 @@ KEYS: Mapping[str, Key] = {
     ),
     "resize_interpolation": Key(
         default=None,
-        expected=f"one of {', '.join(INTERPOLATIONS)}; box for area",
-        valid=lambda value: value in INTERPOLATIONS,
+        expected=f"one of {', '.join(INTERPOLATIONS)}",
+        valid=lambda value: _is_text(value) and value in INTERPOLATIONS,
         ours="`--interpolation`; default lanczos, where kohya has area for smaller and lanczos for larger pictures",
+        option="interpolation",
     ),
     "image_dir": _text(None, places=(SUBSET,), ours="the pictures directly in this folder"),
     "metadata_file": _text(
@@ -119,19 +123,19 @@ KEYS: Mapping[str, Key] = {
     "conditioning_data_dir": _text(None, places=(SUBSET,), ours="`--masks FOLDER`: mask files of the masked loss"),
     "num_repeats": _whole(1, ours="repeats of the data set"),
     "is_reg": _flag(places=(SUBSET,), ours="a data set with as many samples per epoch as the others, see below"),
-    "class_tokens": _text(None, ours="`--caption`"),
-    "caption_extension": _text(".caption", ours="`--caption-extension`"),
-    "caption_prefix": _text(None, ours="`--caption-prefix`"),
-    "caption_suffix": _text(None, ours="`--caption-suffix`"),
-    "flip_aug": _flag(ours="`--flip`; train with `--data.random-flip`"),
+    "class_tokens": _text(None, ours="`--caption`", option="caption"),
+    "caption_extension": _text(".caption", ours="`--caption-extension`", option="caption_extension"),
+    "caption_prefix": _text(None, ours="`--caption-prefix`", option="caption_prefix"),
+    "caption_suffix": _text(None, ours="`--caption-suffix`", option="caption_suffix"),
+    "flip_aug": _flag(ours="`--flip`; train with `--data.random-flip`", option="flip"),
     "alpha_mask": _flag(places=(SUBSET,), ours="`--masks alpha`"),
     "cache_info": _flag(ours="nothing: sizes and captions are read once anyway"),
     "shuffle_caption": _flag(ours="`--shuffle-tags K`, with the K of the command, or 10"),
-    "keep_tokens": _whole(0, ours="`--keep-tokens`, with shuffled tags"),
+    "keep_tokens": _whole(0, ours="`--keep-tokens`, with shuffled tags", option="keep_tokens"),
     "caption_dropout_rate": _share(ours="`condition_dropout` of the data set, which goes before that of the run"),
-    "caption_tag_dropout_rate": _share(ours="`--drop-tags`, with shuffled tags"),
-    "caption_separator": _text(",", ours="`--tag-separator`"),
-    "keep_tokens_separator": _text(None, ours="`--keep-separator`"),
+    "caption_tag_dropout_rate": _share(ours="`--drop-tags`, with shuffled tags", option="drop_tags"),
+    "caption_separator": _text(",", ours="`--tag-separator`", option="tag_separator"),
+    "keep_tokens_separator": _text(None, ours="`--keep-separator`", option="keep_separator"),
     "secondary_separator": _text(None, refused="a tag has no tags within it"),
     "enable_wildcard": _flag(refused="write out the captions, one in each line of a caption file, with --captions all"),
     "caption_dropout_every_n_epochs": _whole(0, refused=f"{_TEXTS}; use caption_dropout_rate"),
@@ -152,3 +156,10 @@ KEYS: Mapping[str, Key] = {
         refused="it is for strategies of a script of one's own",
     ),
 }  # fmt: skip
+
+
+def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that options of an encode stand for."""
+    found = {name: options[key.option] for name, key in KEYS.items() if key.option in options}
+    sides = dict(zip(("min_bucket_reso", "max_bucket_reso"), options.get("bucket_sides") or (), strict=False))
+    return found | sides

@@ -25,7 +25,15 @@ from fastdiff.sanitize import escape
 
 _NAME = re.compile(r"([0-9]{1,6})_(.*)", re.DOTALL)
 VARIANTS = 10
-"""Variants of a caption whose tags kohya shuffles in every step, unless the command says how many."""
+"""Variants of a caption whose tags kohya shuffles in every step, unless the command says how many: as many as an epoch
+has uses of a picture in the folders ``10_name`` of kohya's guides."""
+
+
+NO_UPSCALE = (
+    "pictures smaller than their bucket are enlarged, and `fastdiff encode` counts them: take them out, or give a "
+    "smaller resolution; kohya makes a bucket of their own size"
+)
+"""What becomes of kohya's ``bucket_no_upscale``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +135,7 @@ def parts_of_config(config: DatasetConfig, loss_weight: float, variants: int | N
     Raises:
         ConfigError: a key is refused, with all such keys, or a folder is missing.
     """
-    refusals = [*config.refusals, *(each for subset in config.subsets for each in _refused(subset))]
+    refusals = [*config.refusals, *(each for subset in config.subsets for each in refusals_of(subset))]
     refusals += _differing(config.subsets)
     if refusals:
         lines = "\n  ".join(dict.fromkeys(map(str, refusals)))
@@ -149,11 +157,11 @@ def parts_of_config(config: DatasetConfig, loss_weight: float, variants: int | N
             regularisation=is_reg,
             group=subset.dataset,
         )
-        parts.append(Part(subset.source, listed, _options(subset, variants)))
+        parts.append(Part(subset.source, listed, options_of(subset, variants)))
     return Parts(tuple(parts), (*map("left out: {}".format, config.left_out), *_of_training(config.subsets, variants)))
 
 
-def _options(subset: Subset, variants: int | None) -> dict[str, Any]:
+def options_of(subset: Subset, variants: int | None = None) -> dict[str, Any]:
     """Return the options of an encode of a subset; those of tags only if tags are shuffled, as kohya has them."""
     shuffled, buckets = subset["shuffle_caption"], subset["enable_bucket"]
     mark = subset["keep_tokens_separator"] or ""
@@ -178,22 +186,26 @@ def _options(subset: Subset, variants: int | None) -> dict[str, Any]:
         "tag_separator": subset["caption_separator"] if shuffled else ",",
     }
     if subset["resolution"] is not None:
-        found["resolution"] = _side(subset["resolution"])
+        found["resolution"] = side_of(subset["resolution"])
     if subset["resize_interpolation"] is not None:
-        found["interpolation"] = INTERPOLATIONS[subset["resize_interpolation"]]
+        found["interpolation"] = INTERPOLATIONS.get(subset["resize_interpolation"], subset["resize_interpolation"])
     return found
 
 
-def _side(resolution: int | Sequence[int]) -> int:
-    return resolution if isinstance(resolution, int) else resolution[0]
+def side_of(resolution: int | Sequence[int]) -> int:
+    """Return the side of the smallest square with at least this area, which is all that kohya's buckets need of it."""
+    if isinstance(resolution, int):
+        return resolution
+    area = resolution[0] * resolution[1]
+    return math.isqrt(area - 1) + 1
 
 
-def _refused(subset: Subset) -> Iterator[Refusal]:
+def refusals_of(subset: Subset) -> Iterator[Refusal]:
     """Yield the values of a subset that have no counterpart for what its other keys say."""
     place, resolution = escape(subset.folder), subset["resolution"]
-    if isinstance(resolution, list) and resolution[0] != resolution[1]:
-        side = math.isqrt(resolution[0] * resolution[1])
-        yield Refusal("resolution", place, resolution, f"expected one side; with enable_bucket about {side}")
+    if isinstance(resolution, list) and resolution[0] != resolution[1] and not subset["enable_bucket"]:
+        reason = f"without enable_bucket pictures are squares here; add it, or give one side, such as {min(resolution)}"
+        yield Refusal("resolution", place, resolution, reason)
     if str(subset["metadata_file"]).lower().endswith(".jsonl"):
         file = subset["metadata_file"]
         yield Refusal("metadata_file", place, file, "expected .json; here a .jsonl has file_name and text in each line")
@@ -213,6 +225,8 @@ def _of_training(subsets: Sequence[Subset], variants: int | None) -> Iterator[st
     first = subsets[0]
     if any(subset["flip_aug"] for subset in subsets):
         yield "flip_aug: train with --data.random-flip"
+    if any(subset["bucket_no_upscale"] for subset in subsets):
+        yield f"bucket_no_upscale: {NO_UPSCALE}"
     if first["batch_size"] != 1:
         yield f"batch_size: train with --batch.micro {first['batch_size']}"
     if variants is None and any(subset["shuffle_caption"] for subset in subsets):

@@ -65,7 +65,7 @@ def test_the_innermost_value_counts(tmp_path: Path) -> None:
 
 
 _REFUSED = {
-    "bucket_no_upscale": "true", "network_multiplier": "0.5", "validation_split": "0.1",
+    "network_multiplier": "0.5", "validation_split": "0.1",
     "secondary_separator": "';;;'", "enable_wildcard": "true", "caption_dropout_every_n_epochs": "2",
     "token_warmup_step": "0.5", "color_aug": "true", "random_crop": "true", "face_crop_aug_range": "[1.0, 3.0]",
     "custom_attributes": "{own = 1}",

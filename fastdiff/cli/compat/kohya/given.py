@@ -9,6 +9,8 @@ from pathlib import Path
 
 from fastdiff.cli.compat.kohya.pictures import Pictures, pictures_of
 from fastdiff.cli.compat.translation import CountImages, absolute, absolute_or_id
+from fastdiff.config.data_sets import DataSet, Member, samples_per_epoch
+from fastdiff.data.kohya.parts import Part
 from fastdiff.errors import ConfigError, FastdiffError, require
 
 _LAST = "last"
@@ -31,72 +33,32 @@ class Given:
         return absolute("--output_dir", f"{self.flags.output_dir}/{self.flags.output_name or _LAST}")
 
     @cached_property
-    def _found(self) -> tuple[tuple[Pictures, ...], tuple[str, ...]]:
+    def pictures(self) -> Pictures:
+        """What it reads; ConfigError: see ``pictures_of``."""
         return pictures_of(self.flags)
-
-    @property
-    def pictures(self) -> tuple[Pictures, ...]:
-        """The folders of pictures."""
-        return self._found[0]
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """What is left out of them, in words."""
-        return self._found[1]
-
-    @cached_property
-    def micro(self) -> int:
-        """Pictures per process and forward pass."""
-        sizes = sorted({int(each.values["batch_size"]) for each in self.pictures})
-        if len(sizes) > 1:
-            raise ConfigError(
-                f"--dataset_config: batch_size {' and '.join(map(str, sizes))}: a run has one; give all the same"
-            )
-        return sizes[0]
 
     @property
     def batch(self) -> int:
         """Pictures in an optimizer step."""
-        return self.micro * self.gpus * int(self.flags.gradient_accumulation_steps)
+        return self.pictures.micro * self.gpus * int(self.flags.gradient_accumulation_steps)
 
     @cached_property
     def epoch(self) -> int | None:
         """Optimizer steps of an epoch; None if the pictures cannot be counted here."""
-        if (counted := self._counted) is None:
-            return None
-        own = sum(number for each, number in zip(self.pictures, counted, strict=True) if not each.regularisation)
-        samples = 2 * own if any(each.regularisation for each in self.pictures) else own
-        return math.ceil(samples / self.batch)
-
-    @cached_property
-    def _counted(self) -> list[int] | None:
-        """Samples of each of the pictures with their repeats; None if they cannot be counted here."""
+        parts = self.pictures.parts
         try:
-            return [each.repeats * self.count_images(each.source) for each in self.pictures]
+            sizes = [self._count(part) for part in parts]
         except FastdiffError:
             return None
-
-    @property
-    def uses(self) -> list[str]:
-        """How often an epoch has each of the pictures, for ``--data.sets``.
-
-        Regularisation pictures are together as many as the others (theirs begins them anew until they are).
-        ConfigError: they cannot be counted here.
-        """
-        own = [not each.regularisation for each in self.pictures]
-        if all(own):
-            return [str(each.repeats) for each in self.pictures]
-        if (counted := self._counted) is None:
-            raise ConfigError("regularisation pictures: they cannot be counted here; translate where all pictures are")
-        sums = {
-            side: sum(n for n, is_own in zip(counted, own, strict=True) if is_own == side) for side in (True, False)
-        }
-        require(sums[True] > 0, "only regularisation pictures are given; give some to learn, too")
-        factor, loss = sums[True] / sums[False], getattr(self.flags, "prior_loss_weight", 1.0)
-        return [
-            f"weight={number}" if is_own else f"weight={number * factor:g}:loss_weight={loss:g}"
-            for number, is_own in zip(counted, own, strict=True)
+        members = [
+            Member(entry=0, path=part.source, name="", listed=part.listed, loss_weight=1.0, condition_dropout=None)
+            for part in parts
         ]
+        return math.ceil(sum(samples_per_epoch([DataSet(path="")], members, sizes)) / self.batch)
+
+    def _count(self, part: Part) -> int:
+        columns = {name: part.options[name] for name in ("directly", "image_root") if name in part.options}
+        return self.count_images(part.source, **columns)
 
     @property
     def steps(self) -> int | None:
@@ -125,12 +87,10 @@ class Given:
         pipeline = f"{base[:-1]}, vae={_loaded('AutoencoderKL', 'vae', self.flags)})" if self.flags.vae else base
         return ["python", "-c", f"import diffusers; {pipeline}.save_pretrained({self.pipeline!r})"]
 
-    @cached_property
-    def shards(self) -> tuple[str, ...]:
-        """The folder of each of the pictures, encoded."""
-        if len(self.pictures) == 1:
-            return (f"{self.run}-data",)
-        return tuple(f"{self.run}-data/{number}" for number in range(1, len(self.pictures) + 1))
+    @property
+    def data(self) -> str:
+        """The folder of the encoded pictures."""
+        return f"{self.run}-data"
 
     @cached_property
     def prompts(self) -> tuple[str, ...]:

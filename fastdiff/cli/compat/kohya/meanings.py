@@ -8,6 +8,7 @@ from fastdiff.cli.compat.translation import flag
 from fastdiff.config.arguments.of_others import PRECISIONS
 from fastdiff.config.arguments.types import count
 from fastdiff.data.kohya.keys import KEYS
+from fastdiff.data.kohya.parts import NO_UPSCALE
 
 _DEVICES = (None, "cpu", "nvme")
 _SAMPLERS = (
@@ -28,7 +29,6 @@ _HUB = "--push-to-hub of `fastdiff export` replaces files in a repository of mod
 _UNWEIGHTED = "captions are plain texts: leave weights such as (word:1.2) out of them"
 _ONE_LOSS = "the error is squared; give a loss of your own as --objective.plugin PATH.py:FUNCTION"
 _HUBER = "it belongs to --loss_type huber and smooth_l1"
-_ALL_TIMES = "all timesteps are trained; --timesteps.density range makes some of them more frequent"
 _RESUME = "a run knows where it stopped: the same command resumes it"
 _NO_SAMPLE = "no sample image is drawn"
 
@@ -86,11 +86,8 @@ _PICTURES = {
     "bucket_reso_steps": Meaning(int, idle="it belongs to --enable_bucket"),
     "min_bucket_reso": Meaning(int, idle="it belongs to --enable_bucket"),
     "max_bucket_reso": Meaning(int, idle="it belongs to --enable_bucket"),
-    "bucket_no_upscale": _of_key("bucket_no_upscale", SWITCH),
-    "resize_interpolation": Meaning(
-        choices=("lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area"),
-        words=words.interpolation,
-    ),
+    "bucket_no_upscale": _told(NO_UPSCALE, SWITCH),
+    "resize_interpolation": Meaning(choices=("lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area")),
     "flip_aug": Meaning(SWITCH),
     "color_aug": _of_key("color_aug", SWITCH),
     "random_crop": _of_key("random_crop", SWITCH),
@@ -160,12 +157,12 @@ _OBJECTIVE = {
     "multires_noise_discount": Meaning(float, idle="it belongs to --multires_noise_iterations"),
     "ip_noise_gamma": Meaning(float, words.perturbation),
     "ip_noise_gamma_random_strength": _refused("it has one strength; give its mean as --ip_noise_gamma", SWITCH),
-    "min_timestep": _refused(_ALL_TIMES, int),
-    "max_timestep": _refused(_ALL_TIMES, int),
+    "min_timestep": Meaning(int, words.timesteps(0)),
+    "max_timestep": Meaning(int, words.timesteps(1000)),
 }  # fmt: skip
 _BATCH = {
     "gradient_accumulation_steps": Meaning(count, lambda given, _: flag("batch.samples", given.batch)),
-    "train_batch_size": Meaning(count, lambda given, _: flag("batch.micro", given.micro)),
+    "train_batch_size": Meaning(count, lambda given, _: flag("batch.micro", given.pictures.micro)),
 }
 _OPTIMIZER = {
     "optimizer_type": Meaning(str, words.optimizer),

@@ -11,6 +11,7 @@ from fastdiff.cli.compat.kohya.given import Given
 from fastdiff.cli.compat.kohya.meanings import MEANINGS
 from fastdiff.cli.compat.table import Defaults, Meaning
 from fastdiff.cli.compat.translation import CountImages, Note, Translation, flag, training
+from fastdiff.data.kohya.parts import VARIANTS
 
 _UNKNOWN = "unknown_in_file"
 _PRECISIONS = {"float": "fp32", "fp16": "fp16", "bf16": "bf16"}
@@ -35,8 +36,6 @@ class KohyaScript:
     """Words of every training command, besides those of the flags."""
     export: Callable[[argparse.Namespace], str]
     """Format in which it leaves its weights, by the flags."""
-    check: Callable[[argparse.Namespace], None]
-    """Raises ConfigError for flags that ask for what has no counterpart."""
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -64,16 +63,15 @@ class KohyaScript:
         """Translate a command line: encode the pictures, train, export.
 
         Raises:
-            ConfigError: a flag is refused, or contradicts another one.
+            ConfigError: flags are refused, or contradict others.
         """
-        self.check(flags)
         given = Given(flags, gpus, count_images)
         words = table.words(given, flags, self.defaults, self.meanings)
         conversion = given.conversion()
         done = Translation(
             [
                 *([conversion] if conversion else []),
-                *_encode(given),
+                _encode(given),
                 training(gpus, *self.always, words),
                 [*self._export(given)],
             ],
@@ -100,27 +98,37 @@ class KohyaScript:
         return words
 
 
-def _encode(given: Given) -> list[list[str]]:
+def _encode(given: Given) -> list[str]:
     more = flag("batch", given.flags.vae_batch_size if given.flags.vae_batch_size > 1 else None)
-    pairs = zip(given.pictures, given.shards, strict=True)
-    return [pictures.encode(given.pipeline, shards, more) for pictures, shards in pairs]
+    pictures = given.pictures
+    return ["fastdiff", "encode", pictures.source, given.data, "--pretrained", given.pipeline, *pictures.words, *more]
 
 
 def _differences(given: Given) -> list[Note]:
     flags, pictures = given.flags, given.pictures
     unknown = getattr(flags, _UNKNOWN, [])
     return [
-        *((True, text) for text in given.left_out),
+        *((True, text) for text in pictures.told),
         (unknown, f"--config_file: {', '.join(unknown)}: no flags of the script, which leaves them out without a word"),
+        (
+            not pictures.filtered,
+            "pictures are resized by lanczos; theirs by area where they become smaller, as with --resize_interpolation "
+            "area",
+        ),
+        (
+            pictures.bucketed,
+            "a picture goes to the bucket whose aspect ratio is nearest by quotient; theirs by difference, so that one "
+            "between two buckets may go to the other",
+        ),
         (flags.seed is None, "without --seed theirs draws one by chance; here the seed is 0"),
         (
             (flags.mixed_precision or "no") != "no" and not (flags.full_bf16 or flags.full_fp16),
             "the weights of the forward pass are in 16 bits, with fp32 masters; theirs are fp32 under autocast",
         ),
         (
-            any(each.values["shuffle_caption"] for each in pictures),
-            "--shuffle_caption: each caption is embedded in 8 orders of its tags (--shuffle-tags of encode), and a "
-            "step draws one of them; theirs shuffles in every epoch, and so embeds every caption again",
+            pictures.shuffled,
+            f"--shuffle_caption: each caption is embedded in {VARIANTS} orders of its tags (--shuffle-tags of encode), "
+            "and a step draws one of them; theirs shuffles at every use, and so embeds every caption again",
         ),
         (
             given.prompts,
@@ -128,7 +136,7 @@ def _differences(given: Given) -> list[Note]:
             "832, are left out: give them to `fastdiff sample`",
         ),
         (
-            any(each.values["caption_dropout_rate"] for each in pictures),
+            pictures.dropped,
             "--caption_dropout_rate: a dropped caption is zeros, as SDXL's pipeline draws; theirs is the empty caption",
         ),
     ]

@@ -45,6 +45,7 @@ _TEXT = (
 
 
 def _network(given: Given, module: str | None) -> list[str]:
+    require(bool(module), "--network_module is missing; their script needs it too: networks.lora")
     if module != "networks.lora":
         raise ConfigError(
             f"--network_module {module}: networks here are those of networks.lora; for LoKr and DoRA see --lora.* of "
@@ -79,18 +80,9 @@ def _adapts_convolutions(given: Given, arguments: dict[str, str], rank: int) -> 
     return True
 
 
-def _check_network(flags: argparse.Namespace) -> None:
-    if flags.network_train_text_encoder_only:
-        raise ConfigError("--network_train_text_encoder_only: text encoders are not trained here")
-    require(
-        flags.network_train_unet_only, f"without --network_train_unet_only theirs trains text encoders too: {_TEXT}"
-    )
-    require(bool(flags.network_module), "--network_module is missing; their script needs it too: networks.lora")
-
-
-def _check_full(flags: argparse.Namespace) -> None:
-    if flags.train_text_encoder:
-        raise ConfigError("--train_text_encoder: text encoders are not trained here; leave it out")
+def _alone(_: Given, on: bool) -> list[str]:
+    require(on, f"without --network_train_unet_only theirs trains text encoders too: {_TEXT}")
+    return []
 
 
 def _format(flags: argparse.Namespace) -> str:
@@ -120,12 +112,12 @@ _NETWORK: dict[str, Meaning] = {
         "--network_alpha anew, unless --dim_from_weights is given",
     ),
     "dim_from_weights": Meaning(SWITCH),
-    "network_train_unet_only": Meaning(SWITCH),
+    "network_train_unet_only": Meaning(SWITCH, _alone),
     "network_train_text_encoder_only": Meaning(SWITCH, refused=_TEXT),
     "scale_weight_norms": Meaning(float, refused="norms of the added matrices are not bounded; leave it out"),
     "base_weights": Meaning(refused=_BASE, several="*"),
     "base_weights_multiplier": Meaning(float, refused=_BASE, several="*"),
-    "unet_lr": Meaning(float),
+    "unet_lr": Meaning(float, idle="it is that of --learning_rate"),
     "text_encoder_lr": Meaning(float, told="text encoders are not trained, in theirs neither", several="*"),
     "fp8_base": Meaning(
         SWITCH,
@@ -140,7 +132,7 @@ _NETWORK: dict[str, Meaning] = {
 }
 _FULL: dict[str, Meaning] = {
     "fp8_base": Meaning(SWITCH, told="all weights are trained, so none is frozen in 8 bits; theirs does not read it"),
-    "train_text_encoder": Meaning(SWITCH),
+    "train_text_encoder": Meaning(SWITCH, refused="text encoders are not trained here; leave it out"),
     "learning_rate_te1": Meaning(float, idle="it belongs to --train_text_encoder"),
     "learning_rate_te2": Meaning(float, idle="it belongs to --train_text_encoder"),
     "diffusers_xformers": Meaning(SWITCH, told="see --xformers"),
@@ -161,7 +153,6 @@ SDXL_NETWORK = KohyaScript(
     own=_NETWORK,
     always=(flag("preset", "sdxl-lora"), flag("validation.captions", 0), flag("ema.rates", ())),
     export=lambda _: "lora",
-    check=_check_network,
     notes=(
         "A of each added layer begins normal with the deviation 1 / rank; theirs uniform by Kaiming's rule; B at 0 in "
         "both",
@@ -173,5 +164,4 @@ SDXL_FULL = KohyaScript(
     own=_FULL,
     always=(flag("preset", "sdxl-finetune"), flag("ema.rates", ())),
     export=_format,
-    check=_check_full,
 )

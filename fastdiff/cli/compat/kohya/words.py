@@ -10,7 +10,6 @@ from fastdiff.cli.compat.translation import flag
 from fastdiff.config.arguments.of_others import PRECISIONS
 from fastdiff.config.arguments.types import LARGEST
 from fastdiff.config.optimizers.registry import optimizers
-from fastdiff.data.kohya.keys import INTERPOLATIONS
 from fastdiff.errors import ConfigError, require
 
 _SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
@@ -35,34 +34,22 @@ def extension(text: str) -> str:
 def length(given: Given, steps: int) -> list[str]:
     """Return the samples or epochs of the run."""
     epochs = given.flags.max_train_epochs
-    if epochs and any(each.regularisation for each in given.pictures):  # an epoch of weighted data sets is shorter
-        require(given.epoch is not None, "--max_train_epochs: the pictures cannot be counted here; translate it there")
-        return flag("samples", epochs * (given.epoch or 0) * given.batch)
-    if epochs:
-        alone = given.pictures[0].repeats if len(given.pictures) == 1 else 1  # which no data set has to repeat
-        return flag("epochs", epochs * alone)
-    return flag("samples", steps * given.batch)
+    return flag("epochs", epochs) if epochs else flag("samples", steps * given.batch)
 
 
 def data(given: Given, _: object) -> list[str]:
-    """Return the folders of shards."""
-    sides = {each.mirrored for each in given.pictures}
-    require(len(sides) == 1, "--dataset_config: flip_aug of some pictures alone; give it to all, or to none")
-    mirrored = flag("data.random_flip", True) if True in sides else []
-    if len(given.pictures) == 1:
-        return [*flag("data.path", given.shards[0]), *mirrored]
-    uses = zip(given.shards, given.uses, strict=True)
-    return [*flag("data.sets", [f"{shards}:{use}" for shards, use in uses]), *mirrored]
+    """Return the folder of shards; that of a file of metadata is one data set, which is repeated."""
+    pictures = given.pictures
+    mirrored = flag("data.random_flip", True) if pictures.mirrored else []
+    repeats = given.flags.dataset_repeats
+    if given.flags.in_json and not given.flags.dataset_config and repeats > 1:
+        return [*flag("data.sets", [f"{given.data}:{repeats}"]), *mirrored]
+    return [*flag("data.path", given.data), *mirrored]
 
 
-def dropout(given: Given, _: float) -> list[str]:
-    """Return the share of dropped captions."""
-    rates = sorted({float(each.values["caption_dropout_rate"]) for each in given.pictures})
-    if len(rates) > 1:
-        raise ConfigError(
-            f"--caption_dropout_rate {' and '.join(f'{rate:g}' for rate in rates)}: a run has one; give all the same"
-        )
-    return flag("objective.condition_dropout", rates[0])
+def dropout(_: Given, share: float) -> list[str]:
+    """Return the share of dropped captions; those of a configuration are in the encoded data."""
+    return flag("objective.condition_dropout", share)
 
 
 def rate(given: Given, rate: float) -> list[str]:
@@ -241,10 +228,15 @@ def zero(given: Given, on: bool) -> list[str]:
     return ["--deepspeed_config", "zero3_offload" if off else named[flags.zero_stage]]
 
 
-def interpolation(_: Given, name: str | None) -> list[str]:
-    """Return nothing: `fastdiff encode` filters; ConfigError: by a filter that it has not."""
-    require(
-        name is None or name in INTERPOLATIONS,
-        f"--resize_interpolation {name}: expected one of {', '.join(INTERPOLATIONS)}; box for area",
-    )
-    return []
+def timesteps(end: int) -> Any:
+    """Return the words of one end of the timesteps, which is where they end anyway; ConfigError: it is another."""
+
+    def words(_: Given, number: int | None) -> list[str]:
+        name = "min_timestep" if end == 0 else "max_timestep"
+        require(
+            number in (None, end),
+            f"--{name} {number}: all timesteps are trained; --timesteps.density range makes some of them more frequent",
+        )
+        return []
+
+    return words
