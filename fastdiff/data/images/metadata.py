@@ -1,7 +1,7 @@
 """Tables of images and their captions: ``metadata.jsonl``, ``metadata.csv``, or a file that is a source by itself.
 
 A .json file holds a list of rows, or the metadata of kohya's sd-scripts: an object by image with ``caption`` and
-``tags``.
+``tags``. Lines of a .jsonl with ``image_path`` and one of these are kohya's, too.
 """
 
 import csv
@@ -96,7 +96,7 @@ def read_table(
         value, image = row.get(caption_column), PurePosixPath(name)
         if image.is_absolute() and image.is_relative_to(top):
             image = image.relative_to(top)
-        found = names.find(str(image))
+        found = names.picture(str(image))
         captions.setdefault(found, []).extend(value if isinstance(value, list) else [value])
         given = row.get(reference_column) or []
         given = given if isinstance(given, list) else [given]
@@ -168,7 +168,7 @@ def _json_rows(path: Path, text: str) -> Iterator[_Row]:
                 raise DataError(f"{path}, line {number}: not valid JSON ({str(error)[:200]})") from error
             if not isinstance(row, dict):
                 raise DataError(f"{path}, line {number}: expected an object with file_name, found {line[:80]!r}")
-            yield number, row
+            yield number, _row_of_kohya(row["image_path"], row) | row if _is_line_of_kohya(row) else row
 
 
 def _json_list(path: Path, text: str) -> Iterator[_Row]:
@@ -193,8 +193,17 @@ def _is_of_kohya(value: Any) -> bool:
 def _rows_of_kohya(metadata: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the rows of metadata by image; the tags follow the caption behind a comma, as there."""
     for name, value in metadata.items():
-        parts = [value.get(part) or "" for part in _OF_KOHYA]
-        yield {FILE_NAME: name, "text": ",".join(filter(None, parts)).split("\n")[0]}
+        yield _row_of_kohya(name, value)
+
+
+def _row_of_kohya(name: Any, value: dict[str, Any]) -> dict[str, Any]:
+    parts = [value.get(part) or "" for part in _OF_KOHYA]
+    return {FILE_NAME: name, "text": ",".join(filter(None, parts)).split("\n")[0]}
+
+
+def _is_line_of_kohya(row: dict[str, Any]) -> bool:
+    named = "image_path" in row and not row.keys() & {FILE_NAME, "text"}
+    return named and bool(row.keys() & {*_OF_KOHYA}) and _is_of_kohya(row)
 
 
 _OF_KOHYA = ("caption", "tags")

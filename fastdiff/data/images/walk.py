@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
+from fastdiff.data.images.kinds import TAKEN, ending_of
 from fastdiff.errors import StorageError
 from fastdiff.files import of_other_program
 from fastdiff.sanitize import escape
@@ -100,6 +101,15 @@ class Names:
             if found is not None:
                 return found
         return path
+
+    def picture(self, path: str) -> str:
+        """As ``find``; a name without its ending, as kohya's scripts write it, finds the one picture that has it."""
+        if (found := self.find(path)) != path or self._exists(path):
+            return found
+        folder, _, stem = path.rpartition("/")
+        there = {name for name in self._names(folder).values() if os.path.splitext(nfc(name))[0] == nfc(stem)}
+        pictures = [name for name in there if ending_of(name) in TAKEN]
+        return f"{folder}/{pictures[0]}".lstrip("/") if len(pictures) == 1 else path
 
     def like(self, path: str) -> str | None:
         """Return the name of a file that differs from a missing one only by the case of letters or its ending."""

@@ -118,7 +118,7 @@ KEYS: Mapping[str, Key] = {
     "metadata_file": _text(
         None,
         places=(SUBSET,),
-        ours="a file of metadata as SOURCE, with `image_dir` as `--image-root`; .jsonl is refused",
+        ours="a file of metadata as SOURCE, with `image_dir` as `--image-root`",
     ),
     "conditioning_data_dir": _text(None, places=(SUBSET,), ours="`--masks FOLDER`: mask files of the masked loss"),
     "num_repeats": _whole(1, ours="repeats of the data set"),

@@ -206,9 +206,9 @@ def refusals_of(subset: Subset) -> Iterator[Refusal]:
     if isinstance(resolution, list) and resolution[0] != resolution[1] and not subset["enable_bucket"]:
         reason = f"without enable_bucket pictures are squares here; add it, or give one side, such as {min(resolution)}"
         yield Refusal("resolution", place, resolution, reason)
-    if str(subset["metadata_file"]).lower().endswith(".jsonl"):
-        file = subset["metadata_file"]
-        yield Refusal("metadata_file", place, file, "expected .json; here a .jsonl has file_name and text in each line")
+    mark = subset["caption_separator"]
+    if subset["metadata_file"] is not None and mark != ",":
+        yield Refusal("caption_separator", place, mark, "tags of a metadata_file follow its caption behind a comma")
     if subset["caption_tag_dropout_rate"] and not subset["shuffle_caption"]:
         value = subset["caption_tag_dropout_rate"]
         yield Refusal("caption_tag_dropout_rate", place, value, "tags are dropped of shuffled captions alone")

@@ -230,7 +230,7 @@ def test_measured_statistics_are_those_of_the_first_data_set(photos: Path, pipel
 
 def test_metadata_of_kohya_is_a_table_with_tags(photos: Path, pipeline: str, tmp_path: Path) -> None:
     rows = {
-        "0.png": {"caption": "a dog", "tags": "sks, lawn", "train_resolution": [64, 64]},
+        "0": {"caption": "a dog", "tags": "sks, lawn", "train_resolution": [64, 64]},  # as without --full_path
         str(photos / "10_sks dog" / "1.png"): {"tags": "sks, asleep"},
         "2.png": {"caption": "sits"},
     }
@@ -241,8 +241,13 @@ def test_metadata_of_kohya_is_a_table_with_tags(photos: Path, pipeline: str, tmp
     main(["encode", str(config), str(tmp_path / "out"), "--pretrained", pipeline])
     assert captions(tmp_path / "out" / "meta.json") == ["a dog,sks, lawn", "sits", "sks, asleep"]
     assert [each.per_epoch for each in joined(tmp_path / "out").sets] == [12]
+    lines = [json.dumps({"image_path": name} | row) for name, row in rows.items()]
+    (tmp_path / "meta.jsonl").write_text("\n".join(lines))
     config.write_text(config.read_text().replace("meta.json", "meta.jsonl"))
-    with pytest.raises(ConfigError, match=r"expected \.json; here a \.jsonl has file_name and text in each line"):
+    main(["encode", str(config), str(tmp_path / "lines"), "--pretrained", pipeline])
+    assert captions(tmp_path / "lines" / "meta.jsonl") == ["a dog,sks, lawn", "sits", "sks, asleep"]
+    config.write_text(config.read_text().replace("num_repeats", "caption_separator = ';'\nnum_repeats"))
+    with pytest.raises(ConfigError, match="tags of a metadata_file follow its caption behind a comma"):
         parts_of_config(read_dataset_config(config), 1.0)
 
 
