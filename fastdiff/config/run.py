@@ -15,7 +15,7 @@ from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig, networks
 from fastdiff.config.optimizers.adamw import AdamWConfig
-from fastdiff.config.optimizers.registry import AnyOptimizer
+from fastdiff.config.optimizers.registry import AnyOptimizer, family_of
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import DataConfig, ValidationConfig
 from fastdiff.config.sections.divergence import DivergenceConfig
@@ -78,6 +78,7 @@ class RunConfig:
             "checkpoint; set it to at least 2",
         )
         self._check_pretrained()
+        self._check_base_width()
         self._check_objective()
         require_static_config(self)
         if self.samples < 1 or self.samples % self.batch.samples:
@@ -157,6 +158,13 @@ class RunConfig:
             not weight or self.model.teacher_width > 0,
             f"--objective.teacher_weight {weight:g} needs --model.teacher_width, the width of the column teacher_token "
             "of the data: the network predicts no class token of a teacher",
+        )
+
+    def _check_base_width(self) -> None:
+        require(
+            not self.model.base_width or family_of(self.optim).of_adam_size,
+            f"--model.base_width {self.model.base_width} with --optim.name {self.optim.name}: the rates of muP are "
+            "known for updates as large as Adam's; use --optim.name adamw or adamw8bit, or --model.base_width 0",
         )
 
     def _check_pretrained(self) -> None:

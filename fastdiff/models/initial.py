@@ -18,6 +18,20 @@ def draw_layers(model: nn.Module) -> None:
                 _zero_bias(module)
 
 
+def draw_by_fan_in(model: nn.Module) -> None:
+    """Draw all linear layers, then all embeddings of patches, normal with the variance 1 / inputs and zero biases.
+
+    So muP draws them: the size of an output does not depend on the width of either side (Yang et al. 2022,
+    arXiv:2203.03466, table 3).
+    """
+    modules = list(model.modules())
+    for kind in (nn.Linear, PatchConv2d):
+        for module in modules:
+            if isinstance(module, kind):
+                nn.init.normal_(module.weight, std=module.weight.shape[1:].numel() ** -0.5)
+                _zero_bias(module)
+
+
 def draw_table(table: Tensor) -> None:
     """Draw a table of adaLN-single, ``[parts, D]``, with the variance 1 / D (Chen et al. 2023, arXiv:2310.00426)."""
     nn.init.normal_(table, std=table.shape[1] ** -0.5)

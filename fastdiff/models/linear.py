@@ -2,6 +2,7 @@
 
 from typing import Literal, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -30,6 +31,24 @@ def without_bias(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return layer(x), None
     plain = cast(nn.Linear, layer)
     return F.linear(x, plain.weight), plain.bias
+
+
+class OutputLayer(nn.Linear):
+    """A linear layer whose weight, not its bias, is divided by a ratio of widths in the product (muP's readout)."""
+
+    def __init__(self, inputs: int, outputs: int, width_ratio: float) -> None:
+        super().__init__(inputs, outputs)
+        self.width_ratio = width_ratio
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., C] -> [..., outputs]``."""
+        rows = torch.addmm(self.bias, x.flatten(0, -2), self.weight.t(), alpha=1.0 / self.width_ratio)
+        return rows.view(*x.shape[:-1], -1)
+
+
+def output_layer(inputs: int, outputs: int, width_ratio: float) -> nn.Linear:
+    """Return the last layer of a network: torch's own where the ratio is 1."""
+    return nn.Linear(inputs, outputs) if width_ratio == 1.0 else OutputLayer(inputs, outputs, width_ratio)
 
 
 def _is_plain(layer: nn.Module, x: Tensor, op: str) -> bool:

@@ -3,13 +3,13 @@
 Every parameter begins at a multiple of 64 elements, so that its address suits matrix products and 128-bit accesses; the
 elements between are zeros. The weights of convolutions of channels_last maps lie in that order, too: a GPU would copy
 others into it in every micro-batch. The parameters of one rank's averages are contiguous, so that a rank has at most
-three ``Flat``: those before its own, its own, and those behind.
+three ``Flat`` per learning rate: those before its own, its own, and those behind.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ class Place:
     offset: int
     channels_last: bool
     """Whether the elements of its ``[O, I, H, W]`` lie in the order ``[O, H, W, I]``."""
+    lr_multiplier: float
+    """Factor of its learning rate."""
 
     @property
     def end(self) -> int:
@@ -47,13 +49,20 @@ class Place:
         return channels_last(values, shape) if self.channels_last else values.view(shape)
 
 
-def places_of(model: nn.Module, *, channels_last: bool = False) -> tuple[Place, ...]:
-    """Return the places of the trained parameters, in the order of the network."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    sizes = [_padded(p.numel()) for _, p in trained]
+def places_of(
+    model: nn.Module, *, channels_last: bool = False, lr_multiplier: Callable[[str], float] = lambda name: 1.0
+) -> tuple[Place, ...]:
+    """Return the places of the trained parameters: by ``lr_multiplier``, and in the order of the network.
+
+    Multipliers have the order of the first parameter of each, as the groups of DeepSpeed.
+    """
+    trained = [(name, p, lr_multiplier(name)) for name, p in model.named_parameters() if p.requires_grad]
+    order = list(dict.fromkeys(multiplier for _, _, multiplier in trained))
+    trained.sort(key=lambda one: order.index(one[2]))
+    sizes = [_padded(p.numel()) for _, p, _ in trained]
     return tuple(
-        Place(name, parameter, end - size, channels_last and _is_kernel(parameter))
-        for (name, parameter), size, end in zip(trained, sizes, accumulate(sizes), strict=True)
+        Place(name, parameter, end - size, channels_last and _is_kernel(parameter), multiplier)
+        for (name, parameter, multiplier), size, end in zip(trained, sizes, accumulate(sizes), strict=True)
     )
 
 
@@ -106,6 +115,8 @@ class Part:
     """``[N]`` in the dtype of sums."""
     copy: Tensor | None
     """``[N]`` in the dtype of the network; None in fp32."""
+    lr_multiplier: float
+    """Factor of the learning rate of all of it."""
 
     @property
     def end(self) -> int:
@@ -114,15 +125,15 @@ class Part:
 
 
 def ranges_of(places: Sequence[Place], world: World) -> list[tuple[bool, Sequence[Place]]]:
-    """Cut parameters into those before this rank's own, its own (True: it averages and saves these) and the rest."""
+    """Cut parameters into those before this rank's own, its own (True: it averages and saves these) and the rest.
+
+    A range has one learning rate: where that changes, there is a further cut.
+    """
     total = places[-1].end
     owners = [min(world.size - 1, math.floor((p.offset + p.end) / 2 * world.size / total)) for p in places]
-    groups: tuple[tuple[bool, Iterable[Place]], ...] = (
-        (False, (p for p, owner in zip(places, owners, strict=True) if owner < world.rank)),
-        (True, (p for p, owner in zip(places, owners, strict=True) if owner == world.rank)),
-        (False, (p for p, owner in zip(places, owners, strict=True) if owner > world.rank)),
-    )
-    return [(owned, found) for owned, group in groups if (found := list(group))]
+    sides = [(owner > world.rank) - (owner < world.rank) for owner in owners]
+    cut = groupby(zip(sides, places, strict=True), key=lambda one: (one[0], one[1].lr_multiplier))
+    return [(side == 0, [place for _, place in found]) for (side, _), found in cut]
 
 
 def fragments_of(places: Sequence[Place]) -> tuple[Fragment, ...]:

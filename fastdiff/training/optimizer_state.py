@@ -17,8 +17,9 @@ from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError, StorageError, require
 from fastdiff.parallel.fragments import Flat, Sizes, layout_digest
-from fastdiff.training.optimizer.build import check_state, lr_after
+from fastdiff.training.optimizer.build import MULTIPLIER, check_state, numbers_of_group
 from fastdiff.training.optimizer.empty_state import sizes_of, step_count, zeros
+from fastdiff.training.optimizer.lr_schedule import lr_factor
 from fastdiff.training.state import TrainState
 
 
@@ -157,8 +158,10 @@ def check_groups(optimizer: torch.optim.Optimizer, config: OptimConfig, steps: i
     Raises:
         ConfigError: a group has another learning rate or another hyper-parameter.
     """
-    given = {**config.hyper_parameters(), "lr": lr_after(config, steps, applied)}
+    factor = lr_factor(config, steps)(applied)
     for number, group in enumerate(optimizer.param_groups):
+        given = {**config.hyper_parameters(), **numbers_of_group(config, group.get(MULTIPLIER, 1.0))}
+        given["lr"] *= factor
         expected = {key: value for key, value in given.items() if key in group}  # a class may keep some elsewhere
         found = {key: tuple(group[key]) if isinstance(group[key], list) else group[key] for key in expected}
         if found != expected:

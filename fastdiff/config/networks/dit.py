@@ -67,15 +67,22 @@ class DiTConfig(ModelConfig):
     """RMSNorm with a weight of the embedded class token of the teacher (SR-DiT)."""
     teacher_zero: bool = False
     """Start the layer that predicts the class token of the teacher at zero (SR-DiT), as that of the patches."""
+    base_width: int = 0
+    """Width of the DiT whose learning rate is given (muP, arXiv:2505.15270): that of hidden matrices is divided by
+    model.hidden / model.base_width, initial weights and output are scaled to match; 0: without muP."""
 
     family: ClassVar[str] = "fastdiff.models.dit.family:DIT"
     title: ClassVar[str] = "a DiT"
     lora_targets: ClassVar[tuple[str, ...]] = ("attn.qkv", "attn.proj")
+    hidden_matrices: ClassVar[tuple[str, ...]] = (
+        "attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight", "mlp.w12.weight", "mlp.w3.weight",
+        "t_embedder.mlp.2.weight", "adaLN_modulation.1.weight", "t_block.1.weight",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for name in ("depth", "hidden", "heads", "patch", "channels", "size", "classes"):
             require(getattr(self, name) >= 1, f"--model.{name} {getattr(self, name)}: at least 1")
-        for name in ("head_dim", "in_context", "in_context_from", "patch_bottleneck", "teacher_width"):
+        for name in ("head_dim", "in_context", "in_context_from", "patch_bottleneck", "teacher_width", "base_width"):
             require(getattr(self, name) >= 0, f"--model.{name} {getattr(self, name)}: at least 0")
         for name in ("norm_eps", "qk_norm_eps"):
             given = getattr(self, name)
@@ -101,6 +108,7 @@ class DiTConfig(ModelConfig):
                 self.teacher_width > 0 or not getattr(self, name),
                 f"--model.{name} without --model.teacher_width: there is no token; give its width, or leave it out",
             )
+        require_heads_of_base(self.base_width, self.hidden, self.heads, self.head_width)
 
     def _check_positions(self) -> None:
         require(
@@ -134,6 +142,11 @@ class DiTConfig(ModelConfig):
     def head_width(self) -> int:
         """Channels of an attention head."""
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def width_ratio(self) -> float:
+        """Width relative to ``base_width``; 1 without one."""
+        return self.hidden / self.base_width if self.base_width else 1.0
 
     @property
     def inner(self) -> int:
@@ -173,9 +186,24 @@ class DiTConfig(ModelConfig):
 _PLAIN: dict[str, Any] = {
     "head_dim": 0, "norm": "layer", "norm_eps": 1e-6, "mlp": "gelu", "positions": "sincos", "rotary": False,
     "qk_norm": False, "value_residual": False, "modulation": "adaln", "in_context": 0, "patch_bottleneck": 0,
-    "teacher_width": 0,
+    "teacher_width": 0, "base_width": 0,
 }  # fmt: skip
 """Options that the published DiT lacks, as it is."""
+
+
+def require_heads_of_base(base: int, hidden: int, heads: int, head_width: int) -> None:
+    """Raise ConfigError unless the width grows by heads alone, from a base width (0: none) of whole heads."""
+    require(
+        base == 0 or heads * head_width == hidden,
+        f"--model.base_width {base}: the width grows by its heads, and {heads} heads of {head_width} channels are not "
+        f"--model.hidden {hidden}; leave out --model.head_dim, or --model.base_width",
+    )
+    require(
+        base % head_width == 0,
+        f"--model.base_width {base} is no multiple of {head_width}, the channels of a head, which are equal at every "
+        f"width; give {max(1, round(base / head_width)) * head_width}, or change --model.heads",
+    )
+
 
 DIT_SIZES: dict[str, tuple[int, int, int]] = {
     "S": (12, 384, 6),

@@ -67,6 +67,8 @@ class ModelConfig:
     teacher_token is then the noisy one, and the network returns a prediction of the latents and one of the token."""
     references: int = 0
     """Pictures that each picture refers to, whose latents are an input."""
+    base_width: int = 0
+    """Width of the network whose learning rate is given (muP); 0: one rate for all parameters."""
 
     family: ClassVar[str]
     """``module:NAME`` of the network's ``fastdiff.models.family.ModelFamily``, imported on first use."""
@@ -82,6 +84,8 @@ class ModelConfig:
     """Time and velocity of the network in flow matching, its only process; None: it takes any process."""
     any_size: ClassVar[bool] = False
     """Whether the network takes any height and width divisible by ``smallest_factor``, not only ``size``."""
+    hidden_matrices: ClassVar[tuple[str, ...]] = ()
+    """Ends of the names of the weights of which both sides grow with the width, in a network with ``base_width``."""
 
     diffusers_class: ClassVar[str] = ""
     """Class of the network in pipelines of diffusers; empty: no pipeline has it. Otherwise the configuration has
@@ -118,6 +122,22 @@ class ModelConfig:
     def text_conditional(self) -> bool:
         """Whether the network is conditioned on captions instead of classes."""
         return bool(of_source("caption", self.conditions))
+
+    @property
+    def width_ratio(self) -> float:
+        """Width relative to ``base_width``; 1 without one."""
+        return 1.0
+
+    def lr_multiplier(self, name: str) -> float:
+        """Return the factor of the learning rate of a parameter for an optimizer whose updates are as large as Adam's.
+
+        It is 1 / ``width_ratio`` for hidden matrices (Yang et al. 2022, arXiv:2203.03466, table 3), otherwise 1.
+        """
+        return 1.0 / self.width_ratio if self.is_hidden_matrix(name) else 1.0
+
+    def is_hidden_matrix(self, name: str) -> bool:
+        """Return whether a parameter of this name is one of ``hidden_matrices``."""
+        return any(f".{name}".endswith(f".{end}") for end in self.hidden_matrices)
 
     def at_size(self, height: int, width: int) -> Self:
         """Return the configuration for maps of this size, for counting operations."""

@@ -48,6 +48,7 @@ ADAMW = OptimizerFamily(
     smaller="adamw8bit",
     aliases=("adamw_torch", "adamw_torch_fused"),
     adamw_moments="fastdiff.export.adamw_state:of_torch",
+    of_adam_size=True,
     continues_adamw=True,
 )
 ADAMW8BIT = OptimizerFamily(
@@ -69,6 +70,7 @@ ADAMW8BIT = OptimizerFamily(
     library="fastdiff",
     aliases=("adamw_bnb_8bit", "adamw_8bit"),
     adamw_moments="fastdiff.export.adamw_state:of_8bit",
+    of_adam_size=True,
 )
 ADAMW8BIT_BNB = OptimizerFamily(
     name="adamw8bit-bnb",
@@ -83,4 +85,5 @@ ADAMW8BIT_BNB = OptimizerFamily(
     library="bitsandbytes",
     remedy="use --optim.name adamw8bit, or pip install 'bitsandbytes>=0.50,<0.51'",
     adamw_moments="fastdiff.export.adamw_state:of_bitsandbytes",
+    of_adam_size=True,
 )

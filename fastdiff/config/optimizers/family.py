@@ -87,6 +87,9 @@ class OptimizerFamily:
     adamw_moments: str | None = None
     """``module:FUNCTION(saved)`` that reads its state as moments of ``torch.optim.AdamW`` (``export.adamw_state``);
     None: an export leaves its state out."""
+    of_adam_size: bool = False
+    """Whether its update of an element is about the learning rate, however large the gradient is, as Adam's: then the
+    rates of muP (``ModelConfig.lr_multiplier``) are right for it."""
     continues_adamw: bool = False
     """Whether it has the state and the hyper-parameters of ``torch.optim.AdamW``, so that it continues a published
     training."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.models.dit.modulation import MODULATIONS
 from fastdiff.models.dit.norm import ModulatedNorm
+from fastdiff.models.linear import output_layer
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.adaln import Modulation
 
@@ -21,8 +22,9 @@ class FinalLayer(nn.Module):
         super().__init__()
         channels = config.channels * (2 if config.learn_sigma else 1)
         self.norm_final = ModulatedNorm(config)
-        self.linear = nn.Linear(config.hidden, config.patch**2 * channels)
-        self.linear_cls = nn.Linear(config.hidden, config.teacher_width) if config.teacher_width else None
+        ratio, token = config.width_ratio, config.teacher_width
+        self.linear = output_layer(config.hidden, config.patch**2 * channels, ratio)
+        self.linear_cls = output_layer(config.hidden, token, ratio) if token else None
         self.starts_at_zero = config.teacher_zero
         self.adaLN_modulation = MODULATIONS[config.modulation].of_layer(config.hidden, 2)
 

@@ -6,6 +6,7 @@ product writes it, in both passes (``fastdiff_kernels.fp8``). Without gradients 
 ``DiTBlock`` in 16 bits, as the exported network is.
 """
 
+from dataclasses import replace
 from typing import Any
 from typing import cast as typed
 
@@ -48,7 +49,7 @@ class Fp8DiTBlock(DiTBlock):
     @staticmethod
     def problem(config: DiTConfig) -> str | None:
         """Return what the blocks of a network have that those in FP8 lack; None: nothing."""
-        options = config.options
+        options = replace(config, base_width=0).options
         return f"blocks in FP8 are those of the published DiT, this network has {options}" if options else None
 
     def forward(

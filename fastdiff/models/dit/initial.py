@@ -1,4 +1,4 @@
-"""Initial weights of a DiT, as published."""
+"""Initial weights of a DiT: as published, or those of muP."""
 
 from typing import cast
 
@@ -8,7 +8,7 @@ from torch import nn
 from fastdiff.models.dit.final_layer import FinalLayer
 from fastdiff.models.dit.modulation import AdaLNModulation, SharedModulation, TableModulation
 from fastdiff.models.embeddings import LabelEmbedder, TimestepEmbedder
-from fastdiff.models.initial import STD, draw_layers, draw_table, zero
+from fastdiff.models.initial import STD, draw_by_fan_in, draw_layers, draw_table, zero
 
 
 def initialise(model: nn.Module, last: FinalLayer) -> None:
@@ -38,6 +38,25 @@ def initialise(model: nn.Module, last: FinalLayer) -> None:
     zero(last.linear)
     if last.linear_cls is not None and last.starts_at_zero:
         zero(last.linear_cls)
+
+
+def initialise_for_transfer(model: nn.Module, last: FinalLayer) -> None:
+    """Draw weights by which learning rates carry over between widths (muP; Zheng et al. 2025, arXiv:2505.15270).
+
+    Layers are normal with the variance 1 / inputs, those of the modulations among them: with zeros there the best rate
+    moves with the width. Classes are normal with the variance 1. The tables of adaLN-single are as wide as the network
+    and get the same variance at every width. Both output layers are zero. Norms, shares of values and positions of the
+    class tokens keep their initial constants.
+    """
+    draw_by_fan_in(model)
+    for module in model.modules():
+        if isinstance(module, LabelEmbedder):
+            nn.init.normal_(module.embedding_table.weight)
+        elif isinstance(module, TableModulation):
+            nn.init.normal_(module.scale_shift_table, std=STD)
+    for layer in (last.linear, last.linear_cls):
+        if layer is not None:
+            zero(layer)
 
 
 def learned_positions(count: int, hidden: int) -> nn.Parameter:

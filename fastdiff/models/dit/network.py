@@ -13,7 +13,7 @@ from fastdiff.errors import require
 from fastdiff.models.blockwise import BlockwiseModel, run_block
 from fastdiff.models.dit.block import DiTBlock
 from fastdiff.models.dit.final_layer import FinalLayer
-from fastdiff.models.dit.initial import initialise, learned_positions
+from fastdiff.models.dit.initial import initialise, initialise_for_transfer, learned_positions
 from fastdiff.models.dit.modulation import MODULATIONS
 from fastdiff.models.dit.rotary import rotary_table
 from fastdiff.models.embeddings import LabelEmbedder, TimestepEmbedder, patch_embedder, position_table
@@ -27,7 +27,7 @@ class DiT(BlockwiseModel):
     """Transformer that predicts noise, velocity or clean latents from noisy latents, a time and a class.
 
     A fresh network outputs exactly 0, and each of its blocks is the identity (adaLN-Zero, section 3.2), except with
-    adaLN-single.
+    adaLN-single and with ``--model.base_width``.
     Initial weights are drawn from torch's global generator; ``fastdiff.models.build.build_model`` makes them a
     function of a seed.
     """
@@ -59,7 +59,7 @@ class DiT(BlockwiseModel):
         self.register_parameter("in_context_posemb", learned_positions(count, config.hidden) if count else None)
         self.blocks = nn.ModuleList(DiTBlock(config, number, attention) for number in range(config.depth))
         self.final_layer = FinalLayer(config)
-        initialise(self, self.final_layer)
+        (initialise_for_transfer if config.base_width else initialise)(self, self.final_layer)
 
     def forward(
         self, noisy: Tensor, time: Tensor, label: Tensor | None = None, teacher_token: Tensor | None = None

@@ -4,7 +4,8 @@ DDP reduces in the dtype of the parameters. Its hook for communication adds the 
 buffer, whose dtype may be wider, and reduces that range of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -51,19 +52,36 @@ class Buckets:
         self._numbers = {id(place.parameter): number for number, place in enumerate(places)}
 
     def reduce(self, bucket: Any) -> Future[Tensor]:
-        """Reduce a ``GradBucket``'s parameters, leaving its buffer unused; RuntimeError: no neighbours in the flat."""
+        """Reduce a ``GradBucket``'s parameters, leaving its buffer unused.
+
+        They are neighbours in the network, so in the flat buffer those of one learning rate are.
+        """
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         numbered = {self._numbers[id(p)]: gradient for p, gradient in pairs if id(p) in self._numbers}
         # A bucket has its gradients in the layout of their parameters, and shows them as if they were contiguous.
         found = {number: self._places[number].shaped(gradient.view(-1)) for number, gradient in numbered.items()}
-        first, last = min(found), max(found)
-        if last - first + 1 != len(found):
-            raise RuntimeError(f"a bucket has parameters {sorted(found)} of the network, expected neighbours")
         self._gradients.add(list(found), list(found.values()))
-        sums = self._gradients.buffer[self._places[first].offset : self._places[last].end]
-        arrived: Future[Any] = torch.distributed.all_reduce(sums, async_op=True).get_future()
-        unused = bucket.buffer()
-        return arrived.then(lambda _: unused)
+        arrived: list[Future[Any]] = []
+        for first, last in _runs(sorted(found)):
+            sums = self._gradients.buffer[self._places[first].offset : self._places[last].end]
+            arrived.append(torch.distributed.all_reduce(sums, async_op=True).get_future())
+        unused: Tensor = bucket.buffer()
+
+        def wait(_: Future[Any]) -> Tensor:
+            for earlier in arrived[:-1]:
+                earlier.wait()
+            return unused
+
+        return arrived[-1].then(wait)
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and last of each run of neighbours in sorted numbers."""
+    first = numbers[0]
+    for number, following in pairwise([*numbers, -1]):
+        if following != number + 1:
+            yield first, number
+            first = following
 
 
 class _WithUnused(nn.Module):

@@ -29,7 +29,15 @@ from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes, copy_into
 from fastdiff.parallel.world import World
 from fastdiff.training.engines.base import Engine
-from fastdiff.training.optimizer.build import build_lr_schedule, build_optimizer, create_state, forget, set_lr_step
+from fastdiff.training.optimizer.build import (
+    base_lr,
+    build_lr_schedule,
+    build_optimizer,
+    create_state,
+    forget,
+    set_lr,
+    set_lr_step,
+)
 from fastdiff.training.zero.norm import take_norm_at_once
 from fastdiff.training.zero.shortcuts import keep_whole, leave_gradients_in_place, leave_parameters_in_place
 from fastdiff.training.zero.slices import flats_of, overwrite
@@ -97,16 +105,16 @@ class DeepSpeedEngine(Engine):
             partition(model, ds_config, DTYPES[precision], world.device)
         if self.stage == 3:
             _gather_whole(model, tuple(blocks))
-        optimizer = build_optimizer(
-            (p for p in model.parameters() if p.requires_grad), config.optim, skip_non_finite=guard
-        )
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        multipliers = map(config.model.lr_multiplier, trained)
+        optimizer = build_optimizer(trained.values(), config.optim, skip_non_finite=guard, multipliers=multipliers)
         names = {id(p): name for name, p in model.named_parameters()}
         # DeepSpeed makes its fp32 masters from the cast weights; these are the weights before rounding.
         rounded = precision != "fp32" and not on_meta
         exact = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad and rounded}
         # Some of DeepSpeed's wrappers create the state by a step with zero gradients. At learning rate 0 it moves
         # nothing, and its state is cleared below.
-        _set_lr(optimizer, 0.0)
+        set_lr(optimizer, 0.0)
         wide = _adds_up(config.batch, config.performance, world.size)
         ds_config = {**with_sums(ds_config, wide=wide), **({"gradient_clipping": 0.0} if guard else {})}
         with without_prints():  # of every rank
@@ -123,7 +131,7 @@ class DeepSpeedEngine(Engine):
         if self.stage > 0:
             _slim(self._engine, self.stage, config.objective)
         optimizer.state.clear()
-        _set_lr(optimizer, config.optim.lr)
+        set_lr(optimizer, config.optim.lr)
         self.optimizer = optimizer
         self.flats: list[Flat] = list(flats_of(self._engine, optimizer, names, world))
         for name, value in exact.items():  # the cast copies are already their roundings
@@ -177,7 +185,7 @@ class DeepSpeedEngine(Engine):
 
     def optimizer_step(self) -> None:
         """Take the optimizer step; see ``Engine.optimizer_step``."""
-        self.lr = float(self.optimizer.param_groups[0]["lr"])
+        self.lr = base_lr(self.optimizer)
         scale = self._lift_loss_scale() if self._discarding else {}
         try:
             self._engine.step()
@@ -277,12 +285,6 @@ def _gather_whole(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None
     if blocks:
         deepspeed.utils.set_z3_leaf_modules(model, list(blocks))
     require_input_gradients(model, blocks)
-
-
-def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-        group.pop("initial_lr", None)
 
 
 _HOOKS = ("process_gradients", "reduce_ready_partitions_and_remove_grads")

@@ -25,7 +25,14 @@ from fastdiff.training.ema import Ema
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.engines.data_parallel import DataParallel
 from fastdiff.training.engines.flat_sum import FlatSum
-from fastdiff.training.optimizer.build import build_lr_schedule, build_optimizer, forget, set_lr_step
+from fastdiff.training.optimizer.build import (
+    base_lr,
+    build_lr_schedule,
+    build_optimizer,
+    forget,
+    lrs_of,
+    set_lr_step,
+)
 from fastdiff.training.optimizer.update import Captured, Update
 
 
@@ -49,7 +56,11 @@ class FlatEngine(Engine):
         self._model, self._config, self._world = model, config, world
         family = family_of(config.optim)
         # Blocks and matrices have the elements in the order of the parameter, at every ZeRO stage.
-        self._places = places_of(model, channels_last=model.channels_last and family.elementwise)
+        self._places = places_of(
+            model,
+            channels_last=model.channels_last and family.elementwise,
+            lr_multiplier=config.model.lr_multiplier,
+        )
         self._master, self._copy = move_into(self._places, model, DTYPES[precision], world.device)
         self._gradients = Gradients(self._places, self._sums_dtype, world.device)
         self._parts = self._cut(ranges_of(self._places, world))
@@ -81,13 +92,15 @@ class FlatEngine(Engine):
         """Cut the flat buffers, and create the optimizer, whose groups and states the update uses."""
         bounds = [(places[0].offset, places[-1].end) for _, places in ranges]
         keys = [self._master[first:end] for first, end in bounds]
-        self.optimizer = build_optimizer(keys, self._config.optim, skip_non_finite=False)
+        multipliers = [places[0].lr_multiplier for _, places in ranges]
+        self.optimizer = build_optimizer(keys, self._config.optim, skip_non_finite=False, multipliers=multipliers)
         return [
             Part(
                 Flat(key, self.optimizer.state, fragments_of(places), owned=owned),
                 first,
                 self._gradients.buffer[first:end],
                 None if self._copy is None else self._copy[first:end],
+                places[0].lr_multiplier,
             )
             for key, (first, end), (owned, places) in zip(keys, bounds, ranges, strict=True)
         ]
@@ -156,8 +169,8 @@ class FlatEngine(Engine):
 
     def optimizer_step(self) -> None:
         """Take the optimizer step, unless the gradient is not finite."""
-        self.lr = float(self.optimizer.param_groups[0]["lr"])
-        self._update.take(self._steps + 1, self.lr, self._applied + 1)
+        self.lr = base_lr(self.optimizer)
+        self._update.take(self._steps + 1, lrs_of(self.optimizer), self._applied + 1)
         self._gradients.has_some = False
         self._micro = 0
 

@@ -3,7 +3,7 @@
 On a CPU plain torch and the compiled update get their numbers and the answer to skip from the host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -11,9 +11,8 @@ from fastdiff.config.optimizers.adamw import ADAMW8BIT, AdamWConfig
 from fastdiff.parallel.fragments import Flat
 from fastdiff.parallel.world import World
 from fastdiff.training.buffers import Gradients, Part
-from fastdiff.training.optimizer.adamw import NUMBERS, send
+from fastdiff.training.optimizer.adamw import NUMBERS, numbers_of_step, send
 from fastdiff.training.optimizer.update import Update
-from fastdiff_kernels.adamw import step_numbers
 from fastdiff_kernels.adamw8bit import AdamW8bit
 from fastdiff_kernels.adamw8bit.blocks import build_blocks
 from fastdiff_kernels.adamw8bit.kernels import adamw8bit
@@ -40,21 +39,22 @@ class AdamW8bitUpdate(Update):
         super().__init__(config, parts, gradients)
         device, chosen = gradients.buffer.device, choose("adamw8bit", parts[0].flat.master)
         self.by_host = device.type == "cpu" and chosen in ("reference", "compile")
-        self._numbers = torch.zeros(NUMBERS, device=device)
+        self._numbers = {part.lr_multiplier: torch.zeros(NUMBERS, device=device) for part in parts}
+        self._step: dict[float, Step | DeviceStep] = {}
         self._number = torch.zeros((), dtype=torch.int64, device=device)
         self._blocks = [build_blocks(part.flat.fragments, device) for part in parts]
 
-    def _send(self, number: int, lr: float, shares: Sequence[float]) -> None:
-        config = self.config
-        numbers = with_shrink(step_numbers(number, lr, config.betas, config.eps, config.weight_decay))
-        self._numbers = send([*numbers, *shares], self._numbers)
+    def _send(self, number: int, lrs: Mapping[float, float], shares: Sequence[float]) -> None:
         self._number.fill_(number)
-        beta1, _, beta2, _, shrink, rate, correction, eps = numbers
-        self._step: Step | DeviceStep = DeviceStep(number=self._number, numbers=self._numbers[:NUMBERS])
-        if self.by_host:
-            self._step = Step(
-                number=number, beta1=beta1, beta2=beta2, shrink=shrink, rate=rate, correction=correction, eps=eps
-            )
+        for multiplier, lr in lrs.items():
+            numbers = with_shrink(numbers_of_step(self.config, number, lr, multiplier))
+            sent = self._numbers[multiplier] = send([*numbers, *shares], self._numbers[multiplier])
+            beta1, _, beta2, _, shrink, rate, correction, eps = numbers
+            self._step[multiplier] = DeviceStep(number=self._number, numbers=sent[:NUMBERS])
+            if self.by_host:
+                self._step[multiplier] = Step(
+                    number=number, beta1=beta1, beta2=beta2, shrink=shrink, rate=rate, correction=correction, eps=eps
+                )
 
     def _move(self) -> None:
         for index, (part, blocks) in enumerate(zip(self.parts, self._blocks, strict=True)):
@@ -63,8 +63,8 @@ class AdamW8bitUpdate(Update):
                 grad_scale=self.factor,
                 copy=part.copy,
                 averages=averages,
-                shares=self._numbers[NUMBERS:] if averages else None,
+                shares=self._numbers[part.lr_multiplier][NUMBERS:] if averages else None,
                 skip=None if self.by_host else self.skip,
             )
             moments = Moments(*(part.flat.state[name] for name in _STATE))
-            adamw8bit(part.flat.master, part.grad, moments, blocks, self._step, extras)
+            adamw8bit(part.flat.master, part.grad, moments, blocks, self._step[part.lr_multiplier], extras)

@@ -21,6 +21,8 @@ from fastdiff.training.optimizer.clipping import clip_factor, norm_of
 from fastdiff.training.optimizer.lr_schedule import lr_factor
 from fastdiff.training.optimizer.whole_matrices import WholeMatrices
 
+MULTIPLIER = "lr_multiplier"
+"""Key in a parameter group: the factor of the learning rate of the run."""
 _TABLES = "qmap"
 """Prefix of the constant quantization tables of bitsandbytes."""
 
@@ -59,7 +61,11 @@ class SkipNonFinite:
 
 
 def build_optimizer(
-    parameters: Iterable[Tensor], config: OptimConfig, *, skip_non_finite: bool
+    parameters: Iterable[Tensor],
+    config: OptimConfig,
+    *,
+    skip_non_finite: bool,
+    multipliers: Iterable[float] | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer that ``config`` names.
 
@@ -67,6 +73,7 @@ def build_optimizer(
         parameters: the trainable ones.
         config: name, hyper-parameters and clip.
         skip_non_finite: clip and check for finite gradients in the optimizer itself (ZeRO-0 in fp32).
+        multipliers: of the learning rate, by parameter (``ModelConfig.lr_multiplier``); each has a group. None: 1.
 
     Raises:
         ConfigError: its class cannot be imported, does not take the hyper-parameters, or raises an exception.
@@ -80,7 +87,35 @@ def build_optimizer(
     arguments: dict[str, Any] = {**config.hyper_parameters(), **family.arguments}
     what = f"--optim.name {family.name}: {family.optimizer}"
     with nullcontext() if is_built_in(family) else faults_of(what, exhausted):
-        return base(parameters, **arguments)
+        return base(parameters if multipliers is None else _groups(parameters, multipliers, config), **arguments)
+
+
+def _groups(
+    parameters: Iterable[Tensor], multipliers: Iterable[float], config: OptimConfig
+) -> Iterable[Tensor] | list[dict[str, Any]]:
+    """Return the parameters by multiplier, in the order of the first of each; one group has no numbers of its own."""
+    found: dict[float, list[Tensor]] = {}
+    for parameter, multiplier in zip(parameters, multipliers, strict=True):
+        found.setdefault(multiplier, []).append(parameter)
+    if found.keys() == {1.0}:
+        return found[1.0]
+    return [
+        {"params": tensors, MULTIPLIER: multiplier, **numbers_of_group(config, multiplier)}
+        for multiplier, tensors in found.items()
+    ]
+
+
+def numbers_of_group(config: OptimConfig, multiplier: float) -> dict[str, float]:
+    """Return the learning rate after the warm-up and the weight decay of a parameter group, by its multiplier."""
+    return {"lr": config.lr * multiplier, "weight_decay": decay_of(config, multiplier)}
+
+
+def decay_of(config: OptimConfig, multiplier: float) -> float:
+    """Return the weight decay of parameters whose learning rate has this multiplier.
+
+    A step multiplies weights by 1 - lr * weight_decay. That is the same for all of them, as in the package mup.
+    """
+    return config.weight_decay / multiplier
 
 
 def build_lr_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, steps: int) -> LambdaLR:
@@ -95,6 +130,24 @@ def set_lr_step(schedule: LambdaLR, applied: int) -> None:
         schedule.optimizer.param_groups, schedule.lr_lambdas, schedule.base_lrs, strict=True
     ):
         group["lr"] = base * factor(applied)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of every group to ``lr`` times its multiplier, before there is a schedule."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get(MULTIPLIER, 1.0)
+        group.pop("initial_lr", None)
+
+
+def base_lr(optimizer: torch.optim.Optimizer) -> float:
+    """Return the learning rate of parameters whose multiplier is 1, also where there is none."""
+    group = max(optimizer.param_groups, key=lambda group: group.get(MULTIPLIER, 1.0) == 1.0)
+    return float(group["lr"] / group.get(MULTIPLIER, 1.0))
+
+
+def lrs_of(optimizer: torch.optim.Optimizer) -> dict[float, float]:
+    """Return the learning rate of each group, by its multiplier."""
+    return {group.get(MULTIPLIER, 1.0): float(group["lr"]) for group in optimizer.param_groups}
 
 
 def lr_after(config: OptimConfig, steps: int, applied: int) -> float:

@@ -5,7 +5,7 @@ from the host, then enter through tensors that stay where they are. An optimizer
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -79,14 +79,20 @@ class Update(ABC):
         return self.skip
 
     @torch.no_grad()
-    def take(self, number: int, lr: float, applied: int) -> None:
-        """Update every part, unless skipped; ``number`` from 1; the averages have the shares of ``applied`` steps."""
+    def take(self, number: int, lrs: Mapping[float, float], applied: int) -> None:
+        """Update every part, unless skipped.
+
+        Args:
+            number: of the step, from 1.
+            lrs: learning rates by the multipliers of the parts.
+            applied: steps by which the averages have their shares.
+        """
         if not (self.by_host and self.skip):
-            self._send(number, lr, [] if self.averages is None else self.averages.shares(applied))
+            self._send(number, lrs, [] if self.averages is None else self.averages.shares(applied))
             (self._replay or self._move)()
 
     @abstractmethod
-    def _send(self, number: int, lr: float, shares: Sequence[float]) -> None:
+    def _send(self, number: int, lrs: Mapping[float, float], shares: Sequence[float]) -> None:
         """Put the numbers of a step where ``_move`` finds them; ``shares``: by which averages move to the weights."""
 
     @abstractmethod
@@ -128,7 +134,7 @@ class StepUpdate(Update):
         self._optimizer = optimizer
         create_state(optimizer, family_of(self.config), [part.flat for part in self.parts], shapes, world)
 
-    def _send(self, number: int, lr: float, shares: Sequence[float]) -> None:
+    def _send(self, number: int, lrs: Mapping[float, float], shares: Sequence[float]) -> None:
         self._shares = shares
 
     def _move(self) -> None:

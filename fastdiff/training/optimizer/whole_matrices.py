@@ -86,6 +86,7 @@ class WholeMatrices(torch.optim.Optimizer):
         self._inner = self.of([torch.zeros(1, 1)], **arguments)
         self._matrices: list[_Matrix] = []
         self._flats: Sequence[Flat] = ()
+        self._groups: dict[int, dict[str, Any]] = {}
         super().__init__(params, self._inner.defaults)
 
     def lay_out(self, family: OptimizerFamily, flats: Sequence[Flat], shapes: Shapes, world: World) -> None:
@@ -126,7 +127,8 @@ class WholeMatrices(torch.optim.Optimizer):
 
         Before ``lay_out`` it changes nothing: DeepSpeed takes such a step when it is built.
         """
-        keys = {id(key) for group in self.param_groups for key in group["params"]}  # ZeRO-3 steps one after another
+        # ZeRO-3 steps one after another.
+        keys = self._groups = {id(key): group for group in self.param_groups for key in group["params"]}
         stepped = [index for index, flat in enumerate(self._flats) if id(flat.key) in keys]
         cut = [m for m in self._matrices if m.owner is not None and m.slices[0].index in stepped]
         for matrix in self._matrices:
@@ -172,7 +174,7 @@ class WholeMatrices(torch.optim.Optimizer):
         if "step" in piece.flat.state:
             held["step"] = piece.flat.state["step"] + 0  # a copy: the flat tensor counts once for all of its parameters
         parameter.grad = gradient.to(parameter.dtype)
-        self._inner.param_groups[0].update({**self.param_groups[0], "params": [parameter]})
+        self._inner.param_groups[0].update({**self._groups[id(piece.flat.key)], "params": [parameter]})
         self._inner.state.clear()
         self._inner.state[parameter] = held
         self._inner.step()

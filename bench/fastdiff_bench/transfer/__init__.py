@@ -1,0 +1,1 @@
+"""Transfer of learning rates between widths (muP): the coordinate check, and sweeps of the learning rate."""
