@@ -44,6 +44,7 @@ FREE = (
     "performance.engine",
     "performance.cuda_graph",
     "performance.recompute",
+    "performance.stored_blocks",
     "performance.profile",
 )
 """Fields, or sections that end with a dot, that may differ at a resume: they change nothing, or rounding alone

@@ -24,3 +24,7 @@ class Launch:
     argv: tuple[str, ...] = ()
     preset: str | None = None
     """Name of the preset, for messages."""
+
+    def gives(self, flag: str) -> bool:
+        """Whether the command line has a flag, spelled with ``_`` or ``-``."""
+        return any(word.partition("=")[0].replace("-", "_") == flag.replace("-", "_") for word in self.argv)

@@ -8,11 +8,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.errors import require
 from fastdiff.models.compile_clock import compiled
 from fastdiff.models.delayed_scales import Scales
 
 _RECOMPILES = 1024
 """Limit of compiled shapes per block class; a UNet has dozens, torch's default is 8."""
+_STORED = "stores_activations"
+"""Attribute of the blocks that recomputation leaves out."""
 
 
 class BlockwiseModel(nn.Module):
@@ -30,6 +33,30 @@ class BlockwiseModel(nn.Module):
     def inputs(self) -> tuple[str, ...]:
         """Names of the conditions that ``forward`` takes besides the time."""
         return tuple(self.config.conditions)
+
+    def blocks_in_order(self) -> list[nn.Module]:
+        """Return the blocks in the order in which a pass runs them, by default that of the modules."""
+        return [module for module in self.modules() if isinstance(module, self.block_classes)]
+
+    def store_blocks(self, count: int) -> Self:
+        """Let the last ``count`` blocks keep their activations where the others are recomputed; return the network.
+
+        The backward pass needs and frees the activations of the last blocks first, before it recomputes any other
+        block. So the last block costs no memory, and the others no more than what they keep; as many elsewhere would
+        be held beside a block that is recomputed.
+
+        Raises:
+            ConfigError: there are fewer blocks.
+        """
+        blocks = self.blocks_in_order()
+        require(
+            count <= len(blocks),
+            f"--performance.stored_blocks {count}: {type(self).__name__} has {len(blocks)} blocks here; give at most "
+            "as many",
+        )
+        for number, block in enumerate(blocks):
+            setattr(block, _STORED, number >= len(blocks) - count)
+        return self
 
     def compile_blocks(self, **options: Any) -> Self:
         """Compile the forward of every block in place and return the network.
@@ -70,7 +97,10 @@ def is_compiled(block: nn.Module) -> bool:
 
 
 def run_block(block: nn.Module, *inputs: Tensor | tuple[Tensor, ...] | None, recompute: bool) -> Any:
-    """Call ``block``; with ``recompute`` store only its inputs and run it again in the backward pass."""
-    if recompute and torch.is_grad_enabled():
+    """Call ``block``; with ``recompute`` store only its inputs and run it again in the backward pass.
+
+    Blocks that ``BlockwiseModel.store_blocks`` chose keep their activations nevertheless.
+    """
+    if recompute and not getattr(block, _STORED, False) and torch.is_grad_enabled():
         return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
     return block(*inputs)

@@ -34,7 +34,9 @@ def compiles(performance: PerformanceConfig, device: torch.device) -> bool:
 
 
 def prepare_blocks(model: Model, performance: PerformanceConfig, device: torch.device) -> None:
-    """Convert and compile the blocks of a network as the run asks, in place."""
+    """Convert and compile the blocks of a network as the run asks, in place, and choose those that are recomputed."""
+    if performance.stored_blocks:
+        model.store_blocks(performance.stored_blocks)
     if performance.fp8:
         fp8.convert(model, performance, device)
     if compiles(performance, device):

@@ -71,14 +71,13 @@ def figures(
     """
     if offloads_optimizer(ds_config):
         return None
-    again = config.performance.recompute
-    network = read_network(config, torch.device("cuda"), (again,))
+    network = read_network(config, torch.device("cuda"))
     setup = setup_of(
         config, ds_config, ranks, flat=flat, trained=network.trained, frozen_bytes=network.frozen_bytes,
-        buffer_bytes=network.buffer_bytes,
+        buffer_bytes=network.buffer_bytes, blocks=network.blocks,
     )  # fmt: skip
     held = memory(
-        setup, network.passes[again], accumulates=config.batch.accumulation(ranks) > 1,
+        setup, network.traced(config.performance), accumulates=config.batch.accumulation(ranks) > 1,
         bucket=Zero.of(ds_config).reduce_bucket,
     )  # fmt: skip
     kind = of_device(device)
@@ -100,7 +99,7 @@ def held_on_cpu(config: RunConfig, ds_config: DsConfig, ranks: int, trained: int
         trained: parameters.
         flat: the run has the flat engine.
     """
-    setup = setup_of(config, ds_config, ranks, flat=flat, trained=trained, frozen_bytes=0, buffer_bytes=0)
+    setup = setup_of(config, ds_config, ranks, flat=flat, trained=trained, frozen_bytes=0, buffer_bytes=0, blocks=0)
     parts = {name: size for name, size in setup.static().items() if size}
     told = ", ".join(f"{name} {_mib(size)}" for name, size in parts.items())
     return f"planned: each rank holds {_mib(sum(parts.values()))} MiB ({told}) and the activations of a micro-batch"

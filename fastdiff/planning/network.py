@@ -1,17 +1,18 @@
 """The network of a run as a plan needs it, read on the device ``meta``: nothing is allocated."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from fastdiff.batch import Condition
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.cost.dry_network import dry_inputs, dry_network
 from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
-from fastdiff.models.cost.traced import Traced, trace
+from fastdiff.models.cost.traced import Recording, Traced, record
 from fastdiff.models.quantized import quantized_weights
 
 TRACED = 2
@@ -30,8 +31,29 @@ class Network:
     """Number of frozen weights of the network, quantised ones included."""
     frozen_bytes: int
     buffer_bytes: int
-    passes: Mapping[bool, Traced]
-    """A forward and backward pass, without and with recomputation."""
+    blocks: int
+    """Number of its blocks."""
+    recorded: Mapping[int, Recording]
+    """Forward and backward passes, by the number of blocks that keep their activations."""
+    _traced: dict[int, Traced] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def stored(self, performance: PerformanceConfig) -> int:
+        """Return the number of blocks that keep their activations."""
+        return performance.stored_blocks if performance.recompute else self.blocks
+
+    def traced(self, performance: PerformanceConfig) -> Traced:
+        """Return the counts of a pass with as much recomputation as ``performance`` asks.
+
+        Raises:
+            KeyError: neither this pass was read, nor both that recompute none and all of the blocks.
+        """
+        stored = self.stored(performance)
+        if stored not in self._traced:
+            recording = self.recorded.get(stored)
+            if recording is None:
+                recording = self.recorded[0].storing(self.recorded[self.blocks], self.blocks - stored)
+            self._traced[stored] = recording.traced()
+        return self._traced[stored]
 
     @property
     def trained(self) -> int:
@@ -42,16 +64,17 @@ class Network:
 def read_network(
     config: RunConfig,
     device: torch.device,
-    recompute: tuple[bool, ...] = (False, True),
     inputs: tuple[Tensor, Condition] | None = None,
+    *,
+    varies: bool = False,
 ) -> Network:
     """Count the network of a run.
 
     Args:
         config: of the run.
         device: of the run, which decides between kernels and references.
-        recompute: the passes to trace.
         inputs: latents ``[2, C, H, W]`` and conditions of two samples; None: as ``config.model`` has them.
+        varies: whether any number of blocks may be recomputed, not that of the run alone.
 
     Raises:
         ConfigError: the network asks for values, which nothing has here; or its LoRA cannot be built.
@@ -61,13 +84,11 @@ def read_network(
     network = dry_network(config)
     frozen_parameters = tuple(p.numel() for p in network.parameters() if not p.requires_grad)
     noisy, condition = inputs or dry_inputs(config.model, network.inputs, TRACED)
-    precision = config.performance.precision
+    precision, blocks = config.performance.precision, len(network.blocks_in_order())
     try:
-        passes = {
-            again: trace(
-                replace(config, performance=replace(config.performance, recompute=again)), noisy, condition, device
-            )
-            for again in recompute
+        recorded = {
+            stored: record(replace(config, performance=performance), noisy, condition, device)
+            for stored, performance in _recomputations(config.performance, blocks, varies=varies)
         }
     except (
         fake_tensor.DataDependentOutputException,
@@ -85,5 +106,17 @@ def read_network(
         frozen=sum(frozen_parameters) + sum(quantized_weights(network)),
         frozen_bytes=frozen_bytes(network, precision),
         buffer_bytes=buffer_bytes(network),
-        passes=passes,
+        blocks=blocks,
+        recorded=recorded,
     )
+
+
+def _recomputations(
+    performance: PerformanceConfig, blocks: int, *, varies: bool
+) -> Iterator[tuple[int, PerformanceConfig]]:
+    """Yield the passes to read, with the number of blocks that keep their activations."""
+    if varies:
+        yield 0, replace(performance, recompute=True, stored_blocks=0)
+        yield blocks, replace(performance, recompute=False, stored_blocks=0)
+    else:
+        yield performance.stored_blocks if performance.recompute else blocks, performance

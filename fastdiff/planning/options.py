@@ -1,5 +1,6 @@
 """Ways to run a training on given GPUs: which fit, how long they take, and why others fall out."""
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,17 @@ class Option:
     micro: int
     recompute: bool
     optimizer: str
+    blocks: int
+    """Of the network."""
+    stored_blocks: int = 0
+    """Those that keep their activations although the others are recomputed."""
+
+    @property
+    def recomputes(self) -> str:
+        """Which blocks are recomputed, in words."""
+        if not self.recompute:
+            return "no"
+        return f"{self.blocks - self.stored_blocks} of {self.blocks}" if self.stored_blocks else "yes"
 
     @property
     def bits(self) -> int:
@@ -65,6 +77,11 @@ class Planned:
     def room(self) -> float:
         """Bytes that a rank can use."""
         return self.option.gpus.kind.memory_gib * 2**30 - RESERVED
+
+    @property
+    def fits(self) -> bool:
+        """Whether they suffice."""
+        return self.memory.peak <= self.room
 
     @cached_property
     def images_per_s(self) -> Interval:
@@ -103,8 +120,9 @@ def options(
 ) -> tuple[list[Planned], list[Refused]]:
     """Return the options of some GPUs that fit, the fastest first, and why others fall out.
 
-    What the command line fixes is not varied: a DeepSpeed JSON, a micro-batch, recomputation, 8-bit moments. Nor are
-    the moments of a published recipe.
+    With recomputation, as many blocks as fit keep their activations. What the command line fixes is not varied: a
+    DeepSpeed JSON, a micro-batch, recomputation, the number of those blocks, 8-bit moments. Nor are the moments of a
+    published recipe.
     """
     if reason := _unsuited(config.batch, config.performance, gpus):
         return [], [Refused(gpus, reason, 1)]
@@ -116,23 +134,23 @@ def options(
         if reason := _no_engine(config, json_of(stage, launch), optimizer, gpus.count):
             without_engine[reason] += 1
             continue
-        found = (
-            _planned(config, launch, network, basis, Option(
-                gpus=gpus, stage=stage, micro=micro, recompute=recompute, optimizer=optimizer
+        found = [
+            _storing_most(config, launch, network, basis, Option(
+                gpus=gpus, stage=stage, micro=micro, recompute=recompute, optimizer=optimizer, blocks=network.blocks
             )) for micro in sizes
-        )  # fmt: skip
-        best = smallest = None
-        for smallest in found:
-            if smallest.memory.peak <= smallest.room:
-                best = smallest
-                break
-        if best is not None:
-            fitting.append(_timed(best, launch, network, basis))
-        elif smallest is not None:
-            lacking.append(smallest)
+        ]  # fmt: skip
+        timed = [_timed(one, launch, network, basis) for one in found if one.fits]
+        if timed:
+            fitting.append(max(timed, key=_rounded_rate))  # the largest micro-batch of equals
+        else:
+            lacking.append(found[-1])
     fitting.sort(key=lambda one: -one.images_per_s.middle)
     refused = [Refused(gpus, reason, number) for reason, number in without_engine.items()]
     return fitting, [*refused, *([_no_memory(gpus, lacking)] if lacking else [])]
+
+
+def _rounded_rate(planned: Planned) -> float:
+    return float(f"{planned.images_per_s.middle:.4g}")
 
 
 def distinct(fitting: Sequence[Planned]) -> list[Planned]:
@@ -207,12 +225,27 @@ def json_of(stage: int, launch: Launch) -> deepspeed_config.DsConfig:
     return OF_STAGE[stage] if launch.deepspeed is None else launch.deepspeed
 
 
+def _storing_most(config: RunConfig, launch: Launch, network: Network, basis: Basis, option: Option) -> Planned:
+    """Predict the memory of an option with the most blocks that keep their activations, or with none if none fits."""
+
+    def stored(blocks: int) -> Planned:
+        return _planned(config, launch, network, basis, replace(option, stored_blocks=blocks))
+
+    if not option.recompute:
+        return stored(0)
+    if config.performance.stored_blocks or launch.gives("--performance.stored_blocks"):
+        return stored(config.performance.stored_blocks)
+    # All of them are the option without recomputation, where that may be left out.
+    most = range(option.blocks + config.performance.recompute) or range(1)
+    return stored(max(0, bisect_right(most, 0, key=lambda blocks: not stored(blocks).fits) - 1))
+
+
 def _planned(config: RunConfig, launch: Launch, network: Network, basis: Basis, option: Option) -> Planned:
     config = replace(
         config,
         batch=replace(config.batch, micro=option.micro),
         optim=replace(config.optim, name=option.optimizer),
-        performance=replace(config.performance, recompute=option.recompute),
+        performance=replace(config.performance, recompute=option.recompute, stored_blocks=option.stored_blocks),
     )
     raw = json_of(option.stage, launch)
     setup = setup_for(config, raw, network, option.gpus.count)
@@ -233,7 +266,7 @@ def memory_of(config: RunConfig, setup: Setup, network: Network, *, bucket: int,
     output, validation = config.output, config.validation
     return memory(
         setup,
-        network.passes[config.performance.recompute],
+        network.traced(config.performance),
         accumulates=config.batch.accumulation(setup.ranks) > 1,
         bucket=bucket,
         on_cpu=on_cpu,
@@ -253,6 +286,7 @@ def setup_for(config: RunConfig, raw: deepspeed_config.DsConfig, network: Networ
         trained=network.trained,
         frozen_bytes=network.frozen_bytes,
         buffer_bytes=network.buffer_bytes,
+        blocks=network.blocks,
     )
 
 
@@ -270,10 +304,10 @@ def work_of(config: RunConfig, raw: deepspeed_config.DsConfig, network: Network,
     zero = replace(zero, overlap=zero.overlap and not performance.cuda_graph)  # no graph holds a message
     accumulation = config.batch.accumulation(ranks)
     several = ranks * accumulation > 1
-    traced = network.passes[performance.recompute]
+    traced = network.traced(performance)
     fused = compiles(performance, torch.device("cuda")) and performance.device != "cpu"
     return Work(
-        kernels=of_traced(traced, fused=fused, recompute=performance.recompute),
+        kernels=of_traced(traced, fused=fused),
         launches=traced.launches,
         dtype=_dtype(performance),
         micro=config.batch.per_rank(ranks),
@@ -284,7 +318,7 @@ def work_of(config: RunConfig, raw: deepspeed_config.DsConfig, network: Network,
         width=width_of(performance.precision),
         sums=width_of(performance.sums if several else performance.precision),
         state_bytes=family_of(config.optim).state_bytes,
-        recompute=performance.recompute,
+        recomputed=traced.recomputed,
         captured=performance.cuda_graph,
     )
 

@@ -68,6 +68,7 @@ def draw(path: Path, best: Sequence[Planned], samples: int) -> None:
 def _label(planned: Planned, samples: int) -> str:
     option = planned.option
     again = ", recomputed" if option.recompute else ""
+    again += f" {option.recomputes} blocks" if option.stored_blocks else ""
     moments = "" if option.bits == 32 else f", {option.bits}-bit moments"
     time = in_words(3600 * planned.hours(samples).middle)
     return f"{option.gpus.name}, ZeRO-{option.stage}, {option.micro} samples{again}{moments}: {time}"

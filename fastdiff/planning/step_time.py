@@ -53,7 +53,8 @@ class Work:
     """Bytes per element of the gradients when they are added up."""
     state_bytes: int
     """Bytes of optimizer state per parameter."""
-    recompute: bool
+    recomputed: float
+    """Share of the forward pass that runs again in the backward pass."""
     captured: bool = False
     """Whether CUDA graphs hold passes and update: the host launches a few graphs, not every kernel."""
 
@@ -127,7 +128,7 @@ def _device(work: Work, gpus: Gpus, shares: Shares, factors: Factors) -> tuple[f
     """Return the seconds of the device in a step, and of its passes and its update alone."""
     one = factors.passes * pass_seconds(work, gpus, shares)
     update = factors.update * update_seconds(work, gpus, shares)
-    forward = one / (4 if work.recompute else 3)
+    forward = one / (3 + work.recomputed)
     compute, sent = Compute(forward, one - forward), messages(work, gpus)
     overlap, cost = work.zero.overlap, _cost(gpus)
     last = step_seconds(compute, sent, cost, overlap=overlap)

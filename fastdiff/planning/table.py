@@ -35,6 +35,8 @@ def figures(planned: Planned, samples: int, price: float | None) -> dict[str, An
         "zero_stage": option.stage,
         "micro": option.micro,
         "recompute": option.recompute,
+        "stored_blocks": option.stored_blocks,
+        "blocks": option.blocks,
         "optimizer": option.optimizer,
         "memory_gib": {name: size / 2**30 for name, size in asdict(planned.memory).items()},
         "peak_gib": planned.memory.peak / 2**30,
@@ -64,7 +66,7 @@ def rows(best: Iterable[Planned], samples: int, price: float | None) -> Iterator
             one["gpus"],
             str(one["zero_stage"]),
             str(one["micro"]),
-            "yes" if one["recompute"] else "no",
+            planned.option.recomputes,
             f"{planned.option.bits}-bit",
             f"{one['peak_gib']:.1f}/{one['room_gib']:.1f}",
             _round(rate["middle"]),
@@ -131,6 +133,8 @@ def command(planned: Planned, launch: Launch) -> str:
         flags += ["--deepspeed_config", NAMES[option.stage]]
     if option.recompute and "--performance.recompute" not in flags:
         flags.append("--performance.recompute")
+    if option.stored_blocks and not launch.gives("--performance.stored_blocks"):
+        flags += ["--performance.stored_blocks", str(option.stored_blocks)]
     if option.optimizer != RunConfig().optim.name and option.optimizer not in flags:
         flags += ["--optim.name", option.optimizer]
     if gpus.nodes == 1:

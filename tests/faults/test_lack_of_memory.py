@@ -238,14 +238,19 @@ def test_the_file_is_named_where_it_gives_the_limit(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A supervisor gives the limit also where the folder remembers none."""
-    state = state_of(tmp_path, 8, "cpu", batch__samples=16)
+    blocks = {"performance__recompute": True, "performance__stored_blocks": 1}
+    state = state_of(tmp_path, 8, "cpu", batch__samples=16, **blocks)
     config, ds_config = replace(state.config, batch=BatchConfig(samples=16, micro=8)), state.engine.ds_config
     monkeypatch.setenv(MICRO_LIMIT, "4")
     assert limited(config, ds_config, world).batch.micro == 4
     told = capsys.readouterr().err
     assert "in micro-batches of 4 samples per rank, not 8" in told
     assert "delete" not in told
-    with pytest.raises(OutOfMemoryRestart), explaining_memory(state):
+    may = "a smaller --performance.stored_blocks than 1 may keep the 8"
+    with pytest.raises(OutOfMemoryRestart, match=may), explaining_memory(state):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     assert limited(config, ds_config, world).batch.micro == 4
+    monkeypatch.delenv(MICRO_LIMIT)
+    fewer = replace(config, performance=replace(config.performance, recompute=True, stored_blocks=0))
+    assert limited(fewer, ds_config, world).batch.micro == 8, "for another number of stored blocks it is not known"
     assert f"{tmp_path / FILE}; to try 8 again delete that file" in " ".join(capsys.readouterr().err.split())

@@ -17,6 +17,7 @@ from fastdiff.models.unet.blocks import Conv2d, GroupNorm
 from fastdiff_kernels import dispatch, group_norm
 from tests.support.dispatch_modes import Copies, Strides
 from tests.support.nights import by_day
+from tests.support.recomputed import calls_of, check_calls
 from tests.support.references import adm_networks, unet_reference
 from tests.support.references.adm_networks import worst
 from tests.support.references.unet_reference import difference, gradients
@@ -135,13 +136,12 @@ def test_gradients_of_maps_are_channels_last_and_copied_once_where_maps_join(kin
 
 
 @kinds
-def test_recomputation_changes_no_gradient_and_runs_blocks_twice(kind: str) -> None:
+@pytest.mark.parametrize("part", [0, 0.5, 1])
+def test_recomputation_changes_no_gradient_and_runs_blocks_twice(kind: str, part: float) -> None:
     config = changed(kind)
     plain, again = built(config), built(config, recompute=True)
-    calls: Counter[type[nn.Module]] = Counter()
-    for module in again.modules():
-        if isinstance(module, again.block_classes):
-            module.register_forward_pre_hook(lambda module, _: calls.update([type(module)]))
+    stored = int(part * len(again.blocks_in_order()))
+    calls = calls_of(again.store_blocks(stored))
     arguments = inputs(config)
     with dispatch.forced(dropout="reference"):
         outputs = [model(**arguments) for model in (plain, again)]
@@ -149,7 +149,7 @@ def test_recomputation_changes_no_gradient_and_runs_blocks_twice(kind: str) -> N
     assert torch.equal(*outputs)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert all(torch.count_nonzero(value) for value in first.values())
-    assert calls == {block: 2 * count for block, count in blocks_of(plain).items()}
+    check_calls(again, calls, stored)
 
 
 @pytest.mark.parametrize(

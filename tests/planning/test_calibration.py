@@ -35,7 +35,7 @@ def dit(micro: int) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def network() -> Network:
-    return read_network(dit(64), torch.device("cuda"), (False,))
+    return read_network(dit(64), torch.device("cuda"))
 
 
 def test_a_measured_step_is_predicted_exactly_and_others_narrowly(network: Network) -> None:
@@ -56,7 +56,7 @@ def test_a_measured_step_is_predicted_exactly_and_others_narrowly(network: Netwo
 def test_graphs_give_up_the_overlap_for_the_time_of_the_host(name: str, micro: int, faster: bool) -> None:
     """Which pays where the host limits."""
     config = replace(preset(name), batch=BatchConfig(samples=8 * micro, micro=micro))
-    network = read_network(config, torch.device("cuda"), (False,))
+    network = read_network(config, torch.device("cuda"))
     captured = replace(config, performance=replace(config.performance, cuda_graph=True))
     without, found = (ASSUMED.step_time(work_of(one, OF_STAGE[0], network, 8), H100) for one in (config, captured))
     assert faster or found.device.middle > without.device.middle
@@ -86,7 +86,7 @@ def test_a_finished_run_calibrates_the_command(
     assert "ms per step on 1xcpu" in found["options"][0]["basis"]
     measured = read(tmp_path / "run")
     assert (measured.device, measured.ranks) == ("cpu", 1)
-    own = read_network(measured.config, torch.device("cpu"), (False,))
+    own = read_network(measured.config, torch.device("cpu"))
     work = work_of(measured.config, measured.deepspeed, own, 1)
     cpu = Gpus(CPU, 1, 1)
     basis = calibrated(measured, work, cpu)

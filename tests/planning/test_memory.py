@@ -143,11 +143,11 @@ CASES = (
 
 def predicted(case: Case) -> Memory:
     config = case.config(Path("data"), Path("run"))
-    network = read_network(config, torch.device("cpu"), (case.recompute,))
+    network = read_network(config, torch.device("cpu"))
     start = launch(case.stage).deepspeed
     assert start is not None
     setup = setup_for(config, start, network, case.ranks)
-    return memory(setup, network.passes[case.recompute], accumulates=case.accumulation > 1, on_cpu=True)
+    return memory(setup, network.traced(config.performance), accumulates=case.accumulation > 1, on_cpu=True)
 
 
 def test_only_state_in_blocks_is_updated_through_tables_of_blocks() -> None:
@@ -198,8 +198,9 @@ def test_predicted_memory_is_measured(case: Case, tmp_path: Path) -> None:
 
 
 NOTHING = Traced(
-    matmul=0.0, convolution=0.0, attention=0.0, short_attention=0.0, bytes=0.0, launches=0, saved=0.0, peaks=()
-)
+    matmul=0.0, convolution=0.0, attention=0.0, short_attention=0.0, bytes=0.0, launches=0, recomputed=0.0,
+    saved=0.0, saved_again=0.0, peaks=(),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("quantize", ["none", "8bit", "4bit"])
@@ -209,14 +210,15 @@ def test_the_weights_of_a_lora_are_those_of_its_network(quantize: Any) -> None:
     config = Case(model, 0, 1, "bf16", "adamw", lora=LoraConfig(rank=4, quantize=quantize)).config(Path(), Path())
     real = build_model(model)
     frozen = sum(parameter.numel() for parameter in real.parameters())
-    whole = read_network(replace(config, lora=LoraConfig()), torch.device("cpu"), (False,))
+    whole = read_network(replace(config, lora=LoraConfig()), torch.device("cpu"))
     add_lora(real, config.lora, seed=0)
-    found = read_network(config, torch.device("cpu"), (False,))
+    found = read_network(config, torch.device("cpu"))
     assert found.parameters == tuple(p.numel() for p in real.parameters() if p.requires_grad)
     assert (found.trained, found.frozen) == (2 * 4 * (384 + 384 * 3 + 384 + 384) // 2, frozen)
     assert found.frozen_bytes == frozen_bytes(real, "bf16")
     assert found.buffer_bytes == buffer_bytes(real)
-    assert found.passes[False].matmul < 0.8 * whole.passes[False].matmul, "no gradients of frozen weights"
+    passes = [network.traced(config.performance).matmul for network in (found, whole)]
+    assert passes[0] < 0.8 * passes[1], "no gradients of frozen weights"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

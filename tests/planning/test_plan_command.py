@@ -3,19 +3,26 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from fastdiff.cli.main import main
 from fastdiff.config import deepspeed as deepspeed_config
 from fastdiff.config.command_line.train_flags import parse
+from fastdiff.config.launch_options import Launch
 from fastdiff.config.presets import preset
 from fastdiff.durations import in_words
 from fastdiff.models.cost.flops import run_flops
 from fastdiff.planning import gpus
-from fastdiff.planning.options import OF_STAGE
+from fastdiff.planning.calibration import ASSUMED
+from fastdiff.planning.network import Network, read_network
+from fastdiff.planning.options import OF_STAGE, Planned, distinct, json_of, memory_of, options, setup_for
+from fastdiff.planning.scaling.zero import Zero
+from fastdiff.planning.table import command, rows
 from tests.planning.test_memory import resident
 
 DIT = ("--preset", "dit-xl-2-256")
@@ -131,8 +138,53 @@ def test_what_the_command_line_fixes_is_not_varied(capsys: pytest.CaptureFixture
     file.write_text(json.dumps(OF_STAGE[2]))
     fixed = ("--batch.micro", "4", "--deepspeed_config", str(file), "--performance.recompute")
     found = json.loads(plan(capsys, "--preset", "dit-s-8-256", *fixed, "--gpus", "8xH100", "--json"))
-    assert {(o["zero_stage"], o["micro"], o["recompute"]) for o in found["options"]} == {(2, 4, True)}
-    assert found["command"].endswith(f"--deepspeed_config {file} --performance.recompute --batch.micro 4")
+    assert {(o["zero_stage"], o["micro"], o["recompute"], o["stored_blocks"]) for o in found["options"]} == {
+        (2, 4, True, 12)
+    }, "all twelve blocks have room"
+    start = f"--deepspeed_config {file} --performance.recompute --batch.micro 4"
+    assert found["command"].endswith(f"{start} --performance.stored_blocks 12")
+    for stored in (0, 5):
+        both = (*fixed, "--performance.stored-blocks", str(stored))
+        found = json.loads(plan(capsys, "--preset", "dit-s-8-256", *both, "--gpus", "8xH100", "--json"))
+        assert {option["stored_blocks"] for option in found["options"]} == {stored}
+        assert found["command"].count("stored") == 1
+
+
+def planned(*argv: str, gib: float) -> tuple[list[Planned], Network, Launch]:
+    """The options of a run on one GPU of this memory."""
+    launch, config = parse(argv)
+    network = read_network(config, torch.device("cuda"), varies=True)
+    (gpu,) = [gpu for gpu in gpus.known() if gpu.name == "H100"]
+    small = gpus.Gpus(replace(gpu, memory_gib=gib), 1, 1)
+    return options(config, launch, network, small, ASSUMED)[0], network, launch
+
+
+def test_as_many_blocks_keep_their_activations_as_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """One more does not fit; each one makes the passes faster; and the command has them."""
+    fixed = ("--preset", "dit-s-8-256", "--data.path", "", "--batch.micro", "256", "--optim.name", "adamw8bit")
+    found = []
+    for gib in (3.6, 3.75, 3.9):
+        [most], network, launch = planned(*fixed, "--performance.recompute", gib=gib)
+        stored = most.option.stored_blocks
+        assert 0 < stored < network.blocks == most.option.blocks == 12
+        assert most.fits
+        raw = json_of(0, launch)
+        more = replace(most.config, performance=replace(most.config.performance, stored_blocks=stored + 1))
+        held = memory_of(more, setup_for(more, raw, network, 1), network, bucket=Zero.of(raw).reduce_bucket)
+        assert held.peak > most.room
+        assert command(most, launch).endswith(f"--deepspeed_config ddp --performance.stored_blocks {stored}")
+        _, started = parse(shlex.split(command(most, launch))[4:])
+        assert started.performance == most.config.performance
+        assert f"{12 - stored} of 12" in list(rows([most], 1, None))[1]
+        assert most.time is not None
+        found.append((stored, -most.time.passes))
+    everything, _, _ = planned(*fixed, gib=80)
+    assert [one.option.recompute for one in distinct(everything)] == [False]
+    assert everything[0].time is not None
+    found.append((12, -everything[0].time.passes))
+    assert [stored for stored, _ in found] == sorted({stored for stored, _ in found}), "more memory stores more blocks"
+    assert found == sorted(found)
+    assert found[0][1] / found[-1][1] == pytest.approx(1 + 10 / 12 / 3, rel=0.02), "two of twelve, against none"
 
 
 def test_graphs_are_planned_for_the_engine_that_has_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ def work(stage: int, network: tuple[int, int], seconds: float, on: gpus.Gpus) ->
     taken = Kernels(kind="streaming", bytes=seconds * MIDDLE.streaming * on.kind.bandwidth)
     return Work(
         kernels=(taken,), dtype="bf16", micro=1, accumulation=1, zero=Zero.of(OF_STAGE[stage]),
-        parameters=(parameters // tensors,) * tensors, frozen=(), width=2, sums=4, state_bytes=8, recompute=False,
+        parameters=(parameters // tensors,) * tensors, frozen=(), width=2, sums=4, state_bytes=8, recomputed=0.0,
     )  # fmt: skip
 
 

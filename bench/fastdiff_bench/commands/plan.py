@@ -69,7 +69,7 @@ def _report(workloads: dict[str, Workload], results: dict[str, Result], on: str,
     rows = [["micro-batch", "measured ms", *(f"from {name.rpartition(' ')[2]}, ms" for name in workloads), "worst"]]
     configs = {name: one.config(Path("data"), Path("run")) for name, one in workloads.items()}
     first = next(iter(configs.values()))
-    network = read_network(first, torch.device(on), (first.performance.recompute,))
+    network = read_network(first, torch.device(on))
     kind = CPU if on == "cpu" else gpus.of_device(torch.cuda.get_device_name())
     if kind is None:
         raise BenchError(f"{torch.cuda.get_device_name()} is not in the table of GPUs; add it to gpus.toml")

@@ -94,7 +94,7 @@ def _predicted(
 ) -> Iterator[tuple[str, int, StepTime, float]]:
     """Yield stage, number of the set, step and the GiB that a GPU sends in it."""
     config = measured.config
-    network = read_network(config, torch.device("cuda"), (config.performance.recompute,))
+    network = read_network(config, torch.device("cuda"))
     basis = calibrated(measured, work_of(config, measured.deepspeed, network, measured.ranks), there)
     for stage in stages:
         ds_config = deepspeed_config.read(stage)

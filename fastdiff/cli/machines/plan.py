@@ -150,8 +150,7 @@ def _network(config: RunConfig) -> Network:
 
     from fastdiff.planning.network import read_network
 
-    recompute = (True,) if config.performance.recompute else (False, True)
-    return read_network(config, torch.device("cuda"), recompute)
+    return read_network(config, torch.device("cuda"), varies=not config.performance.stored_blocks)
 
 
 def _basis(source: Path | None, known: Sequence[Gpu]) -> Basis:
@@ -169,6 +168,6 @@ def _basis(source: Path | None, known: Sequence[Gpu]) -> Basis:
         raise ConfigError(f"--from {source}: measured on {measured.device}, which is not known; add it by --gpu-file")
     config = measured.config
     device = torch.device("cpu" if kind is gpus.CPU else "cuda")
-    network = read_network(config, device, (config.performance.recompute,))
+    network = read_network(config, device)
     work = options.work_of(config, measured.deepspeed, network, measured.ranks)
     return calibration.calibrated(measured, work, gpus.Gpus(kind, 1, measured.ranks))

@@ -26,6 +26,10 @@ class PerformanceConfig:
     """torch.compile of each block. None: on with CUDA, off on a CPU."""
     recompute: bool = False
     """Activation checkpointing: recompute each block in the backward pass to save memory."""
+    stored_blocks: int = 0
+    """Blocks that keep their activations under --performance.recompute, which then costs less time and saves less
+    memory: the last ones, whose activations the backward pass frees before it recomputes another block. fastdiff plan
+    finds the largest number that fits a GPU."""
     grad_accum_dtype: Precision | None = None
     """Dtype in which the gradients of the micro-batches and ranks of a step are added up. None: fp32 in a new run, and
     in a resumed run the dtype that it has. The value of --performance.precision, bf16 or fp16, needs half the memory
@@ -71,6 +75,12 @@ class PerformanceConfig:
     def __post_init__(self) -> None:
         self.kernel_backends()
         _ = self.profiled
+        require(self.stored_blocks >= 0, f"--performance.stored_blocks {self.stored_blocks}: expected 0 or more blocks")
+        require(
+            self.recompute or not self.stored_blocks,
+            f"--performance.stored_blocks {self.stored_blocks} changes nothing without recomputation: add "
+            "--performance.recompute, or leave it out",
+        )
         require(
             not self.fp8 or self.precision == "bf16",
             f"--performance.fp8 with --performance.precision {self.precision}: FP8 layers are part of a network in "

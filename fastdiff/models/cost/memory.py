@@ -56,6 +56,8 @@ class Setup:
     recompute: bool
     several: bool
     """Whether a step adds up several gradients."""
+    stored: float = 0.0
+    """Share of the blocks that keep their activations although the others are recomputed."""
     captured: bool = False
     """Whether CUDA graphs hold the passes of the flat engine."""
 
@@ -120,9 +122,9 @@ def _exhausted(error: BaseException) -> Literal["host", "gpu"] | None:
 
 def setup_of(
     config: RunConfig, ds_config: DsConfig, ranks: int, *, flat: bool, trained: int, frozen_bytes: int,
-    buffer_bytes: int,
+    buffer_bytes: int, blocks: int,
 ) -> Setup:  # fmt: skip
-    """Return the setup of a run; ``flat``: with the flat engine."""
+    """Return the setup of a run; ``flat``: with the flat engine, ``blocks``: number of those of the network."""
     performance = config.performance
     return Setup(
         trained=trained,
@@ -139,6 +141,7 @@ def setup_of(
         micro=config.batch.per_rank(ranks),
         recompute=performance.recompute,
         several=ranks * config.batch.accumulation(ranks) > 1,
+        stored=performance.stored_blocks / max(blocks, 1),
         captured=performance.cuda_graph,
     )
 
@@ -214,8 +217,9 @@ def _changes(setup: Setup, activations: float) -> Iterator[tuple[str, float]]:
     half = half_of(setup.micro)
     if setup.micro > 1:
         yield f"--batch.micro {half}", total(replace(setup, several=True), activations * half / setup.micro)
-    if not setup.recompute:
-        yield "--performance.recompute", total(setup, activations * RECOMPUTED)
+    flag, part = _recomputation(setup)
+    if part < 1:
+        yield flag, total(setup, activations * part)
     if smaller := optimizer_family(setup.optimizer).smaller:
         yield _with_optimizer(smaller), total(replace(setup, optimizer=smaller))
     for stage in (2, 3):
@@ -231,6 +235,13 @@ def _changes(setup: Setup, activations: float) -> Iterator[tuple[str, float]]:
         yield flags, total(replace(setup, sums=setup.precision))
 
 
+def _recomputation(setup: Setup) -> tuple[str, float]:
+    """Return the flag that recomputes all blocks, and the part of the activations that it leaves; 1: the run has it."""
+    if not setup.recompute:
+        return "--performance.recompute", RECOMPUTED
+    return "--performance.stored_blocks 0", RECOMPUTED / (RECOMPUTED + (1 - RECOMPUTED) * setup.stored)
+
+
 def _with_optimizer(name: str) -> str:
     return f"--optim.name {name} {_OTHER_OPTIMIZER}"
 
@@ -244,9 +255,10 @@ def _combined(setup: Setup, activations: float) -> Iterator[tuple[str, float]]:
     """Yield the strongest remedies together, without those that the run has."""
     flags: list[str] = []
     smaller = optimizer_family(setup.optimizer).smaller or setup.optimizer
+    recompute, left = _recomputation(setup)
     for missing, flag, changed, part in (
         (setup.micro > 1, "--batch.micro 1", {"several": True}, 1 / setup.micro),
-        (not setup.recompute, "--performance.recompute", {}, RECOMPUTED),
+        (left < 1, recompute, {}, left),
         (setup.optimizer != smaller, _with_optimizer(smaller), {"optimizer": smaller}, 1.0),
         (not (setup.offload and setup.stage == 3), _OFFLOAD, {"stage": 3, "offload": True}, 1.0),
     ):

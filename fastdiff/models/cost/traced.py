@@ -5,10 +5,10 @@ what lives at the same time in eager execution, with the workspaces of libraries
 """
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,8 +48,12 @@ class Traced:
     """Bytes per sample that all other kernels of an eager pass read and write."""
     launches: int
     """Kernels that an eager pass launches."""
+    recomputed: float
+    """Share of the operations of the forward pass that run again in the backward pass."""
     saved: float
     """Bytes per sample that are alive when the forward pass ends: what is kept for the backward pass."""
+    saved_again: float
+    """Bytes per sample that blocks save when they run again, added up."""
     peaks: tuple[tuple[float, float], ...]
     """Moments of the pass at which most is alive: bytes per sample, and bytes of gradients of weights beside them."""
 
@@ -63,7 +67,78 @@ class Traced:
         return max(micro * alive + gradients * beside for alive, beside in self.peaks)
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Part of a pass, which begins with the forward or backward pass of a block; that of the last block has both."""
+
+    block: int
+    """Number of the block in their order; -1: the first part, before any block."""
+    alive: int
+    """Bytes that are alive at its beginning, without gradients of weights."""
+    moments: tuple[tuple[int, int], ...]
+    """Those at which most is alive: bytes, and bytes of gradients of weights beside them."""
+    counts: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A pass in sections."""
+
+    samples: int
+    saved: int
+    """Bytes that are alive when the forward pass ends."""
+    sections: tuple[Section, ...]
+
+    def storing(self, stored: "Recording", first: int) -> "Recording":
+        """Return the pass whose blocks from number ``first`` on keep their activations.
+
+        Until the first of them begins, and after its backward pass, the pass is this one. Between, it is the other one
+        without what the blocks before keep in excess there.
+
+        Args:
+            stored: the pass whose blocks all keep their activations; this one recomputes all.
+            first: number of the first block that keeps them.
+        """
+        inner = [section for section in stored.sections if section.block >= first]
+        if not inner:
+            return self
+        here = next(section.alive for section in self.sections if section.block == inner[0].block)
+        excess = inner[0].alive - here
+        before, after = _around(self.sections, first)
+        moved = (
+            replace(each, alive=each.alive - excess, moments=tuple((a - excess, g) for a, g in each.moments))
+            for each in inner
+        )
+        return Recording(self.samples, stored.saved - excess, (*before, *moved, *after))
+
+    def traced(self) -> Traced:
+        """Return the counts of the whole pass."""
+        counts: Counter[str] = Counter()
+        for section in self.sections:
+            counts.update(section.counts)
+        kinds = ("matmul", "convolution", "attention", "short_attention", "bytes", "saved_again")
+        moments = _largest(moment for section in self.sections for moment in section.moments)
+        return Traced(
+            **{kind: counts[kind] / self.samples for kind in kinds},  # type: ignore[arg-type]
+            launches=int(counts["launches"]),
+            recomputed=counts["again"] / counts["forward"] if counts["forward"] else 0.0,
+            saved=self.saved / self.samples,
+            peaks=tuple((alive / self.samples, grown) for alive, grown in moments),
+        )
+
+
+def _around(sections: Sequence[Section], first: int) -> tuple[list[Section], list[Section]]:
+    """Return the sections of the blocks before ``first``: of their forward passes, and of their backward passes."""
+    inner = [place for place, section in enumerate(sections) if section.block >= first]
+    return list(sections[: inner[0]]), list(sections[inner[-1] + 1 :])
+
+
 def trace(config: RunConfig, noisy: Tensor, condition: Condition, device: torch.device) -> Traced:
+    """Run the network of a run forward and backward without data; with arguments as ``record``."""
+    return record(config, noisy, condition, device).traced()
+
+
+def record(config: RunConfig, noisy: Tensor, condition: Condition, device: torch.device) -> Recording:
     """Run the network of a run forward and backward without data.
 
     Args:
@@ -77,6 +152,7 @@ def trace(config: RunConfig, noisy: Tensor, condition: Condition, device: torch.
     performance = config.performance
     attention: AttentionBackend = "reference" if performance.attention == "reference" else "sdpa"
     network = dry_network(config, recompute=performance.recompute, attention=attention)
+    network.store_blocks(performance.stored_blocks)
     with ExitStack() as stack:
         stack.enter_context(launch.recording())
         stack.enter_context(dispatch.forced(**_op_backends(config.performance, device)))
@@ -85,6 +161,8 @@ def trace(config: RunConfig, noisy: Tensor, condition: Condition, device: torch.
         _put(weights, network)
         inputs = (torch.empty(noisy.shape), torch.zeros(len(noisy)))
         counter: _Counter = stack.enter_context(_Counter(weights.values()))
+        for number, block in enumerate(network.blocks_in_order()):
+            counter.watch(number, block)
         prediction = network(*inputs, **condition)
         saved = counter.alive
         outputs = tree_leaves(prediction)
@@ -133,13 +211,51 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._events: list[tuple[int, int]] = []
         self._numbers: dict[int, int] = {}
-        self._flops: defaultdict[str, float] = defaultdict(float)
-        self._bytes = self._launches = self._taken = 0
+        self._taken = 0
+        self._begun: list[tuple[int, int]] = []
+        """Block of each section, and the number of events before it."""
+        self._counts: list[defaultdict[str, float]] = []
+        """Of each section."""
+        self._begin(-1)
+        self._runs_again = False
+        self._before_again: int | None = None
+        """Bytes alive before a block ran again, until the backward pass goes on."""
+
+    def watch(self, number: int, block: nn.Module) -> None:
+        """Let sections begin with the passes of a block."""
+
+        def enter(*_: Any) -> None:
+            if _in_backward():
+                self._runs_again, self._before_again = True, self.alive
+            elif number > self._begun[-1][0]:
+                self._begin(number)
+
+        def leave(_: Any, __: Any, result: Any) -> None:
+            self._runs_again = False
+            if not _in_backward():
+                for value in tree_leaves(result):
+                    if isinstance(value, Tensor) and value.requires_grad:
+                        value.register_hook(enter_backward)  # type: ignore[no-untyped-call]
+
+        def enter_backward(_: Tensor) -> None:  # with the first output whose gradient is complete
+            if number < self._begun[-1][0]:
+                self._begin(number)
+
+        block.register_forward_pre_hook(enter)
+        # Recomputation ends a forward by an exception, as soon as it has what the backward pass needs.
+        block.register_forward_hook(leave, always_call=True)
+
+    def _begin(self, block: int) -> None:
+        self._begun.append((block, len(self._events)))
+        self._counts.append(defaultdict(float))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operation and count it."""
+        if self._before_again is not None and not self._runs_again:
+            self._counts[-1]["saved_again"] += self.alive - self._before_again
+            self._before_again = None
         out = func(*args, **(kwargs or {}))
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         made = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
@@ -154,11 +270,17 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moves = func._schema.is_mutable or any(_memory(value) not in before for value in made)
         if not moves or name.startswith(("empty", "new_empty")):
             return  # a view, or memory that nothing is written to
-        self._launches += 1
+        counts = self._counts[-1]
+        counts["launches"] += 1
         kind, flops = _operations(func, name, args, out)
-        self._flops[kind] += flops
         if kind == "other":
-            self._bytes += sum(value.numel() * value.element_size() for value in (*given, *made))
+            counts["bytes"] += sum(value.numel() * value.element_size() for value in (*given, *made))
+            return
+        counts[kind] += flops
+        if self._runs_again:
+            counts["again"] += flops
+        elif not _in_backward():
+            counts["forward"] += flops
 
     def _take(self, value: Tensor) -> None:
         """Record the memory of a new tensor, and when it is given back."""
@@ -179,19 +301,23 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._refs[key] = weakref.ref(storage, freed)
 
-    def result(self, samples: int, saved: int, gradients: Sequence[Tensor]) -> Traced:
-        """Return the counts of a pass that left these gradients of the weights."""
+    def result(self, samples: int, saved: int, gradients: Sequence[Tensor]) -> Recording:
+        """Return the pass that left these gradients of the weights."""
         beside = {self._numbers[_memory(value)] for value in gradients if _memory(value) in self._numbers}
-        return Traced(
-            matmul=self._flops["matmul"] / samples,
-            convolution=self._flops["convolution"] / samples,
-            attention=self._flops["attention"] / samples,
-            short_attention=self._flops["short_attention"] / samples,
-            bytes=self._bytes / samples,
-            launches=self._launches,
-            saved=saved / samples,
-            peaks=tuple((alive / samples, grown) for alive, grown in _largest(_totals(self._events, beside))),
+        totals = [(0, 0), *_totals(self._events, beside)]
+        ends = [start for _, start in self._begun[1:]] + [len(self._events)]
+        return Recording(
+            samples,
+            saved,
+            tuple(
+                Section(block, totals[start][0], tuple(_largest(totals[start : end + 1])), counts)
+                for (block, start), end, counts in zip(self._begun, ends, self._counts, strict=True)
+            ),
         )
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _totals(events: Iterable[tuple[int, int]], beside: set[int]) -> Iterator[tuple[int, int]]:

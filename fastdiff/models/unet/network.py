@@ -7,6 +7,7 @@ during the forward of its own module, or of its block; no code here reads one at
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Self, cast
 
 import torch
@@ -99,6 +100,11 @@ class UNet(BlockwiseModel):
         branch, base, shift = terms
         out, _ = self.conv_norm_out(branch, shift=shift, residual=base)
         return cast(Tensor, self.conv_out(out)).contiguous()
+
+    def blocks_in_order(self) -> list[nn.Module]:
+        """Return the blocks in the order in which a pass runs them; a level lists its residual blocks first."""
+        levels = [*self.down_blocks, self.mid_block, *self.up_blocks]
+        return [block for level in levels for block in cast(_Level, level).blocks_in_order()]
 
     def compile_blocks(self, **options: Any) -> Self:
         """Compile as in ``BlockwiseModel``; ``dynamic`` is False unless given, so each map size has its own graphs."""
@@ -194,6 +200,13 @@ class _Level(nn.Module):
             self.resnets.append(parts.res_block(width))
             if depth:
                 self.attentions.append(parts.transformer(depth))
+
+    def blocks_in_order(self) -> Iterator[nn.Module]:
+        """Yield its blocks in the order in which a pass runs them."""
+        for resnet, transformer in zip_longest(self.resnets, self.attentions):
+            yield resnet
+            if transformer is not None:
+                yield from cast(nn.ModuleList, transformer.transformer_blocks)
 
     def _res_block(self, n: int, terms: Terms, embedding: Tensor) -> Terms:
         out: Terms = run_block(self.resnets[n], *terms, embedding, recompute=self.recompute)

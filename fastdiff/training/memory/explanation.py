@@ -76,9 +76,11 @@ def explaining_construction(config: RunConfig, ds_config: DsConfig, world: World
             trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
             frozen_bytes=memory.frozen_bytes(network, precision),
             buffer_bytes=memory.buffer_bytes(network),
+            blocks=len(network.blocks_in_order()),
         )
         # As if it had the remedies that lower activations alone: they are not advised.
-        raise _without_a_smaller(error, phase, replace(setup, micro=1, recompute=True), world, 0.0) from error
+        least = replace(setup, micro=1, recompute=True, stored=0.0)
+        raise _without_a_smaller(error, phase, least, world, 0.0) from error
 
 
 def _whose(error: Exception) -> Literal["host", "gpu"] | None:
@@ -140,6 +142,7 @@ def _setup(state: TrainState) -> memory.Setup:
         trained=sum(math.prod(shape) for shape in engine.shapes.values()),
         frozen_bytes=engine.frozen_bytes,
         buffer_bytes=engine.buffer_bytes,
+        blocks=len(dry_network(state.config).blocks_in_order()),
     )
 
 

@@ -110,7 +110,7 @@ def largest(
         own = replace(config, batch=replace(config.batch, micro=size))
         setup = setup_of(
             own, ds_config, ranks, flat=flat, trained=network.trained, frozen_bytes=network.frozen_bytes,
-            buffer_bytes=network.buffer_bytes,
+            buffer_bytes=network.buffer_bytes, blocks=network.blocks,
         )  # fmt: skip
         return encoders + memory_of(own, setup, network, bucket=bucket, on_cpu=device.type == "cpu").peak
 
@@ -134,7 +134,7 @@ def _network(config: RunConfig, ds_config: DsConfig, info: DatasetInfo, device: 
     inputs = _inputs(dry_network(config), info)
     try:
         with linear_layers_of(ds_config):
-            return read_network(config, device, (config.performance.recompute,), inputs)
+            return read_network(config, device, inputs)
     except ConfigError as error:
         raise ConfigError(f"--batch.micro auto: {error}; or give a number") from error
 

@@ -40,6 +40,7 @@ class _Found:
     offload: bool
     precision: str
     recompute: bool
+    stored_blocks: int
     optimizer: str
 
 
@@ -51,6 +52,7 @@ def _found(optim: OptimConfig, performance: PerformanceConfig, ds_config: DsConf
         offload=offloads_optimizer(ds_config),
         precision=performance.precision,
         recompute=performance.recompute,
+        stored_blocks=performance.stored_blocks,
         optimizer=optim.name,
     )
 
@@ -78,9 +80,11 @@ def halve(state: TrainState, what: str) -> OutOfMemoryRestart | None:
         publish(path, json.dumps(asdict(found), indent=1).encode() + b"\n")
     except OSError:
         return None
+    stored = config.performance.stored_blocks
+    others = f"; a smaller --performance.stored_blocks than {stored} may keep the {micro}" if stored else ""
     return OutOfMemoryRestart(
         f"{what}; the same command goes on in micro-batches of {half} samples per rank instead of {micro} "
-        f"(--batch.micro), as {path} remembers; the losses are equal up to rounding",
+        f"(--batch.micro), as {path} remembers; the losses are equal up to rounding{others}",
         micro=half,
     )
 
@@ -114,8 +118,8 @@ def _handed(own: int) -> int:
 def _remembered(config: RunConfig, ds_config: DsConfig, ranks: int) -> int:
     """Return the micro-batch that the folder remembers for this run, otherwise its own.
 
-    Ranks, ZeRO stage, offloading, precision, recomputation and optimizer must be those for which the memory did not
-    suffice: with others it may.
+    Ranks, ZeRO stage, offloading, precision, recomputed blocks and optimizer must be those for which the memory did
+    not suffice: with others it may.
     """
     own, found = config.batch.per_rank(ranks), _read(Path(config.output.folder))
     if found is None:

@@ -18,6 +18,7 @@ from fastdiff_kernels import dispatch
 from fastdiff_kernels.adaln import launches
 from fastdiff_kernels.dispatch import Choice
 from tests.support.dispatch_modes import Strides
+from tests.support.recomputed import calls_of, check_calls
 from tests.support.references.dit_reference import reference_forward, reference_position
 
 SMALL = DiTConfig(depth=2, hidden=24, heads=3, patch=2, size=6, channels=3, classes=5, learn_sigma=True)
@@ -235,17 +236,12 @@ def gradients(model: DiT) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_recomputation_changes_no_gradient_and_runs_blocks_twice() -> None:
-    plain, recomputed = trained(), trained(recompute=True)
-    calls = 0
-
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-
-    recomputed.blocks[0].register_forward_pre_hook(count)
+@pytest.mark.parametrize("stored", [0, 1, 2])
+def test_recomputation_changes_no_gradient_and_runs_blocks_twice(stored: int) -> None:
+    plain, recomputed = trained(), trained(recompute=True).store_blocks(stored)
+    calls = calls_of(recomputed)
     first, second = gradients(plain), gradients(recomputed)
-    assert calls == 2
+    check_calls(recomputed, calls, stored)
     assert first.keys() == second.keys() == dict(plain.named_parameters()).keys()
     assert all(torch.equal(first[k], second[k]) for k in first)
     assert all(torch.count_nonzero(g) for g in first.values())

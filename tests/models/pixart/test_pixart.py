@@ -174,8 +174,8 @@ def test_recomputed_and_compiled_blocks_compute_the_same(attention: Any) -> None
     arguments = inputs(SMALL["alpha"])
 
     def results(**options: Any) -> dict[str, Tensor]:
-        compiled = options.pop("compiled", False)
-        model = built(SMALL["alpha"], **options)
+        compiled, stored = options.pop("compiled", False), options.pop("stored", 0)
+        model = built(SMALL["alpha"], **options).store_blocks(stored)
         if compiled:
             torch._dynamo.reset()
             model.compile_blocks(backend="aot_eager")
@@ -183,6 +183,9 @@ def test_recomputed_and_compiled_blocks_compute_the_same(attention: Any) -> None
         return {"": out.detach(), **gradients(model, out)}
 
     plain = results()
+    for stored in range(SMALL["alpha"].depth + 1):
+        again = results(recompute=True, stored=stored)
+        assert all(torch.equal(again[name], value) for name, value in plain.items())
     for other in (results(recompute=True), results(attention=attention, compiled=True)):
         assert other.keys() == plain.keys()
         assert max(difference(other[name], plain[name]) for name in plain if not _is_zero(name)) < 1e-5

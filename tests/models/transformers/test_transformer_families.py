@@ -20,9 +20,10 @@ from fastdiff.diffusion.levels import TARGET_NOISE, TARGET_X0
 from fastdiff.diffusion.processes import build_process
 from fastdiff.errors import ConfigError
 from fastdiff.models.blockwise import BlockwiseModel
-from fastdiff.models.build import build_deferred, build_model, load_model
+from fastdiff.models.build import Model, build_deferred, build_model, load_model
 from fastdiff.models.family import family_of
 from tests.support.dispatch_modes import Costs
+from tests.support.recomputed import calls_of, check_calls
 from tests.support.references.transformer_families import (
     FAMILIES,
     SIZES,
@@ -104,22 +105,35 @@ def test_what_gets_no_gradient_is_not_trained(family: Family) -> None:
 
 
 @families
-def test_recomputation_changes_no_bit(family: Family) -> None:
+def test_recomputation_of_none_some_or_all_blocks_changes_no_bit(family: Family) -> None:
     results = []
-    for recompute in (False, True):
-        model = built(family.config, recompute=recompute)
+    for stored in (None, 0, 1, 2, len(built(family.config).blocks_in_order())):
+        model = built(family.config, recompute=stored is not None).store_blocks(stored or 0)
+        calls = calls_of(model)
         out = model(noisy(family.config), _SIGMA, **conditions(family.config))
         out.square().mean().backward()
+        if stored is not None:
+            check_calls(model, calls, stored)
         results.append([out, *(p.grad for p in model.parameters() if p.grad is not None)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
 @families
 def test_one_graph_serves_each_shape(family: Family) -> None:
-    """No break in a block, none compiled again for another batch of a known shape, whatever its captions."""
+    """No break in a block, none compiled again for another batch of a known shape, whatever its captions.
+
+    Nor for the blocks that keep their activations beside those that are recomputed.
+    """
+    plain = built(family.config)
+    found = [_graphs(family, plain, stored) for stored in (None, 1)]
+    assert len(set(found)) == 1, found
+
+
+def _graphs(family: Family, plain: Model, stored: int | None) -> int:
+    """Compile the blocks, of which all or some are recomputed, run them, and return the number of graphs."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    plain, model = built(family.config), built(family.config)
+    model = built(family.config, recompute=stored is not None).store_blocks(stored or 0)
     model.compile_blocks(backend="aot_eager")
     graphs = []
     for turn in range(2):
@@ -135,6 +149,7 @@ def test_one_graph_serves_each_shape(family: Family) -> None:
     assert graphs[0] > 0
     assert graphs[1] == graphs[0]
     assert not torch._dynamo.utils.counters["graph_break"]
+    return graphs[1]
 
 
 @families

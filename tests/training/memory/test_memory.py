@@ -126,6 +126,15 @@ def test_three_flags_that_fit_are_named_least_change_first() -> None:
     }
 
 
+def test_blocks_that_keep_their_activations_are_recomputed_as_well() -> None:
+    """Half of them: of a quarter, and half of the rest, the quarter is left."""
+    half = replace(SETUP, recompute=True, stored=0.5)
+    found = {flag: size / GIB for flag, size in remedies(half, activations=8 * GIB, room=15 * GIB)}
+    assert found["--performance.stored_blocks 0"] == pytest.approx(10 + 8 * 0.25 / 0.625)
+    [strongest, *_] = remedies(half, activations=8 * GIB, room=2 * GIB)
+    assert strongest[0].startswith("--batch.micro 1 --performance.stored_blocks 0 --optim.name adamw8bit")
+
+
 def test_where_no_flag_suffices_the_combinations_that_need_least_are_named() -> None:
     found = remedies(SETUP, activations=8 * GIB, room=2 * GIB)
     assert [size for _, size in found] == sorted(size for _, size in found)
@@ -157,6 +166,8 @@ def test_the_message_says_what_fills_the_memory_and_what_would_fit() -> None:
     [
         ({"micro": 1}, "--batch.micro"),
         ({"recompute": True}, "--performance.recompute"),
+        ({"recompute": True}, "--performance.stored_blocks"),
+        ({"recompute": True, "stored": 0.5}, "--performance.recompute"),
         ({"optimizer": "adamw8bit"}, "--optim.name"),
         ({"optimizer": "adamw8bit-bnb"}, "--optim.name"),
         ({"stage": 3, "offload": True}, "--deepspeed_config"),
@@ -183,6 +194,10 @@ def test_advice_is_accepted_when_it_is_followed(tmp_path: Path, micro: int) -> N
         replace(SETUP, optimizer="adamw8bit", stage=3),
         replace(SETUP, recompute=True, offload=True, stage=3),
     ]
+    if micro == 8:
+        given += ["--performance.recompute", "--performance.stored_blocks", "1"]
+        _, before = train_flags.parse([*given, "--performance.grad_accum_dtype", "fp32"])
+        setups.append(replace(SETUP, recompute=True, stored=0.5))
     found: set[str] = set()  # many rooms have the same advice
     for room in (1, 4, 8, 12, 15):
         named = {flag for setup in setups for flag, _ in remedies(replace(setup, micro=micro), 8.0 * GIB, room * GIB)}
