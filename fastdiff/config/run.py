@@ -215,6 +215,10 @@ class RunConfig:
             not (self.validation.prompts or self.validation.captions) or text,
             "--validation.prompts is for text-conditional models; others have sample grids (--output.sample_every)",
         )
+        require(
+            not self.validation.references or self.model.takes_references,
+            f"--validation.references needs an edit model; {self.model.title} takes no references",
+        )
 
     @property
     def steps(self) -> int:

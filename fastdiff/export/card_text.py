@@ -77,7 +77,10 @@ def drawing(config: RunConfig) -> str:
         if settings.steps == settings.distilled_steps:
             options |= {"num_inference_steps": settings.steps, "guidance_scale": settings.guidance}
     given = "".join(f", {name}={value}" for name, value in options.items())
-    return f'image = pipeline({json.dumps(prompt, ensure_ascii=False)}{given}).images[0]\nimage.save("image.png")'
+    # By its name: the first argument of an edit model is a picture.
+    return (
+        f'image = pipeline(prompt={json.dumps(prompt, ensure_ascii=False)}{given}).images[0]\nimage.save("image.png")'
+    )
 
 
 def load_safetensors(network: ModelConfig, objective: ObjectiveConfig, place: Place, name: str) -> str:

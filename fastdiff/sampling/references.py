@@ -15,7 +15,7 @@ from fastdiff.models.pretrained.pipeline import Pretrained
 
 
 def encode_references(
-    pipeline: Pretrained, files: Sequence[Path], size: int, statistics: Normalisation | None
+    pipeline: Pretrained, files: Sequence[Path], size: int, statistics: Normalisation | None, flag: str = "--reference"
 ) -> Tensor:
     """Encode pictures as `fastdiff encode` encodes references, in fp32 on the CPU; the autoencoder is freed.
 
@@ -24,6 +24,7 @@ def encode_references(
         files: N pictures.
         size: height and width of their latents; they are resized to cover it, and cropped at the centre.
         statistics: of the training latents; None: those of the autoencoder.
+        flag: that gave the files, for messages.
 
     Returns:
         ``[N, C, size, size]``, normalised.
@@ -35,13 +36,13 @@ def encode_references(
     try:
         contents = [file.read_bytes() for file in files]
     except OSError as error:
-        raise ConfigError(f"--reference {error.filename}: {error.strerror}; give the file of a picture") from error
+        raise ConfigError(f"{flag} {error.filename}: {error.strerror}; give the file of a picture") from error
     encoder, space = LatentEncoder(pipeline, torch.device("cpu"), torch.float32), pipeline.latent_space
     decoder = PillowDecoder(ImageTransform(size * encoder.factor, "center", "lanczos"), 1)
     pixels = []
     for file, decoded in zip(files, decoder.decode(contents), strict=True):
         if isinstance(decoded, BadImage):
-            raise DataError(f"--reference {file}: {decoded.reason}; give another picture")
+            raise DataError(f"{flag} {file}: {decoded.reason}; give another picture")
         pixels.append(decoded.pixels)
     latents = encoder.means(encoder.encode(torch.from_numpy(np.stack(pixels))))
     found = statistics or Normalisation(shift=space.shift, scale=space.scale)

@@ -29,7 +29,8 @@ def encode_prompts(
         prompts: N captions.
         model: configuration of the network; its image size is an input of SDXL.
         negative: negative prompt of guidance; None: the unconditional one.
-        references: ``[R, C, h, w]`` normalised latents of the pictures that all prompts refer to; None: none.
+        references: normalised latents of the pictures that all prompts refer to, ``[R, C, h, w]``, or each of its own,
+            ``[N, R, C, h, w]``; None: none.
 
     Returns:
         The condition, ``[N, ...]`` each, and the unconditional one, a single sample of each input.
@@ -46,8 +47,8 @@ def encode_prompts(
         )
     if model.references and references is None:
         log.warning(
-            f"drawing from prompts alone: the network was trained with {model.references} references of each picture, "
-            "and validation has none; `fastdiff sample` takes them by --reference"
+            f"drawing from prompts alone: the network was trained with {model.references} references of each picture; "
+            "give some by --validation.references of `fastdiff train`, or by --reference of `fastdiff sample`"
         )
     encoder = pipeline.text()
     condition = without_padding(encoder(prompts))
@@ -57,7 +58,7 @@ def encode_prompts(
     pixels = (model.size * pipeline.latent_space.factor,) * 2
     sizes = image_conditions(model.conditions, pixels, (0, 0), pixels)
     of_image = {name: torch.tensor(values).expand(len(prompts), -1) for name, values in sizes.items()}
-    given_pictures = {} if references is None else {REFERENCE: references.expand(len(prompts), *references.shape)}
+    given_pictures = {} if references is None else {REFERENCE: references.expand(len(prompts), *references.shape[-4:])}
     return {n: condition[n] for n in wanted} | of_image | given_pictures, {n: null[n] for n in wanted}
 
 

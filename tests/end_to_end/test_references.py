@@ -5,12 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fastdiff.cli.main import main
 from fastdiff.config.networks.flux2 import Flux2Config
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
+from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import ValidationConfig
@@ -18,10 +20,14 @@ from fastdiff.config.sections.objective import FlowConfig
 from fastdiff.data.loading.batches import Normaliser
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError
+from fastdiff.models.load import pretrained
+from fastdiff.models.lora import switch
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.parallel.world import World
 from fastdiff.sampling.run import Run
+from fastdiff.sampling.text import as_bytes, encode_prompts
 from tests.support.forked import forked_ranks, values
+from tests.support.inputs.captioned_pictures import in_grid
 from tests.support.inputs.encoding import captioned, encode, picture
 from tests.support.inputs.family_pipelines import TOKENS, family_pipeline, network_in
 from tests.support.references.transformer_families import FAMILIES
@@ -118,3 +124,52 @@ def test_references_that_do_not_fit_are_refused_or_told(
     held_out = ValidationConfig(data=str(data["none"]), every=1)
     with pytest.raises(ConfigError, match="has no references of each picture, the model takes 2"):
         train_losses(world, run_of(pipeline, data["two"], tmp_path / "held-out", validation=held_out), launch(0))
+
+
+def drawn(run: Path, prompts: list[str], references: torch.Tensor, step: str) -> np.ndarray[Any, Any]:
+    """What the validation shows: the pictures of prompts, by hand."""
+    made = Run(run)
+    if step == "base":
+        switch(made.model, on=False)
+    pipeline = pretrained(made.config.pretrained)
+    condition, null = encode_prompts(pipeline, prompts, made.config.model, references=references)
+    latents = made.sample(condition, null, made.sampler(steps=2))
+    return as_bytes(pipeline.autoencoder().decode(latents)).permute(0, 2, 3, 1).numpy().astype(int)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["captions", "files"])
+def test_pictures_of_the_training_have_references(
+    tmp_path: Path, world: World, pipeline: Path, data: dict[str, Path], given: bool
+) -> None:
+    """Those of the captions of the data, or files; in the pictures of the base model as well."""
+    before, prompts = data["two"].parent / "before-two", ["edit 0", "edit 3"]
+    files = tuple(str(before / f"{number:03d}_{which}.png") for number in (2, 4) for which in range(2)) if given else ()
+    shown = ValidationConfig(
+        prompts=("edit 0", "edit 3") if given else (), captions=2, references=files, every=STEPS, steps=2,
+        images_per_prompt=1,
+    )  # fmt: skip
+    config = run_of(pipeline, data["two"], tmp_path / "run", validation=shown, lora=LoraConfig(rank=2))
+    train_losses(world, config, launch(0))
+    with LatentReader(data["two"]) as reader:
+        rows = [
+            {n: torch.from_numpy(v) for n, v in reader.read([row]).items()} for row in ((2, 4) if given else (0, 3))
+        ]
+        normalise, position = Normaliser(reader.info, torch.device("cpu")), torch.zeros(1, dtype=torch.int64)
+        references = torch.cat([normalise({**row, "position": position}).condition["reference"] for row in rows])
+    found = in_grid(tmp_path / "run" / "samples" / f"step-{STEPS:08d}.png")
+    assert list(found) == ["base", f"step {STEPS}"]
+    for column, pictures in found.items():
+        expected = drawn(tmp_path / "run", prompts, references, column)
+        swapped = drawn(tmp_path / "run", prompts, references.flip(0), column)
+        assert abs(pictures - expected).sum() < 0.2 * abs(pictures - swapped).sum(), column
+
+
+def test_as_many_files_as_references(tmp_path: Path, world: World, pipeline: Path, data: dict[str, Path]) -> None:
+    file = str(data["two"].parent / "before-two" / "000_0.png")
+    shown = ValidationConfig(prompts=("edit 0", "edit 3"), references=(file,) * 3, every=STEPS)
+    with pytest.raises(
+        ConfigError, match=r"3 files of --validation.references: expected 2, .* or 4, for the 2 prompts"
+    ):
+        train_losses(world, run_of(pipeline, data["two"], tmp_path / "run", validation=shown), launch(0))
+    with pytest.raises(ConfigError, match=r"--validation.references needs an edit model; a UNet of Stable Dif"):
+        replace(preset("sd15-lora"), validation=shown)

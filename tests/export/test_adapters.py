@@ -309,7 +309,7 @@ def test_the_card_draws_a_prompt_of_the_run(tmp_path: Path) -> None:
     config = text_run(tmp_path, tmp_path, tmp_path, lora=LoraConfig(rank=2))
     asked = replace(config, validation=replace(config.validation, prompts=('a "red" shoe', "a hat")))
     for form in ("lora", "lora-diffusers", "diffusers"):
-        assert r'pipeline("a \"red\" shoe")' in use_of(asked, form, Place(tmp_path))
+        assert r'pipeline(prompt="a \"red\" shoe")' in use_of(asked, form, Place(tmp_path))
         assert "cat" not in use_of(config, form, Place(tmp_path))
 
 

@@ -196,7 +196,7 @@ def test_the_code_of_the_card_draws_the_run(
     monkeypatch.chdir(tmp_path)
     assert main(["export", "run", "out", "--format", "single-file"]) == 0
     [code] = re.findall(r"```python\n(.*?)```", Path("out", "README.md").read_text(), re.DOTALL)
-    assert 'pipeline("two birds")' in code
+    assert 'pipeline(prompt="two birds")' in code
     scope: dict[str, Any] = {}
     exec(compile(code, "card", "exec"), scope)
     expected = newest(tmp_path / "run").weights(0.9)

@@ -158,6 +158,10 @@ class ValidationConfig:
     captions: int = 0
     """Number of captions of the training data that are drawn if there are no prompts; 0: no images. Images for online
     encoding have none to take."""
+    references: tuple[str, ...] = ()
+    """Pictures that the prompts refer to, for edit models: as many files as each picture of the data has references,
+    for all prompts, or as many for each prompt in their order. Empty: captions of the data have those of their
+    pictures, --validation.prompts have none."""
     every: int = 1000
     """Optimizer steps between validations (loss and prompts), in addition to one at the end. 0: never."""
     first: int | None = None
@@ -175,6 +179,8 @@ class ValidationConfig:
         counts = (("samples", 1), ("captions", 0), ("every", 0), ("images_per_prompt", 1))
         for name, least in counts:
             require(getattr(self, name) >= least, f"--validation.{name} {getattr(self, name)}: at least {least}")
+        for path in self.references:
+            require_local("--validation.references", path)
         require(self.steps is None or self.steps >= 1, f"--validation.steps {self.steps}: at least 1")
         require(self.first is None or self.first >= 1, f"--validation.first {self.first}: at least 1, or None")
         require(self.first is None or self.every > 0, f"--validation.first {self.first} needs --validation.every")

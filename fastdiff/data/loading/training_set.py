@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from torch import Tensor
 
 from fastdiff.batch import Condition, from_stored
 from fastdiff.conditions import CONDITIONS, REFERENCE
@@ -19,6 +20,7 @@ from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.joined.info import JoinedInfo
 from fastdiff.data.joined.reader import Shards
 from fastdiff.data.joined.reading import open_shards
+from fastdiff.data.loading.batches import Normaliser
 from fastdiff.data.loading.fit import match_classes, require_fit, require_masks
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import ConfigError, DataError
@@ -80,10 +82,46 @@ def with_captions(config: RunConfig, data: Data) -> RunConfig:
     wanted = config.validation.captions
     if config.validation.prompts or not wanted or not isinstance(data, Shards):
         return config
-    found: list[str] = []
-    with suppress(*([DataError] if data.substitute else [])):  # a damaged sample has no caption to draw then
-        found = data.captions([number * len(data) // wanted for number in range(wanted)])
-    return replace(config, validation=replace(config.validation, prompts=tuple(dict.fromkeys(found))))
+    return replace(config, validation=replace(config.validation, prompts=tuple(_captions(data, wanted))))
+
+
+def references_of_captions(config: RunConfig, data: Data) -> Tensor | None:
+    """Return the references of the prompts of ``with_captions``: those of the pictures of these captions.
+
+    Returns:
+        ``[prompts, N, C, h, w]`` normalised latents on the CPU, cropped at their centre to the smallest height and
+        width; None: there are none, or the prompts are no captions of the data.
+
+    Raises:
+        DataError: a sample is damaged.
+    """
+    if not config.model.references or not isinstance(data, Shards):
+        return None
+    rows = _captions(data, config.validation.captions)
+    if not rows or tuple(rows) != config.validation.prompts:
+        return None
+    normalise, found = Normaliser(data.info, torch.device("cpu")), []
+    for row in rows.values():
+        stored = {name: torch.from_numpy(value) for name, value in data.read([row]).items()}
+        batch = normalise({**stored, "position": torch.tensor([row])})
+        found.append(batch.condition[REFERENCE])
+    height, width = (min(each.shape[axis] for each in found) for axis in (-2, -1))
+    return torch.cat([_centre(each, height, width) for each in found])
+
+
+def _captions(data: Shards, wanted: int) -> dict[str, int]:
+    """Return captions spread evenly over a data set, each with its sample; equal ones count once."""
+    found: dict[str, int] = {}
+    for row in (number * len(data) // wanted for number in range(wanted)):
+        with suppress(*([DataError] if data.substitute else [])):  # a damaged sample has no caption to draw then
+            for caption in data.captions([row]):
+                found.setdefault(caption, row)
+    return found
+
+
+def _centre(latents: Tensor, height: int, width: int) -> Tensor:
+    top, left = (latents.shape[-2] - height) // 2, (latents.shape[-1] - width) // 2
+    return latents[..., top : top + height, left : left + width]
 
 
 def with_references(config: RunConfig, data: Data) -> RunConfig:

@@ -3,6 +3,7 @@
 import io
 import json
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,11 @@ _FILE = "samples/base.png"
 _IDENTITY = "fastdiff-base"
 """Keyword of the text in the file that says of what these images are a function."""
 _MOST_BYTES = 2**30
-_FIELDS = {"prompts": "--validation.prompts", "images_per_prompt": "--validation.images_per_prompt"}
+_FIELDS = {
+    "prompts": "--validation.prompts",
+    "images_per_prompt": "--validation.images_per_prompt",
+    "references": "their references",
+}
 
 
 class BasePictures:
@@ -39,10 +44,12 @@ class BasePictures:
 
     Args:
         sampler: of the images, resolved.
+        references: latents of the pictures that the prompts refer to; None: they refer to none.
     """
 
-    def __init__(self, sampler: SamplerConfig) -> None:
+    def __init__(self, sampler: SamplerConfig, references: Tensor | None = None) -> None:
         self._sampler = sampler
+        self._references = None if references is None else sha256(references.contiguous().numpy().tobytes()).hexdigest()
         self._identity: dict[str, Any] = {}
         self._first: str | None = None
         """Digest of the base weights of the pictures in the run folder; None: there are none."""
@@ -98,7 +105,7 @@ class BasePictures:
             return watched(state, build_network(state.config).to(state.world.device, dtype).eval())
 
     def _read(self, state: TrainState) -> bool:
-        now = self._identity = _identity(state, self._sampler)
+        now = self._identity = _identity(state, self._sampler, self._references)
         found = _stored(state)
         if found is None:
             return False
@@ -114,7 +121,7 @@ class BasePictures:
         return True
 
 
-def _identity(state: TrainState, sampler: SamplerConfig) -> dict[str, Any]:
+def _identity(state: TrainState, sampler: SamplerConfig, references: str | None) -> dict[str, Any]:
     """Return everything that determines the images, except versions and hardware."""
     config = state.config
     how = {f"sampler.{name}": value for name, value in asdict(sampler).items() if value is not None}
@@ -126,6 +133,8 @@ def _identity(state: TrainState, sampler: SamplerConfig) -> dict[str, Any]:
         "base": _base_digest(state),
         **how,
     }
+    if references is not None:
+        identity["references"] = references
     found: dict[str, Any] = json.loads(json.dumps(identity))
     return found
 

@@ -1,11 +1,15 @@
 """Images of prompts during the training, for a fine-tuning beside those of the base model."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from torch import Tensor, nn
 
+from fastdiff.conditions import REFERENCE
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.sampler import SamplerConfig
+from fastdiff.data.loading.training_set import references_of_captions
+from fastdiff.errors import require
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.models.load import pretrained
 from fastdiff.progress import Every
@@ -13,6 +17,7 @@ from fastdiff.sampling.captioned_grid import LAYOUT, captioned_grid
 from fastdiff.sampling.image_grid import encoded, image_grid
 from fastdiff.sampling.latent_statistics import open_autoencoder, statistics_in
 from fastdiff.sampling.pipeline_sampler import is_fine_tuned, pipeline_sampler, usual_negative, with_scheduler
+from fastdiff.sampling.references import encode_references
 from fastdiff.sampling.text import as_bytes, encode_prompts, repeated
 from fastdiff.training.callbacks.base import Callback
 from fastdiff.training.callbacks.base_pictures import BasePictures
@@ -33,18 +38,21 @@ class PromptImages(Callback):
     A fine-tuning has the prompts above them and, beside each, the image that the base model draws from the same noise
     (``BasePictures``); another run has one column per prompt.
 
-    Memory between previews: the autoencoder, the embeddings of the prompts and the images of the base model on the CPU
-    of rank 0. During a preview, on each rank's device: a copy of the whole network in the training precision, under any
-    ZeRO stage, and the activations of one forward pass of at most ``--batch.micro`` samples. Then on the device of rank
-    0: the autoencoder in fp32 and the decoding of one image. The text encoder is in memory once, at the start, on the
-    CPU of rank 0.
+    Prompts of an edit model have the references of ``--validation.references``, or, as captions of the data, those of
+    their pictures.
+
+    Memory between previews: the autoencoder, the embeddings and references of the prompts, and the images of the base
+    model, on the CPU of rank 0. During a preview, on each rank's device: a copy of the whole network in the training
+    precision, under any ZeRO stage, and the activations of one forward pass of at most ``--batch.micro`` samples. Then
+    on the device of rank 0: the autoencoder in fp32 and the decoding of one image. The text encoder is in memory once,
+    at the start, on the CPU of rank 0.
 
     Args:
         state: a run of a text-to-image network with a pretrained pipeline; all ranks construct this together.
         trackers: trackers that show the images too.
 
     Raises:
-        FastdiffError: on every rank: the pipeline cannot be read.
+        FastdiffError: on every rank: the pipeline or a reference cannot be read.
     """
 
     account = "sampling"
@@ -60,10 +68,12 @@ class PromptImages(Callback):
                 state.config.validation.prompts,
                 state.config.model,
                 negative=usual_negative(state.config),
+                references=self._references(state),
             )
         )
         self._sampler = _sampler(state.config)
-        self._base = BasePictures(self._sampler) if is_fine_tuned(state.config) else None
+        refers_to = self._condition.get(REFERENCE)
+        self._base = BasePictures(self._sampler, refers_to) if is_fine_tuned(state.config) else None
         state.world.on_rank0(lambda: self._load_autoencoder(state))
 
     def on_start(self, state: TrainState) -> None:
@@ -91,6 +101,21 @@ class PromptImages(Callback):
         """Draw the last images, unless they exist."""
         if self._drawn != state.progress.steps:
             self._draw(state)
+
+    def _references(self, state: TrainState) -> Tensor | None:
+        """Return what the prompts refer to, ``[prompts, N, C, h, w]``; None: nothing."""
+        config, files = state.config, state.config.validation.references
+        if not files:
+            return references_of_captions(config, state.reader)
+        each, prompts = config.model.references, len(config.validation.prompts)
+        require(
+            len(files) in (each, each * prompts),
+            f"{len(files)} files of --validation.references: expected {each}, the references of each picture of the "
+            f"data, for all prompts, or {each * prompts}, for the {prompts} prompts one after another",
+        )
+        paths, statistics = [Path(file) for file in files], statistics_in(state.metadata)
+        found = encode_references(self._pipeline, paths, config.model.size, statistics, "--validation.references")
+        return found.view(-1, each, *found.shape[1:])
 
     def _load_autoencoder(self, state: TrainState) -> None:
         self._autoencoder = open_autoencoder(self._pipeline, "cpu", statistics_in(state.metadata))
