@@ -7,6 +7,7 @@ that one of them would drop is an error.
 """
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,7 +29,7 @@ from fastdiff.export.card_text import (
     where_base_is,
 )
 from fastdiff.export.formats import Exported, ExportFormat
-from fastdiff.export.weights import representable
+from fastdiff.export.weights import Read, base_weights, representable
 from fastdiff.models.adapter_files import forms
 from fastdiff.models.adapter_files.forms import Change, Form, in_native_layout, metadata_of, tensors_of
 from fastdiff.models.adapter_files.native_names import named_network
@@ -36,6 +37,7 @@ from fastdiff.models.adapter_files.readers import COMFYUI, DIFFUSERS_READER, KOH
 from fastdiff.models.adapter_kinds.kind import AdapterKind
 from fastdiff.models.adapter_kinds.kinds import kind_of
 from fastdiff.models.family import family_of
+from fastdiff.models.load import check_base
 
 WEIGHTS_FILE = "pytorch_lora_weights.safetensors"
 """File name of an adapter in a folder, as diffusers expects it."""
@@ -48,8 +50,12 @@ Tensors: TypeAlias = dict[str, Tensor]
 Metadata: TypeAlias = dict[str, str]
 
 
+def _no_base(name: str) -> Tensor:
+    raise ValueError(f"{name} is needed, expected a reader of the frozen weights")
+
+
 def file_of(
-    form: Form, weights: Mapping[str, Tensor], config: LoraConfig, model: ModelConfig
+    form: Form, weights: Mapping[str, Tensor], config: LoraConfig, model: ModelConfig, base: Read = _no_base
 ) -> tuple[Tensors, Metadata]:
     """Return tensors and metadata of an adapter in a form.
 
@@ -58,10 +64,12 @@ def file_of(
         weights: every trained parameter, names as in ``model.named_parameters()``.
         config: configuration of the adapter.
         model: of the network.
+        base: returns a frozen weight, for kinds whose files depend on it.
     """
-    part, changes = family_of(model).pipeline_part, changes_of(weights, config)
-    named = in_native_layout(changes, named_network(model)) if form.native else changes
-    metadata = metadata_of(form, part, config.rank, config.numerator, list(changes))
+    kind, part, network = kind_of(config), family_of(model).pipeline_part, named_network(model)
+    changes = kind.for_form(changes_of(weights, config), form, network, base)
+    named = in_native_layout(changes, network) if form.native else changes
+    metadata = metadata_of(form, part, config.rank, config.numerator, list(changes), kind.metadata(form))
     return tensors_of(form, named, part), metadata
 
 
@@ -100,6 +108,18 @@ def _save(folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, st
     )
 
 
+def _frozen(exported: Exported) -> Read:
+    """Return a reader of the frozen weights, which are looked for when the first is read."""
+
+    @cache
+    def reader() -> Read:
+        config, saved = exported.config, exported.saved
+        check_base(config.pretrained, config.lora, None if saved is None else saved.manifest.get("base"))
+        return base_weights(config)[1]
+
+    return lambda name: reader()(name)
+
+
 def adapter_format(
     form: Callable[[ModelConfig], Form],
     use: Callable[[RunConfig, Place, int], str],
@@ -120,7 +140,8 @@ def adapter_format(
         weights = {name: exported.weights.read(name) for name in exported.weights.shapes}
         kind = kind_of(config)
         check_readers(form(model), readers, model, kind, kind.layers(weights))
-        _save(folder, *finish(model, *file_of(form(model), weights, config, model)), exported.dtype)
+        tensors, metadata = file_of(form(model), weights, config, model, _frozen(exported))
+        _save(folder, *finish(model, tensors, metadata), exported.dtype)
 
     return ExportFormat(write=write, use=use, adapter=True)
 
@@ -138,8 +159,8 @@ def in_diffusers(config: RunConfig, place: Place) -> str:
 def use_in_diffusers(config: RunConfig, place: Place, step: int) -> str:
     """Return the card's text of diffusers' form for that program."""
     return in_diffusers(config, place) + (
-        "\nThe names are those of diffusers and peft, and the scale is in the weights (alpha is the rank). ComfyUI and "
-        "AUTOMATIC1111 read `fastdiff export --format lora`.\n"
+        "\nThe names are those of diffusers and peft, and the scale is in the weights (alpha is the rank). "
+        f"{kind_of(config.lora).for_comfyui}\n"
     )
 
 
@@ -147,7 +168,7 @@ def use_native(config: RunConfig, place: Place, step: int) -> str:
     """Return the card's text of native names."""
     return _IN_COMFYUI + (
         "The layers have the names of the original checkpoint, and the scale is in the weights (alpha is the rank). "
-        "diffusers reads `fastdiff export --format lora`.\n"
+        f"{kind_of(config.lora).for_diffusers}\n"
     )
 
 
@@ -156,8 +177,7 @@ def use_kohya(config: RunConfig, place: Place, step: int) -> str:
     trained = KOHYA_READER.reads(forms.KOHYA, config.model.diffusers_class)
     trainers = "kohya's scripts go on from it by `--network_weights`. " if trained else ""
     return _IN_COMFYUI + (
-        f"The layers have kohya's names, with alpha beside each. {trainers}diffusers reads `fastdiff export --format "
-        "lora`.\n"
+        f"The layers have kohya's names, with alpha beside each. {trainers}{kind_of(config.lora).for_diffusers}\n"
     )
 
 
@@ -170,7 +190,7 @@ def _use_everywhere(config: RunConfig, place: Place, step: int) -> str:
 
 def _use_of_another(config: RunConfig, place: Place, step: int) -> str:
     return load_safetensors(config.model, config.objective, place, WEIGHTS_FILE) + (
-        "\nA layer changes by B A (`lora_B` times `lora_A`): the scale alpha / rank is in B.\n"
+        f"\n{kind_of(config.lora).formula}\n"
     )
 
 

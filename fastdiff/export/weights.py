@@ -60,7 +60,7 @@ def exported_weights(
         exported = ExportedWeights(trained, chosen.read, chosen.description)
         return exported if config.lora.rank else _with_untrained(exported, config)
     check_base(config.pretrained, config.lora, saved.manifest.get("base"))
-    shapes, base = _base(config)
+    shapes, base = base_weights(config)
     merged = ExportedWeights(shapes, _merged(base, chosen.read, trained, config.lora), chosen.description)
     return _with_untrained(merged, config)
 
@@ -102,7 +102,7 @@ def _merged(base: Read, adapter: Read, trained: Mapping[str, object], config: Lo
     return read
 
 
-def _base(config: RunConfig) -> tuple[Shapes, Read]:
+def base_weights(config: RunConfig) -> tuple[Shapes, Read]:
     """Return the frozen weights of a LoRA run, read one by one from safetensors files, or from memory."""
     path = Path(config.pretrained.path)
     if path.suffix == ".pt":

@@ -5,16 +5,20 @@ each frozen weight is cast, or quantised, as it is read, so that no more than on
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastdiff.config.run import RunConfig
+from fastdiff.models.adapter_kinds.kind import AdapterKind
+from fastdiff.models.adapter_kinds.kinds import kind_of
 from fastdiff.models.build import Model, build_model
-from fastdiff.models.lora import add_lora, quantized, quantized_layers
+from fastdiff.models.lora import add_lora, of_base, quantized, quantized_layers, set_of_base
 
 Weights = Iterable[tuple[str, Tensor]]
+_FROZEN = ".base_layer.weight"
+"""End of the names of the frozen weights of adapted layers."""
 
 
 def adapted_without_base(
@@ -41,7 +45,7 @@ def adapted_without_base(
         if name in untrained:
             parent, _, leaf = name.rpartition(".")
             model.get_submodule(parent)._buffers[leaf] = untrained[name]
-    add_lora(model, config.lora, seed=config.seed, weights=trained, quantize=False)
+    add_lora(model, config.lora, seed=config.seed, weights=trained, base=False)
     return model
 
 
@@ -65,19 +69,33 @@ def fill(model: Model, config: RunConfig, weights: Weights, dtype: torch.dtype) 
             quantized(model, layer, config.lora)
         else:
             _set(model, name, value.to(dtype))
+        if name.endswith(_FROZEN):
+            set_of_base(model, name.removesuffix(_FROZEN), config.lora)
 
 
-def on_meta(model: Model, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+def on_meta(model: Model, config: RunConfig, weights: Weights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Move the parameters of ``adapted_without_base`` to ``meta``, and return an iterator over all their values.
 
     Args:
         model: changed in place.
+        config: as given before.
         weights: as in ``fill``.
+        dtype: of the frozen parameters in use.
     """
     own = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     for name, parameter in list(model.named_parameters()):
         _set(model, name, parameter.detach().to("meta"), trained=parameter.requires_grad)
-    return chain(_adapted_names(model, weights), own.items())
+    return _with_adapter(_adapted_names(model, weights), own, kind_of(config.lora), dtype)
+
+
+def _with_adapter(
+    frozen: Iterator[tuple[str, Tensor]], own: dict[str, Tensor], kind: AdapterKind[Any], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    for name, value in frozen:
+        yield name, value
+        if name.endswith(_FROZEN):
+            own |= of_base(name.removesuffix(_FROZEN), value.to(dtype), own, kind)
+    yield from own.items()
 
 
 def _adapted_names(model: nn.Module, weights: Weights) -> Iterator[tuple[str, Tensor]]:

@@ -24,6 +24,7 @@ from fastdiff.models.adapter_files.start import start_from_file, with_values_of_
 from fastdiff.models.build import Model, build_deferred, build_model, load_model
 from fastdiff.models.family import family_of
 from fastdiff.models.frozen_base import adapted_without_base, fill, on_meta
+from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.models.lora import add_lora
 from fastdiff.models.pipeline_files import readable, tensors_of
 from fastdiff.models.pretrained.pickles import load_published
@@ -214,7 +215,8 @@ def build_on_meta(
     if config.lora.rank:
         with _of_this_network():
             model = _adapted(config, fresh=shapes is None)
-        return model, _checked(on_meta(model, _published(config)[1]))
+        frozen = DTYPES[config.performance.precision]
+        return model, _checked(on_meta(model, config, _published(config)[1], frozen))
     performance = config.performance
     deferred = build_deferred(
         config.model, recompute=performance.recompute, attention=performance.attention, seed=config.seed

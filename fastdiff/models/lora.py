@@ -10,6 +10,7 @@ from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.adapter_files.native_names import layers_of
+from fastdiff.models.adapter_kinds.kind import AdapterKind
 from fastdiff.models.adapter_kinds.kinds import kind_of
 from fastdiff.models.build import Model
 from fastdiff.models.family import family_of
@@ -18,20 +19,21 @@ from fastdiff.rng import seed_initial_values
 
 
 def add_lora(
-    model: Model, config: LoraConfig, *, seed: int, weights: Mapping[str, Tensor] | None = None, quantize: bool = True
+    model: Model, config: LoraConfig, *, seed: int, weights: Mapping[str, Tensor] | None = None, base: bool = True
 ) -> None:
     """Freeze ``model`` and add trainable matrices to its layers, in place.
 
     With ``--lora.kind lora`` a layer ``x -> W x + b`` becomes ``W x + b + alpha / rank * B A x``. A starts normal with
-    deviation 1 / rank, B at 0. The matrices are fp32; only they require a gradient. With ``config.quantize`` the frozen
-    linear layers of the blocks (``ModelFamily.quantized_blocks``) store their weights in 8 or 4 bits.
+    deviation 1 / rank, B at 0. Modules in ``adapter_kinds`` say what other kinds add. It is fp32; only it requires a
+    gradient. With ``config.quantize`` the frozen linear layers of the blocks (``ModelFamily.quantized_blocks``) store
+    their weights in 8 or 4 bits.
 
     Args:
         model: network with fp32 weights on the CPU, not compiled.
         config: configuration of the adapter; its rank is above 0.
         seed: seed of the initial values; its low 64 bits count. The global random state is restored.
         weights: the matrices by name, as in ``model.named_parameters()``; None: the initial values.
-        quantize: False leaves the frozen layers for ``quantized``.
+        base: False leaves the frozen layers, whose weights are to come, for ``quantized`` and ``of_base``.
 
     Raises:
         ConfigError: peft is missing, a target matches no layer, or ``weights`` belong to another adapter.
@@ -46,9 +48,11 @@ def add_lora(
             raise ConfigError(f"--lora.targets {' '.join(lora_targets(config, model.config))}: {error}") from None
     if weights is not None:
         _load(model, weights)
-    if quantize:
+    if base:
         for layer in list(quantized_layers(model, config)):
             quantized(model, layer, config)
+        for layer in layers:
+            set_of_base(model, layer, config)
 
 
 def lora_targets(config: LoraConfig, model: ModelConfig) -> tuple[str, ...]:
@@ -116,8 +120,45 @@ def quantized(model: Model, layer: str, config: LoraConfig) -> None:
     setattr(model.get_submodule(parent), child, QuantizedLinear(cast(nn.Linear, model.get_submodule(layer)), bits))
 
 
+def of_base(
+    layer: str, weight: Tensor, parameters: Mapping[str, Tensor], kind: AdapterKind[Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what follows from a frozen weight: buffers of its layer, and those of its parameters that are all 0.
+
+    Args:
+        layer: name of the adapted layer.
+        weight: as it is used.
+        parameters: of the adapter, by name.
+        kind: of the adapter.
+    """
+    for end, value in {} if kind.of_base is None else kind.of_base(weight).items():
+        known = parameters.get(layer + end)
+        if known is None or known.is_meta or not known.any():
+            yield layer + end, value
+
+
+@torch.no_grad()
+def set_of_base(model: nn.Module, layer: str, config: LoraConfig) -> None:
+    """Set what follows from the frozen weight of an adapted layer, see ``of_base``, in place."""
+    if kind_of(config).of_base is None:
+        return
+    adapted = cast(Any, model.get_submodule(layer))
+    frozen = adapted.base_layer
+    weight = frozen.dequantized() if isinstance(frozen, QuantizedLinear) else frozen.weight.detach()
+    own = {f"{layer}.{name}": p for name, p in adapted.named_parameters(recurse=False)}
+    for name, value in of_base(layer, weight, own, kind_of(config)):
+        getattr(adapted, name.removeprefix(f"{layer}.")).copy_(value)
+
+
 def switch(model: nn.Module, *, on: bool) -> None:
     """Let the layers of a network compute with or without their adapters, in place."""
     for module in list(model.modules()):
         if hasattr(module, "base_layer"):
             cast(Any, module).enable_adapters(on)
+
+
+def unchanging(model: nn.Module, config: LoraConfig) -> dict[str, Tensor]:
+    """Return trained parameters by name with which the layers of a network change nothing; all others are 0 then."""
+    kind = kind_of(config)
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    return {name + end: value for name, layer in layers.items() for end, value in kind.unchanged(layer).items()}

@@ -53,6 +53,10 @@ class QuantizedLinear(nn.Module):
         inputs = (x, self.bias, self.packed, self.scale, self.out_features)
         return cast(Tensor, _FrozenLinear.apply(*inputs))  # type: ignore[no-untyped-call]
 
+    def dequantized(self) -> Tensor:
+        """Return the weight ``[out_features, in_features]``, fp32."""
+        return _dequantize(self.packed, self.scale, [self.out_features, self.in_features], torch.float32)
+
     def extra_repr(self) -> str:
         """Return sizes and bits for ``repr``."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"

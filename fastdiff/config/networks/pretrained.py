@@ -63,8 +63,9 @@ class PretrainedConfig:
 class LoraConfig:
     """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685) of frozen pretrained weights."""
 
-    kind: Literal["lora"] = "lora"
-    """Kind of adapter: lora (arXiv:2106.09685) adds the product of two matrices."""
+    kind: Literal["lora", "dora"] = "lora"
+    """Kind of adapter: lora (arXiv:2106.09685) adds the product of two matrices; dora (arXiv:2402.09353) then scales
+    each row of the changed weight to a trained norm."""
 
     rank: int = 0
     """Rank of the added matrices; 0: that of ``init``, without it all weights are trained."""

@@ -24,6 +24,8 @@ class Form:
     """Whether the dots in the name of a layer are underscores."""
     down: str
     up: str
+    magnitude: str
+    """End of the keys of DoRA's magnitudes."""
     alpha: bool
     """Whether alpha is a tensor beside each layer. Otherwise the scale is in B, and alpha is the rank."""
 
@@ -34,16 +36,17 @@ class Form:
 
 
 DIFFUSERS = Form(
-    name="diffusers", native=False, prefix="", flat=False, down=".lora_A.weight", up=".lora_B.weight", alpha=False
-)
+    name="diffusers", native=False, prefix="", flat=False, down=".lora_A.weight", up=".lora_B.weight",
+    magnitude=".lora_magnitude_vector", alpha=False,
+)  # fmt: skip
 """diffusers and peft."""
 NATIVE = Form(
     name="native", native=True, prefix="diffusion_model.", flat=False, down=".lora_A.weight", up=".lora_B.weight",
-    alpha=False,
+    magnitude=".dora_scale", alpha=False,
 )  # fmt: skip
 KOHYA = Form(
     name="kohya", native=True, prefix="lora_unet_", flat=True, down=".lora_down.weight", up=".lora_up.weight",
-    alpha=True,
+    magnitude=".dora_scale", alpha=True,
 )  # fmt: skip
 """kohya's scripts, of SDXL and later networks."""
 KOHYA_DIFFUSERS = replace(KOHYA, native=False)
@@ -127,7 +130,9 @@ def in_native_layout(changes: Mapping[str, C], network: NamedNetwork) -> dict[st
     return found
 
 
-def metadata_of(form: Form, part: str, rank: int, alpha: float, layers: Sequence[str]) -> dict[str, str]:
+def metadata_of(
+    form: Form, part: str, rank: int, alpha: float, layers: Sequence[str], more: Mapping[str, object] | None = None
+) -> dict[str, str]:
     """Return the metadata of a file, by which diffusers knows the scale and kohya's scripts the rank.
 
     Args:
@@ -136,10 +141,13 @@ def metadata_of(form: Form, part: str, rank: int, alpha: float, layers: Sequence
         rank: of the adapter.
         alpha: of the adapter.
         layers: their names in diffusers. By an end of them, such as ``to_out``, peft would also find containers.
+        more: of the kind of adapter.
     """
+    more = more or {}
     if form == DIFFUSERS:
-        known = {"r": rank, "lora_alpha": rank, "target_modules": list(layers)}
-        named = {f"{part}.{name}": value for name, value in known.items()}
+        fields = {"r": rank, "lora_alpha": rank, "target_modules": list(layers), **more}
+        named = {f"{part}.{name}": value for name, value in fields.items()}
         return {"lora_adapter_metadata": json.dumps(named, indent=2, sort_keys=True)}
     alpha = alpha if form.alpha else rank
-    return {"ss_network_module": "networks.lora", "ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
+    known = {"ss_network_module": "networks.lora", "ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
+    return known | {name: str(value) for name, value in more.items()}

@@ -19,6 +19,7 @@ from fastdiff.errors import ConfigError, require
 from fastdiff.models.adapter_files.forms import Change
 from fastdiff.models.adapter_files.native_names import NamedNetwork, NativeLayer
 from fastdiff.models.adapter_kinds.kind import AdapterKind, FileLayer
+from fastdiff.models.adapter_kinds.kinds import KINDS
 from fastdiff.models.adapter_kinds.lora import LORA
 from fastdiff.models.pipeline_files import readable
 
@@ -112,9 +113,10 @@ def _by_key(tensors: Mapping[str, Tensor], kind: AdapterKind[Any]) -> _Keys:
     if others:
         kinds = sorted({other for name in others for part, other in _OTHER_KINDS.items() if part in name})
         what = f", tensors of {' and '.join(kinds)}" if kinds else ""
+        ours = "".join(f"; use --lora.kind {name}" for name, known in KINDS.items() if kinds == [known.title])
         raise ConfigError(
             f"{len(others)} of its {len(tensors)} tensors are no matrices of a {kind.title}{what}: {named(others)}; "
-            f"expected {kind.expected}"
+            f"expected {kind.expected}{ours}"
         )
     return keys
 
@@ -161,7 +163,9 @@ def _of_parts(
     rows = network.rows(layer)
     shape = (sum(rows), *network.layers[layer.parts[0]][1:])
     change = kind.read(
-        FileLayer(key, found, shape, lambda rank: alphas.of(layer.name, rank, network.part), network.title)
+        FileLayer(
+            key, found, shape, lambda rank: alphas.of(layer.name, rank, network.part), alphas.metadata, network.title
+        )
     )
     if layer.swapped:
         change = change.with_halves_swapped()
@@ -175,6 +179,7 @@ class _Metadata:
     """The configuration of peft that diffusers writes into the metadata of a file."""
 
     def __init__(self, metadata: Mapping[str, str]) -> None:
+        self.metadata = metadata
         try:
             found = json.loads(metadata.get(_METADATA, "{}"))
         except ValueError:

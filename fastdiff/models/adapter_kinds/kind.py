@@ -4,14 +4,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.models.adapter_files.forms import Change, Form
+from fastdiff.models.adapter_files.native_names import NamedNetwork
 from fastdiff.models.adapter_files.readers import Reader
 from fastdiff.models.build import Model
 
 C = TypeVar("C", bound=Change)
+Read = Callable[[str], Tensor]
+"""Returns a frozen weight by its name, fp32 on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,8 @@ class FileLayer:
     """Of the weight that it changes, ``[outputs, inputs, ...]``."""
     alpha: Callable[[int], float]
     """Returns alpha from the rank."""
+    metadata: Mapping[str, str]
+    """Of the file."""
     network: str
     """For messages, with an article."""
 
@@ -42,6 +47,12 @@ class AdapterKind(Generic[C]):
     layer cannot be adapted."""
     parameters: tuple[str, ...]
     """Ends of the names of the trained parameters of a layer."""
+    of_base: Callable[[Tensor], Mapping[str, Tensor]] | None = None
+    """Return buffers of a layer, and first values of parameters, that follow from its frozen weight as it is used, by
+    the ends of their names. Such a parameter is all 0 until it is set. None: nothing does."""
+    unchanged: Callable[[nn.Module], Mapping[str, Tensor]] = lambda layer: {}
+    """Return the values of parameters, by the ends of their names, with which a layer changes nothing if all others
+    are 0; without one all are."""
     change: Callable[[Mapping[str, Tensor], LoraConfig], C]
     """Return the change of a layer from its parameters, by the ends of their names."""
     start: Callable[[Mapping[str, Tensor], C, LoraConfig], None]
@@ -52,6 +63,16 @@ class AdapterKind(Generic[C]):
     """These tensors of a layer in words, for messages."""
     read: Callable[[FileLayer], C]
     """Return the change of a layer in a file; ConfigError: a tensor is missing or has another shape."""
+    for_form: Callable[[Mapping[str, C], Form, NamedNetwork, Read], dict[str, C]] = lambda changes, *of: dict(changes)
+    """Return the changes for a form of file, of layers by their names in diffusers; with a reader of the frozen
+    weights."""
+    metadata: Callable[[Form], Mapping[str, object]] = lambda form: {}
+    """Return further metadata of a file: of diffusers' form fields of peft's configuration."""
+    formula: str = "A layer changes by B A (`lora_B` times `lora_A`): the scale alpha / rank is in B."
+    """How a layer changes by the tensors of diffusers' form, for cards."""
+    for_diffusers: str = "diffusers reads `fastdiff export --format lora`."
+    for_comfyui: str = "ComfyUI and AUTOMATIC1111 read `fastdiff export --format lora`."
+    """Formats for these programs, for the cards of the others."""
     formats: str = "--format lora-diffusers for diffusers or lora-native for ComfyUI"
     """Formats of the export in which a program applies it, and drops no layer, for messages."""
     applied_by: Callable[[Reader, Form, str], bool] = lambda reader, form, diffusers_class: True

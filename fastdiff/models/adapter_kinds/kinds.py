@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastdiff.config.networks.pretrained import LoraConfig
+from fastdiff.models.adapter_kinds.dora import DORA
 from fastdiff.models.adapter_kinds.kind import AdapterKind
 from fastdiff.models.adapter_kinds.lora import LORA
 
-KINDS: Mapping[str, AdapterKind[Any]] = {"lora": LORA}
+KINDS: Mapping[str, AdapterKind[Any]] = {"lora": LORA, "dora": DORA}
 """By ``LoraConfig.kind``."""
 
 

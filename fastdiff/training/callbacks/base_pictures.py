@@ -16,7 +16,7 @@ from fastdiff.console import log
 from fastdiff.errors import ConfigError, StorageError, require
 from fastdiff.models.kernel_choice import DTYPES
 from fastdiff.models.load import build_network, pretrained
-from fastdiff.models.lora import switch
+from fastdiff.models.lora import switch, unchanging
 from fastdiff.run_files import read_inside
 from fastdiff.sampling.captioned_grid import pictures_of_grid, plain_grid
 from fastdiff.sampling.image_grid import encoded
@@ -71,6 +71,7 @@ class BasePictures:
         if shares_base(state, dtype):
             device = state.world.device
             off = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in state.engine.shapes.items()}
+            off |= {name: value.to(dtype) for name, value in unchanging(state.engine.module, state.config.lora).items()}
             return watched(state, SharedBase(state.engine.module, off))
         if state.config.lora.rank:
             model = averaged_model(state, dtype)

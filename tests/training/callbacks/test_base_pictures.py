@@ -68,7 +68,7 @@ def shown(run: Path, step: int) -> dict[str, Any]:
     return {name: found[:, ::2, ::2] for name, found in in_grid(run / "samples" / f"step-{step:08d}.png").items()}
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [None, LORA, replace(LORA, kind="dora")], ids=["full", "lora", "dora"])
 @pytest.mark.parametrize("stage", by_day([0, 3], 1, 2))
 def test_the_base_stands_beside_the_pictures_of_every_step(
     world: World, made: Path, tmp_path: Path, lora: LoraConfig | None, stage: int

@@ -37,12 +37,15 @@ MODELS: dict[str, ModelConfig] = {
     "unet": UNETS["sd15"],
 }
 RUNS = [
-    ("dit", "none", "fp32"),
-    ("dit", "8bit", "fp32"),
-    ("unet", "4bit", "fp32"),
-    ("dit", "4bit", "bf16"),
+    ("dit", "none", "fp32", "lora"),
+    ("dit", "8bit", "fp32", "dora"),
+    ("dit", "8bit", "fp32", "lora"),
+    ("unet", "4bit", "fp32", "dora"),
+    ("unet", "4bit", "fp32", "lora"),
+    ("dit", "4bit", "bf16", "dora"),
+    ("dit", "4bit", "bf16", "lora"),
 ]
-"""Network, quantisation and precision; with 4 bits and recomputation."""
+"""Network, quantisation, precision and kind of adapter; with 4 bits and recomputation."""
 
 
 Values = dict[str, NDArray[np.float32]]
@@ -60,10 +63,10 @@ class Trained:
     packed: str
 
 
-def config_of(kind: str, quantize: Any, precision: str) -> RunConfig:
+def config_of(kind: str, quantize: Any, precision: str, adapter: Any = "lora") -> RunConfig:
     performance = {"performance__precision": precision, "performance__recompute": quantize == "4bit"}
     config = tiny(Path(), Path(), model=MODELS[kind], performance__engine="deepspeed", **performance)
-    lora = LoraConfig(rank=2, alpha=3.0, quantize=quantize)
+    lora = LoraConfig(kind=adapter, rank=2, alpha=3.0, quantize=quantize)
     optim = AdamWConfig(lr=1e-2, schedule="constant", clip=CLIP)
     start = PretrainedConfig(path="somewhere", weights=True)
     return replace(config, pretrained=start, lora=lora, batch=BatchConfig(samples=8), optim=optim)
@@ -165,7 +168,7 @@ def train_with_torch(config: RunConfig) -> Trained:
 
 
 @pytest.fixture(scope="module")
-def stages() -> dict[tuple[str, str, str], list[Trained]]:
+def stages() -> dict[tuple[str, ...], list[Trained]]:
     """Results of two ranks at each stage."""
     first, second = run_ranks(every_stage, ranks=2)
     for of_first, of_second in zip(first, second, strict=True):
@@ -182,7 +185,7 @@ def distance(found: Values, expected: Values) -> float:
 
 @pytest.mark.parametrize("run", RUNS, ids="-".join)
 def test_every_stage_trains_the_adapter_as_plain_torch(
-    run: tuple[str, str, str], stages: dict[tuple[str, str, str], list[Trained]]
+    run: tuple[str, ...], stages: dict[tuple[str, ...], list[Trained]]
 ) -> None:
     """Losses, clipped gradients (Adam's first moments) and weights; the norm is that of the adapter's gradient."""
     exact = run[2] == "fp32"
@@ -209,7 +212,7 @@ def test_the_flat_engine_trains_two_matrices_on_four_ranks() -> None:
 
 
 @pytest.mark.parametrize("run", RUNS, ids="-".join)
-def test_nothing_frozen_moves(run: tuple[str, str, str], stages: dict[tuple[str, str, str], list[Trained]]) -> None:
+def test_nothing_frozen_moves(run: tuple[str, ...], stages: dict[tuple[str, ...], list[Trained]]) -> None:
     """No bit of it; and DeepSpeed's cast to bf16 leaves packed weights and their scales alone."""
     plain = network(config_of(*run))
     for found in stages[run]:
