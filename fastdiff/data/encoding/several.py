@@ -1,7 +1,7 @@
 """Encode of several data sets into one folder, which ``--data.path`` of a training then takes as a whole."""
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ from fastdiff.console import show
 from fastdiff.data.encoding.images import encode_images
 from fastdiff.data.encoding.options import EncodeOptions
 from fastdiff.data.encoding.statistics import MEASURED
+from fastdiff.data.images.listing import Listing
 from fastdiff.data.images.masks import origin_of
+from fastdiff.data.images.walk import nfc
 from fastdiff.data.kohya.parts import Part, Parts
 from fastdiff.data.shards.format import INFO_FILE, DatasetInfo
-from fastdiff.errors import ConfigError, StorageError, remedy
+from fastdiff.errors import ConfigError, StorageError, remedy, require
 from fastdiff.parallel.launcher import place_in_any_job
 
 
@@ -44,13 +46,13 @@ def encode_several(found: Parts, options: Mapping[str, Any], say: Callable[[str]
         EncodeOptions(
             **{
                 **options,
-                **_masks(options, part),
+                **masks,
                 **part.options,
                 "source": part.source,
                 "out": out / part.listed.folder,
             }
         )
-        for part in found.parts
+        for part, masks in zip(found.parts, _masks(options, found.parts), strict=True)
     ]
     for line in found.told if is_first else ():
         say(line)
@@ -59,7 +61,8 @@ def encode_several(found: Parts, options: Mapping[str, Any], say: Callable[[str]
         own = replace(options_of_part, **measured)
         if is_first:
             what = "regularisation, " if part.listed.regularisation else ""
-            say(f"{own.out}: {what}{part.listed.repeats} x {own.source}")
+            whole = ", without masks" if options.get("masks") and not own.masks else ""
+            say(f"{own.out}: {what}{part.listed.repeats} x {own.source}{whole}")
         encode_images(own, say)
         measured = measured or _measured(own.out)
     try:
@@ -71,16 +74,32 @@ def encode_several(found: Parts, options: Mapping[str, Any], say: Callable[[str]
         say(f"{out} is complete: {sets} data sets; train on all with `{shlex.join(['--data.path', str(out)])}`")
 
 
-def _masks(options: Mapping[str, Any], part: Part) -> dict[str, str]:
-    """Return the masks of a data set: the folder named like its own in that of all masks, or else that one.
+def _masks(options: Mapping[str, Any], parts: Sequence[Part]) -> list[dict[str, str]]:
+    """Return the masks of each data set: the folder named like its own in that of all masks, or else that one.
 
-    Regularisation pictures count as a whole if they have no folder of their own there.
+    Regularisation pictures count as a whole if they have no folder of their own there, and so do those of a data set of
+    which it holds no mask. ConfigError: there is no mask of any.
     """
     masks = options.get("masks", "")
-    if origin_of(masks) != "files":
-        return {}
-    own = Path(masks) / Path(part.source).name
-    return {"masks": str(own) if own.is_dir() else "" if part.listed.regularisation else masks}
+    if origin_of(masks) != "files" or not Path(masks).is_dir():
+        return [{}] * len(parts)
+    found = []
+    shared = _names(Path(masks))
+    for part in parts:
+        own = Path(masks) / Path(part.source).name
+        used = not part.listed.regularisation and not shared.isdisjoint(_names(Path(part.source)))
+        found.append({"masks": str(own) if own.is_dir() else masks if used else ""})
+    require(
+        any(each["masks"] for each in found),
+        f"--masks {masks} holds no mask of any picture: expected there NAME.png for a picture NAME.jpg, or folders of "
+        f"masks named as those of the pictures, such as {Path(parts[0].source).name}",
+    )
+    return found
+
+
+def _names(folder: Path) -> set[str]:
+    """Return the names of the pictures in a folder, without their endings."""
+    return {nfc(Path(image).stem) for image in Listing.beside(folder, [""]).images}
 
 
 def _measured(folder: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from fastdiff.data.kohya.keys import INTERPOLATIONS
 from fastdiff.errors import ConfigError
 from fastdiff.sanitize import escape
 
-_NAME = re.compile(r"([0-9]{1,6})_(.*)", re.DOTALL)
+_NAME = re.compile(r"([0-9]{1,6})(?:_(.*))?", re.DOTALL)
 VARIANTS = 10
 """Variants of a caption whose tags kohya shuffles in every step, unless the command says how many: as many as an epoch
 has uses of a picture in the folders ``10_name`` of kohya's guides."""
@@ -66,7 +66,8 @@ def is_layout(folder: Path) -> bool:
     alone = any(
         not is_folder(entry) and (entry.name in METADATA or _is_picture(folder, entry.name)) for entry in entries
     )
-    return bool(with_pictures) and not alone and all(map(_NAME.fullmatch, with_pictures))
+    named = all((match := _NAME.fullmatch(name)) and match[2] is not None for name in with_pictures)
+    return bool(with_pictures) and not alone and named
 
 
 def parts_of_folders(folder: Path, regularisation: Path | None, loss_weight: float) -> Parts:
@@ -115,11 +116,12 @@ def _in_layout(folder: Path, told: list[str]) -> Iterator[tuple[Path, int, str]]
         match = _NAME.fullmatch(entry.name)
         if match is None or int(match[1]) < 1:
             told.append(f"left out: {escape(entry.path)}: no repeats in its name, expected N_name")
-        elif not _holds_pictures(Path(entry.path)):
-            told.append(f"left out: {escape(entry.path)}: it holds no pictures")
+        elif not _holds_pictures(Path(entry.path), directly=True):
+            below = ", but in subfolders, which kohya does not read" if _holds_pictures(Path(entry.path)) else ""
+            told.append(f"left out: {escape(entry.path)}: it holds no pictures{below}")
         else:
             count += 1
-            yield Path(entry.path), int(match[1]), match[2].strip()
+            yield Path(entry.path), int(match[1]), (match[2] or "").strip()
     if not count:
         raise ConfigError(f"{escape(str(folder))} holds no folder N_name with pictures, such as '10_sks dog'")
 
@@ -249,8 +251,9 @@ class _Names:
         return found
 
 
-def _holds_pictures(folder: Path) -> bool:
-    return any(_is_picture(folder, file) for file in walk_files(folder))
+def _holds_pictures(folder: Path, *, directly: bool = False) -> bool:
+    files = (each.name for each in visible(folder) if not is_folder(each)) if directly else walk_files(folder)
+    return any(_is_picture(folder, file) for file in files)
 
 
 def _is_picture(folder: Path, file: str) -> bool:

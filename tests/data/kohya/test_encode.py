@@ -99,11 +99,18 @@ def test_the_ending_of_caption_files_is_that_given(photos: Path, pipeline: str, 
 def test_only_folders_of_kohya_are_taken_for_them(photos: Path, tmp_path: Path) -> None:
     assert is_layout(photos)
     assert not is_layout(photos / "10_sks dog")
+    pictures(photos / "5", 1)
+    assert not is_layout(photos), "a number alone may be a class"
+    pictures(photos / "3_below" / "more", 1)
     pictures(photos / "others", 1)
-    assert not is_layout(photos)
     found = parts_of_folders(photos, None, 1.0)
-    assert [part.listed.repeats for part in found.parts] == [10, 2]
-    assert found.told == (f"left out: {photos / 'others'}: no repeats in its name, expected N_name",)
+    assert [(part.listed.repeats, part.options["caption"]) for part in found.parts] == [
+        (10, "sks dog"), (2, "sks cat"), (5, ""),
+    ]  # fmt: skip
+    assert found.told == (
+        f"left out: {photos / '3_below'}: it holds no pictures, but in subfolders, which kohya does not read",
+        f"left out: {photos / 'others'}: no repeats in its name, expected N_name",
+    )
     with pytest.raises(ConfigError, match="holds no folder N_name with pictures"):
         parts_of_folders(photos / "others", None, 1.0)
 
@@ -278,6 +285,11 @@ def test_masks_are_those_of_each_folder_and_none_of_regularisation_pictures(
     with open_shards(DataConfig(path=str(tmp_path / "out"))) as reader:
         joined_masks = reader.read(range(len(reader)))["loss_mask"].astype(float).mean(axis=(1, 2)).round(3)
     assert joined_masks.tolist() == [0.0, 0.0, 1.0, 0.2, 0.2, *[1.0] * 7]
+    pictures(photos / "1_sks bird", 1)
+    (photos / "1_sks bird" / "0.png").rename(photos / "1_sks bird" / "other.png")
+    main(["encode", str(photos), str(tmp_path / "out"), *options.split()])
+    assert weights(tmp_path / "out" / "1_sks bird") == [], "the folder of masks has none of its pictures"
+    assert main(["encode", str(photos), str(tmp_path / "none"), *options.split()[:-1], str(photos)]) == 2
     config = tmp_path / "data.toml"
     rows = f"""
       [[datasets.subsets]]
