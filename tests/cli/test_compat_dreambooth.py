@@ -139,7 +139,7 @@ def test_prior_preservation() -> None:
     own, prior_set = config.data.entries
     assert (own.weight, own.loss_weight, prior_set.weight, prior_set.loss_weight) == (1.0, 1.0, 1.0, 0.5)
     assert prior_set.path == str(given.out)
-    assert any("theirs adds the two means" in note for note in done.notes)
+    assert any("it adds the two means" in note for note in done.notes)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from fastdiff.cli.compat.names import ALIASES, REFUSED, TITLES
 from fastdiff.cli.compat.run import SCRIPTS, translate
 from fastdiff.cli.compat.translation import Translation
 from fastdiff.cli.main import main
+from fastdiff.config.presets import PRESETS
 from fastdiff.errors import ConfigError
 from tests.cli.test_compat import T2I
 from tests.support.inputs.images import encode, natural
@@ -132,10 +133,13 @@ def typed(name: str, flag: dict[str, object]) -> list[str]:
     return [f"--{name}={'3' if flag['kind'] in ('int', 'float', 'int_or_float') else 'other'}"]
 
 
-@pytest.mark.parametrize("name", ["textual_inversion_sdxl", "train_controlnet.py", "sdxl_train_control_net_lllite"])
-def test_what_trains_something_else_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["textual_inversion_sdxl", "train_controlnet.py", "train_dreambooth_lora_sdxl.py"])
+def test_what_has_no_translation_is_refused_with_the_reason(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Presets in place of a script are ones that are there."""
     assert main(["compat", name, "--", "--learning_rate", "1"]) == 2
     assert REFUSED[name.removesuffix(".py")] in " ".join(capsys.readouterr().err.split())
+    named = {preset for reason in REFUSED.values() for preset in re.findall(r"--preset ([\w-]+)", reason)}
+    assert named <= set(PRESETS)
 
 
 @pytest.mark.parametrize("name", [*ALIASES, "train_text_to_image_sdxl.py"])

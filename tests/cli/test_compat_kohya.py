@@ -160,8 +160,15 @@ def test_flags_in_a_file_count_where_the_command_line_says_nothing(tmp_path: Pat
     assert (config.steps, config.optim.lr, config.lora.rank) == (70, 1e-4, 8)
     assert "conv2" in config.lora.targets
     assert "--config_file: learning_rat: no flags of the script" in notes
-    (tmp_path / "flags.toml").write_text('max_train_steps = "many"\n')
-    with pytest.raises(ConfigError, match="--config_file: max_train_steps = 'many'"):
+    assert not [note for note in notes.split("\n") if "changes nothing" in note]
+    # As graphical interfaces write what is not given.
+    (tmp_path / "flags.toml").write_text(
+        'dynamo_backend = "no"\nmax_token_length = 75\nlr_scheduler_args = []\nvae = ""\nseed = 3\n'
+    )
+    config, _ = run_of(FULL, "--config_file flags.toml")
+    assert config.seed == 3
+    (tmp_path / "flags.toml").write_text('max_train_steps = "many"\nmax_grad_norm = "a"\n')
+    with pytest.raises(ConfigError, match=r"--config_file: max_train_steps = 'many'[^\n]*\n  --config_file: max_grad"):
         run_of(FULL, "--config_file flags.toml")
 
 

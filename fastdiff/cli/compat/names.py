@@ -32,6 +32,15 @@ _CONTROL = (
     "a ControlNet is a second network beside the one that draws, and no network here takes its control images; train "
     "it with that script"
 )
+_SUBJECT = (
+    "no translation of its flags; encode its pictures with `fastdiff encode PHOTOS OUT --pretrained PIPELINE --caption "
+    "PROMPT` and train with `fastdiff train --preset {preset}` (docs/recipes/photos-lora.md)"
+)
+_OF_KOHYA = (
+    "no translation of its flags; `fastdiff encode` takes its folders, regularisation and --dataset_config as they are "
+    "(docs/how-to/kohya-data.md), and `fastdiff train --preset {preset}` trains on them"
+)
+_NO_FAMILY = "no network here is of this family; `fastdiff compat --help` lists what is translated"
 REFUSED = dict.fromkeys(
     (
         "textual_inversion", "textual_inversion_sdxl", "train_textual_inversion", "train_textual_inversion_XTI",
@@ -44,5 +53,23 @@ REFUSED = dict.fromkeys(
         "train_control_net", "sdxl_train_control_net", "sdxl_train_control_net_lllite", "flux_train_control_net",
     ),
     _CONTROL,
-)  # fmt: skip
+) | dict.fromkeys(
+    (
+        "flux_train", "flux_train_network", "lumina_train", "lumina_train_network", "hunyuan_image_train_network",
+        "anima_train", "anima_train_network", "train_dreambooth_flux", "train_dreambooth_lora_flux",
+        "train_dreambooth_lora_flux_advanced", "train_dreambooth_lora_flux_kontext", "train_dreambooth_lora_flux2",
+        "train_dreambooth_lora_hidream", "train_dreambooth_lora_lumina2",
+    ),
+    _NO_FAMILY,
+) | {
+    "train_dreambooth_lora_sdxl": _SUBJECT.format(preset="sdxl-lora"),
+    "train_dreambooth_lora_sdxl_advanced": _SUBJECT.format(preset="sdxl-lora"),
+    "train_dreambooth_lora": _SUBJECT.format(preset="sd15-lora"),
+    "train_dreambooth": _SUBJECT.format(preset="sd15-finetune"),
+    "train_network": _OF_KOHYA.format(preset="sd15-lora"),
+    "train_db": _OF_KOHYA.format(preset="sd15-finetune"),
+    "fine_tune": _OF_KOHYA.format(preset="sd15-finetune"),
+    "sd3_train_network": _OF_KOHYA.format(preset="sd35-medium-lora"),
+    "sd3_train": _OF_KOHYA.format(preset="sd35-medium"),
+}  # fmt: skip
 """Why a script has no counterpart, by the name of its file."""

@@ -329,9 +329,9 @@ def differences(given: Given) -> list[Note]:
         ),
         (
             flags.with_prior_preservation,
-            "--with_prior_preservation: a batch has as many class pictures as others, drawn apart, and the loss is the "
-            "mean of all; theirs adds the two means, which is twice as much: Adam takes the same steps, but "
-            "--max_grad_norm clips at half the norm",
+            "--with_prior_preservation: an epoch has as many class pictures as others, a batch about as many, and the "
+            "loss is the mean of all; a batch of theirs has exactly as many, and it adds the two means, which is twice "
+            "as much: Adam takes the same steps, but --max_grad_norm clips at half the norm",
         ),
     ]
 

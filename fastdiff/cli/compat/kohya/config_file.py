@@ -2,6 +2,7 @@
 
 import argparse
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from fastdiff.errors import ConfigError, require
 from fastdiff.files import read_bounded
 
 _LARGEST = 1 << 20
+_NOT_GIVEN: Mapping[str, object] = {"dynamo_backend": "no", "max_token_length": 75}
+"""Values that graphical interfaces write where a flag is not given; the scripts check no choices in files."""
 
 
 def values(file: str) -> dict[str, Any]:
@@ -28,13 +31,19 @@ def in_file(parser: argparse.ArgumentParser, values: dict[str, Any]) -> tuple[di
     """Return the values of ``--config_file`` as the flags have them, and the names that are no flags.
 
     Raises:
-        ConfigError: a value is none that the flag takes.
+        ConfigError: values are none that their flags take.
     """
     actions = {action.dest: action for action in parser._actions}
-    found = {}
+    found: dict[str, Any] = {}
+    problems = []
     for name, value in values.items():
-        if name in actions:
-            found[name] = _read(actions[name], value)
+        if name in actions and value not in ("", [], _NOT_GIVEN.get(name)):
+            try:
+                found[name] = _read(actions[name], value)
+            except ConfigError as error:
+                problems.append(str(error))
+    if problems:
+        raise ConfigError("\n  ".join(problems))
     return found, sorted(values.keys() - actions.keys())
 
 

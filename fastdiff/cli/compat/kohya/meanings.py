@@ -29,6 +29,7 @@ _HUB = "--push-to-hub of `fastdiff export` replaces files in a repository of mod
 _UNWEIGHTED = "captions are plain texts: leave weights such as (word:1.2) out of them"
 _ONE_LOSS = "the error is squared; give a loss of your own as --objective.plugin PATH.py:FUNCTION"
 _HUBER = "it belongs to --loss_type huber and smooth_l1"
+_ALL_TIMES = "all timesteps are trained anyway"
 _RESUME = "a run knows where it stopped: the same command resumes it"
 _NO_SAMPLE = "no sample image is drawn"
 
@@ -157,15 +158,15 @@ _OBJECTIVE = {
     "multires_noise_discount": Meaning(float, idle="it belongs to --multires_noise_iterations"),
     "ip_noise_gamma": Meaning(float, words.perturbation),
     "ip_noise_gamma_random_strength": _refused("it has one strength; give its mean as --ip_noise_gamma", SWITCH),
-    "min_timestep": Meaning(int, words.timesteps(0)),
-    "max_timestep": Meaning(int, words.timesteps(1000)),
+    "min_timestep": Meaning(int, words.timesteps(0), idle=_ALL_TIMES),
+    "max_timestep": Meaning(int, words.timesteps(1000), idle=_ALL_TIMES),
 }  # fmt: skip
 _BATCH = {
     "gradient_accumulation_steps": Meaning(count, lambda given, _: flag("batch.samples", given.batch)),
     "train_batch_size": Meaning(count, lambda given, _: flag("batch.micro", given.pictures.micro)),
 }
 _OPTIMIZER = {
-    "optimizer_type": Meaning(str, words.optimizer),
+    "optimizer_type": Meaning(str, words.optimizer, idle="AdamW is the default, in theirs too"),
     "use_8bit_adam": Meaning(SWITCH),
     "use_lion_optimizer": Meaning(SWITCH),
     "learning_rate": Meaning(float, words.rate, idle="--unet_lr goes before it, as in theirs"),
@@ -218,7 +219,7 @@ _SAMPLED = {
 }
 _OUTPUT = {
     "output_dir": Meaning(str, lambda given, _: [*flag("output.folder", given.run), *flag("output.log_every", 1)]),
-    "output_name": Meaning(),
+    "output_name": Meaning(idle="theirs is called last without it, too"),
     "save_every_n_steps": Meaning(count, words.checkpoints),
     "save_every_n_epochs": Meaning(count, idle="--save_every_n_steps goes before it"),
     "save_n_epoch_ratio": _refused("give the interval, --save_every_n_epochs or --save_every_n_steps", int),

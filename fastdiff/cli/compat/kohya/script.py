@@ -57,7 +57,9 @@ class KohyaScript:
         if not given.config_file:
             return given
         found, unknown = in_file(parser, values(given.config_file))
-        return parser.parse_args(list(words), argparse.Namespace(**found, **{_UNKNOWN: unknown}))
+        whole = parser.parse_args(list(words), argparse.Namespace(**found, **{_UNKNOWN: unknown}))
+        whole.config_file = None  # it is read
+        return whole
 
     def translate(self, flags: argparse.Namespace, gpus: int, count_images: CountImages) -> Translation:
         """Translate a command line: encode the pictures, train, export.

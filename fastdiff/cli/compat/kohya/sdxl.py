@@ -95,7 +95,7 @@ def _format(flags: argparse.Namespace) -> str:
 _SAFE = "files are safetensors: pickles are not written"
 _NETWORK: dict[str, Meaning] = {
     "network_module": Meaning(str, _network),
-    "network_dim": Meaning(count),
+    "network_dim": Meaning(count, idle=f"networks.lora has {_RANK} without it"),
     "network_alpha": Meaning(
         float, lambda given, alpha: flag("lora.alpha", None if given.flags.dim_from_weights else alpha or None)
     ),
@@ -156,7 +156,7 @@ SDXL_NETWORK = KohyaScript(
     notes=(
         "A of each added layer begins normal with the deviation 1 / rank; theirs uniform by Kaiming's rule; B at 0 in "
         "both",
-        "the file has alpha as a tensor of each layer, as theirs has",
+        "the file has alpha as a tensor of each layer, as theirs has; its name is pytorch_lora_weights.safetensors",
     ),
 )
 SDXL_FULL = KohyaScript(
