@@ -77,6 +77,10 @@ CONDITIONS: Mapping[str, ConditionKind] = {
     ),
     # Small image to enlarge.
     "low_res": ConditionKind(shape=("channels", "low_res_size", "low_res_size"), dtype="float32", source="step"),
+    # Uniform number of each token in [0, 1): a training pass keeps those of the lowest.
+    "token_scores": ConditionKind(shape=("latent_tokens",), dtype="float32", source="step"),
+    # Whether the sample has the output of the blocks that leave tokens out.
+    "sparse_path": ConditionKind(shape=(), dtype="bool", source="step"),
     # Position of the sample in the run, the key of a dropout.
     "position": ConditionKind(shape=(), dtype="int64", source="step"),
 }

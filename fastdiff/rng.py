@@ -34,6 +34,9 @@ class Stream(IntEnum):
     LOW_RES = 12
     LOW_RES_LEVEL = 13
     TEACHER_TOKEN = 14
+    ROUTING = 15
+    PATH_DROP = 16
+    """Keyed by optimizer step, not by sample."""
 
 
 _NAMED = 256

@@ -30,6 +30,8 @@ def test_the_numbering_of_the_streams_is_frozen():
         "LOW_RES": 12,
         "LOW_RES_LEVEL": 13,
         "TEACHER_TOKEN": 14,
+        "ROUTING": 15,
+        "PATH_DROP": 16,
     }
 
 

@@ -51,7 +51,15 @@ FREE = (
 (``batch.micro``, ``performance.engine``). The code of ``objective.plugin`` is compared by its digest."""
 _OF_RESULT = ("plugin.network", "plugin.objective", "plugin.optimizer")
 """Plug-ins that decide the result of a run (``run_record.plugins``)."""
-_KEEPS_WEIGHTS = ("model.dropout", "model.qkv_order")
+_KEEPS_WEIGHTS = (
+    "model.dropout",
+    "model.qkv_order",
+    "model.routing_share",
+    "model.routing_from",
+    "model.routing_to",
+    "model.path_drop",
+    "model.dense_share",
+)
 """Fields of a network that leave the shapes of its weights as they are."""
 _OF_LORA: Mapping[Literal["base", "adapter"], str] = {
     "base": "weights that the LoRA is added to",

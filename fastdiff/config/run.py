@@ -233,6 +233,16 @@ class RunConfig:
         return any(of_run if share is None else share for share in own or [None])
 
     @property
+    def dense_from(self) -> int:
+        """Samples after which all tokens pass all blocks, whole steps; the length of the run if the last step is none.
+
+        ``ModelConfig.route`` has their share.
+        """
+        route = self.model.route
+        dense = 0 if route is None else round(route.dense_share * self.steps)
+        return (self.steps - dense) * self.batch.samples
+
+    @property
     def drawn_levels(self) -> TimestepConfig:
         """Distribution of the noise levels, with the time shift as a number."""
         return replace(self.timesteps, shift=self.time_shift)

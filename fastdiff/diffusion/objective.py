@@ -19,6 +19,7 @@ from fastdiff.diffusion.ddpm import Ddpm
 from fastdiff.diffusion.levels import SIGMA, TARGET_NOISE, TARGET_X0, Corruption, Levels
 from fastdiff.diffusion.noise_shaping import pyramid, small_images, unit_scale
 from fastdiff.diffusion.processes import build_process
+from fastdiff.diffusion.routing import TokenRouting
 from fastdiff.diffusion.timesteps import Timesteps, build_timesteps
 from fastdiff.diffusion.variational import Variational
 from fastdiff.errors import ConfigError
@@ -60,6 +61,7 @@ class Objective:
         own_loss: the user's loss of ``config.plugin``; None: the squared error.
         set_dropouts: share of dropped conditions of each data set, in place of ``config.condition_dropout``; empty:
             none has one of its own.
+        routing: what leaves tokens out of the model; None: all pass all of its blocks.
 
     Raises:
         ConfigError: ``seed`` out of range, or unknown schedule (``fastdiff.diffusion.schedules.betas``).
@@ -80,6 +82,7 @@ class Objective:
         low_res_size: int = 0,
         own_loss: OwnLoss | None = None,
         set_dropouts: Sequence[float] = (),
+        routing: TokenRouting | None = None,
     ) -> None:
         if not 0 <= seed < 2**64:
             raise ConfigError(f"--seed {seed}: expected 0 or above and below 2**64")
@@ -106,10 +109,16 @@ class Objective:
         self._own_loss = own_loss
         self._drops = any(set_dropouts or (config.condition_dropout,))
         self._set_dropouts = torch.tensor(set_dropouts, device=device) if set_dropouts else None
+        self.routing = routing
         self._cosine_weight = config.cosine_weight if isinstance(config, FlowConfig) else 0.0
         self._preserved_detail = config.dream_detail_preservation if isinstance(config, DdpmConfig) else 1.0
         # The target of epsilon and score prediction does not contain the latents.
         self._reads_clean = config.predicted not in ("epsilon", "score")
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all tokens pass all blocks of the model in the present step."""
+        return self.routing is None or self.routing.is_dense
 
     def add_noise(
         self, batch: Batch, model: Callable[..., Output] | None = None, *, native: Tensor | None = None
@@ -359,7 +368,7 @@ class Objective:
 
     def _made(self, batch: Batch, levels: Levels) -> Condition:
         """Make the inputs that are no columns of the data: dropout's position, small images, the noisy class token."""
-        made: Condition = {}
+        made: Condition = {} if self.routing is None else self.routing.drawn(batch.position)
         if self._token is not None:
             made[NAME] = self._token.noisy(batch, levels)
         if self.inputs is not None and "position" in self.inputs:

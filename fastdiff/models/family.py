@@ -72,6 +72,8 @@ class ModelFamily(Generic[C]):
     """Multiply-adds of the layers whose inputs (noisy latents, captions, time features) need no gradient."""
     subject: Callable[[C], str]
     """Name on the card of an exported model: ``A class-conditional diffusion transformer``."""
+    saved_multiply_adds: Callable[[C], float] = lambda config: 0.0
+    """Multiply-adds of a forward pass on one sample that training saves by leaving tokens out."""
     license: Callable[[C], str] = lambda config: ""
     """License of the published weights of this shape, for the card; empty: there are several, or none."""
     published: Callable[[C], PublishedClass | None] = lambda config: None

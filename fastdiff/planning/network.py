@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Condition
+from fastdiff.config.networks.routing import SCORES
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import ConfigError
@@ -35,6 +36,10 @@ class Network:
     """Number of its blocks."""
     recorded: Mapping[int, Recording]
     """Forward and backward passes, by the number of blocks that keep their activations."""
+    dense_recorded: Mapping[int, Recording] = field(default_factory=dict)
+    """The same with all tokens in all blocks, where the rest of the training leaves some out; empty: there are none."""
+    dense_share: float = 0.0
+    """Their share of the training."""
     _traced: dict[int, Traced] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def stored(self, performance: PerformanceConfig) -> int:
@@ -42,18 +47,23 @@ class Network:
         return performance.stored_blocks if performance.recompute else self.blocks
 
     def traced(self, performance: PerformanceConfig) -> Traced:
-        """Return the counts of a pass with as much recomputation as ``performance`` asks.
+        """Return the counts of a pass with as much recomputation as ``performance`` asks; the mean of the training.
 
         Raises:
             KeyError: neither this pass was read, nor both that recompute none and all of the blocks.
         """
         stored = self.stored(performance)
         if stored not in self._traced:
-            recording = self.recorded.get(stored)
-            if recording is None:
-                recording = self.recorded[0].storing(self.recorded[self.blocks], self.blocks - stored)
-            self._traced[stored] = recording.traced()
+            found = self._recording(self.recorded, stored).traced()
+            if self.dense_recorded:
+                found = found.joined(self._recording(self.dense_recorded, stored).traced(), self.dense_share)
+            self._traced[stored] = found
         return self._traced[stored]
+
+    def _recording(self, recorded: Mapping[int, Recording], stored: int) -> Recording:
+        if stored in recorded:
+            return recorded[stored]
+        return recorded[0].storing(recorded[self.blocks], self.blocks - stored)
 
     @property
     def trained(self) -> int:
@@ -85,11 +95,17 @@ def read_network(
     frozen_parameters = tuple(p.numel() for p in network.parameters() if not p.requires_grad)
     noisy, condition = inputs or dry_inputs(config.model, network.inputs, TRACED)
     precision, blocks = config.performance.precision, len(network.blocks_in_order())
-    try:
-        recorded = {
-            stored: record(replace(config, performance=performance), noisy, condition, device)
+    dense = 1.0 - config.dense_from / config.samples
+
+    def recorded(given: Condition) -> dict[int, Recording]:
+        return {
+            stored: record(replace(config, performance=performance), noisy, given, device)
             for stored, performance in _recomputations(config.performance, blocks, varies=varies)
         }
+
+    try:
+        passes = recorded(condition)
+        with_all = recorded({name: value for name, value in condition.items() if name != SCORES}) if dense else {}
     except (
         fake_tensor.DataDependentOutputException,
         fake_tensor.DynamicOutputShapeException,
@@ -107,7 +123,9 @@ def read_network(
         frozen_bytes=frozen_bytes(network, precision),
         buffer_bytes=buffer_bytes(network),
         blocks=blocks,
-        recorded=recorded,
+        recorded=passes,
+        dense_recorded=with_all,
+        dense_share=dense,
     )
 
 

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastdiff.batch import Condition
+from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.config.networks.routing import PATH
 
 Denoiser = Callable[..., Tensor]
 """Model, called with noisy latents ``[B, C, H, W]`` fp32, times ``[B]`` (int64 timesteps or fp32 times) and the
@@ -62,6 +64,18 @@ def guided(model: Denoiser, condition: Condition, null: Condition, guidance: Gui
         return torch.cat([found, others], dim=1)
 
     return predict
+
+
+def with_path_drop(model: ModelConfig, condition: Condition, null: Condition) -> tuple[Condition, Condition]:
+    """Return both such that the unconditional prediction does without the sparse path of a network that has learned to.
+
+    Path-drop guidance (Park et al. 2025, arXiv:2510.21986); SR-DiT samples so, too.
+    """
+    if not model.guided_without_path:
+        return condition, null
+    count, device = next((len(value), value.device) for value in condition.values())
+    has_path = torch.ones(count, dtype=torch.bool, device=device)
+    return {**condition, PATH: has_path}, {**null, PATH: torch.tensor(False)}
 
 
 def _norm_ratio(of: Tensor, to: Tensor, side: int) -> Tensor:

@@ -34,6 +34,7 @@ from fastdiff.models.pipeline_files import readable
 from fastdiff.models.toolchain import require_compilers
 from fastdiff.parallel.devices import select_device
 from fastdiff.sampling.class_names import ClassChoice, ClassNames
+from fastdiff.sampling.guidance import with_path_drop
 from fastdiff.sampling.image_grid import image_grid, save_picture
 from fastdiff.sampling.latent_statistics import open_autoencoder, statistics_in
 from fastdiff.sampling.pipeline_sampler import (
@@ -330,6 +331,7 @@ class Run:
             ConfigError: see ``decided`` and ``fastdiff.sampling.solvers.sample``.
         """
         model, sampler = self.config.model, self.decided(sampler)
+        condition, null = with_path_drop(model, condition, null)
         return sample(
             self.model,
             self.config.objective,

@@ -40,6 +40,7 @@ from fastdiff.data.loading.training_set import (
 )
 from fastdiff.data.shards.usage import note_use
 from fastdiff.diffusion.objective import Objective
+from fastdiff.diffusion.routing import TokenRouting
 from fastdiff.json_lines import JsonLines, last_record
 from fastdiff.ledger.records import open_ledger
 from fastdiff.ledger.writer import Ledger
@@ -369,7 +370,15 @@ def _build_objective(config: RunConfig, reader: Data, model: Model, world: World
         low_res_size=config.model.low_res_size,
         own_loss=own_loss,
         set_dropouts=set_dropouts(config, reader),
+        routing=_build_routing(config),
     )
+
+
+def _build_routing(config: RunConfig) -> TokenRouting | None:
+    route = config.model.route
+    if route is None:
+        return None
+    return TokenRouting(route, seed=config.seed, batch_samples=config.batch.samples, dense_from=config.dense_from)
 
 
 def _resolve(config: RunConfig) -> RunConfig:

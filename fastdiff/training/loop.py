@@ -25,6 +25,7 @@ def take_steps(state: TrainState, batches: Iterator[Batch], callbacks: Callbacks
 
     while state.progress.samples < config.samples:
         meters.start_step(state.progress.steps)
+        state.begin_step()
         for _ in range(config.batch.accumulation(state.world.size)):
             with meters.phase("data"):
                 batch = next(batches)

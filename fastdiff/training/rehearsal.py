@@ -6,6 +6,7 @@ for minutes), and meets a lack of memory while nothing can be lost.
 
 import logging
 import time
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -80,11 +81,18 @@ def _rehearse_step(state: TrainState, batch: Batch) -> None:
 
     with explaining_memory(state, _PHASE):
         try:
-            for _ in state.scales.each_form():
-                state.engine.rehearse(loss, accumulates=state.config.batch.accumulation(state.world.size) > 1)
+            for _ in _each_kind(state):
+                for _ in state.scales.each_form():
+                    state.engine.rehearse(loss, accumulates=state.config.batch.accumulation(state.world.size) > 1)
         finally:
             state.scales.forget()
             note_raised()
+
+
+def _each_kind(state: TrainState) -> Iterable[None]:
+    """Take each kind of step in turn that is still to come: with and without all tokens."""
+    routing = state.objective.routing
+    return (None,) if routing is None else routing.each_kind(state.progress.samples)
 
 
 def _bytes(device: torch.device) -> int:

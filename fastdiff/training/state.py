@@ -71,6 +71,11 @@ class TrainState:
         for lines in self.lines.values():
             lines.retry()
 
+    def begin_step(self) -> None:
+        """Make the next forward passes those of the step behind the samples so far."""
+        if self.objective.routing is not None:
+            self.objective.routing.begin_step(self.progress.samples)
+
     def close(self) -> None:
         """Close the files of JSON lines."""
         for lines in self.lines.values():

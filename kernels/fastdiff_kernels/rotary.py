@@ -58,7 +58,8 @@ class Rotary(NamedTuple):
     """Arguments of ``rotated`` beside the packed projection, whose heads have d channels."""
 
     cos: Tensor | None = None
-    """Cosines ``[T, d / 2]`` fp32, one for each pair of neighbouring channels; 1 for a token that is not rotated."""
+    """Cosines ``[T, d / 2]`` fp32, one for each pair of neighbouring channels; 1 for a token that is not rotated. Of
+    samples whose tokens differ, ``[B, T, d / 2]``."""
     sin: Tensor | None = None
     """Sines, likewise; 0 for a token that is not rotated. Neither: no rotation."""
     q_weight: Tensor | None = None
@@ -76,7 +77,7 @@ def _turned(x: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tensor | 
     if cos is None or sin is None:
         return x
     first, second = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
-    cos, sin = cos[:, None], sin[:, None]  # [T, 1, d / 2]
+    cos, sin = cos[..., None, :], sin[..., None, :]  # [T, 1, d / 2] or [B, T, 1, d / 2]
     return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2).to(x.dtype)
 
 
@@ -172,11 +173,14 @@ def _normed_and_turned(  # type: ignore[no-untyped-def]
 
 @jit
 def rotary_fwd_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, u_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, total, rows, length, eps,
+    out_ptr, u_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, total, rows, period, eps,
     H: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """``rows`` tokens of a block of heads, of which a tile has ``BLOCK_R`` rows; of values, a copy if PARTS is 3."""
+    """``rows`` tokens of a block of heads, of which a tile has ``BLOCK_R`` rows; of values, a copy if PARTS is 3.
+
+    The tables have ``period`` rows: those of a sample, or of all tokens.
+    """
     start = tl.program_id(0).to(tl.int64) * rows
     stop = tl.minimum(start + rows, total)
     lane, column = tl.arange(0, BLOCK_R), tl.arange(0, HEAD)
@@ -188,8 +192,8 @@ def rotary_fwd_kernel(  # type: ignore[no-untyped-def]
         inside = (token < stop)[:, None]
         from_ptr = u_ptr + (token * (3 * H * D) + at)[:, None]
         to_ptr = out_ptr + (token * (PARTS * H * D) + at)[:, None]
-        cos_a, cos_b = _table(cos_ptr, token % length, inside, D, HEAD, TAIL)
-        sin_a, sin_b = _table(sin_ptr, token % length, inside, D, HEAD, TAIL)
+        cos_a, cos_b = _table(cos_ptr, token % period, inside, D, HEAD, TAIL)
+        sin_a, sin_b = _table(sin_ptr, token % period, inside, D, HEAD, TAIL)
         a, b = _load(from_ptr, column, inside, D, HEAD, TAIL)
         a, b = _normed_and_turned(a, b, q_a, q_b, cos_a, cos_b, sin_a, sin_b, eps, D, TAIL)
         _store(to_ptr, column, inside, a, b, D, HEAD, TAIL)
@@ -203,7 +207,8 @@ def rotary_fwd_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _part_backward(  # type: ignore[no-untyped-def]
-    du_ptr, sums_ptr, weight_sums_ptr, up_ptr, u_ptr, cos_ptr, sin_ptr, weight_ptr, total, rows, length, up_stride, eps,
+    du_ptr, sums_ptr, weight_sums_ptr, up_ptr, u_ptr, cos_ptr, sin_ptr, weight_ptr, total, rows, length, period,
+    up_stride, eps,
     STRIDE_H: tl.constexpr, STRIDE_T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HEAD: tl.constexpr,
     TAIL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -226,8 +231,8 @@ def _part_backward(  # type: ignore[no-untyped-def]
         up_at = token // length * up_stride + token % length * STRIDE_T + head * STRIDE_H
         a, b = _load(up_ptr + up_at[:, None], column, inside, D, HEAD, TAIL)
         if cos_ptr is not None:
-            cos_a, cos_b = _table(cos_ptr, token % length, inside, D, HEAD, TAIL)
-            sin_a, sin_b = _table(sin_ptr, token % length, inside, D, HEAD, TAIL)
+            cos_a, cos_b = _table(cos_ptr, token % period, inside, D, HEAD, TAIL)
+            sin_a, sin_b = _table(sin_ptr, token % period, inside, D, HEAD, TAIL)
             a, b = _turn(a, cos_a, -sin_a), _turn(b, cos_b, -sin_b)
         if weight_ptr is not None:
             x_a, x_b = _load(u_ptr + at, column, inside, D, HEAD, TAIL)
@@ -257,7 +262,7 @@ def _part_backward(  # type: ignore[no-untyped-def]
 @jit
 def rotary_bwd_kernel(  # type: ignore[no-untyped-def]
     du_ptr, sums_ptr, weight_sums_ptr, dq_ptr, dk_ptr, dv_ptr, u_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,
-    total, rows, length, q_stride, k_stride, v_stride, eps,
+    total, rows, length, period, q_stride, k_stride, v_stride, eps,
     H: tl.constexpr, D: tl.constexpr, Q_H: tl.constexpr, Q_T: tl.constexpr, K_H: tl.constexpr, K_T: tl.constexpr,
     V_H: tl.constexpr, V_T: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -267,17 +272,18 @@ def rotary_bwd_kernel(  # type: ignore[no-untyped-def]
     if part == 0:
         _part_backward(
             du_ptr, sums_ptr, weight_sums_ptr, dq_ptr, u_ptr, cos_ptr, sin_ptr, q_weight_ptr, total, rows, length,
-            q_stride, eps, Q_H, Q_T, H, D, HEAD, TAIL, BLOCK_R, BLOCK_H,
+            period, q_stride, eps, Q_H, Q_T, H, D, HEAD, TAIL, BLOCK_R, BLOCK_H,
         )  # fmt: skip
     elif part == 1:
         _part_backward(
             du_ptr + H * D, sums_ptr + H * D, _after(weight_sums_ptr, D), dk_ptr, _after(u_ptr, H * D), cos_ptr,
-            sin_ptr, k_weight_ptr, total, rows, length, k_stride, eps, K_H, K_T, H, D, HEAD, TAIL, BLOCK_R, BLOCK_H,
+            sin_ptr, k_weight_ptr, total, rows, length, period, k_stride, eps, K_H, K_T, H, D, HEAD, TAIL, BLOCK_R,
+            BLOCK_H,
         )  # fmt: skip
     else:
         _part_backward(
             du_ptr + 2 * H * D, sums_ptr + 2 * H * D, None, dv_ptr, None, None, None, None, total, rows, length,
-            v_stride, eps, V_H, V_T, H, D, HEAD, TAIL, BLOCK_R, BLOCK_H,
+            period, v_stride, eps, V_H, V_T, H, D, HEAD, TAIL, BLOCK_R, BLOCK_H,
         )  # fmt: skip
 
 
@@ -314,6 +320,11 @@ def _optional(*tensors: Tensor | None) -> list[Any]:
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
+def _period(table: Tensor | None, length: int) -> int:
+    """Rows of the tables of angles; any number without one."""
+    return length if table is None else table.numel() // table.shape[-1]
+
+
 @torch.library.custom_op("fastdiff::rotary_forward", mutates_args=())
 def _rotary_triton(
     u: Tensor, cos: Tensor | None, sin: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
@@ -324,8 +335,8 @@ def _rotary_triton(
     batch, length, _, heads, width = u.shape
     rows, grid, constants = _plan(u, torch.Size((batch, length, heads, width)), 1)
     run(
-        rotary_fwd_kernel, grid, out, *_optional(u, cos, sin, q_weight, k_weight), batch * length, rows, length, eps,
-        PARTS=parts, **constants,
+        rotary_fwd_kernel, grid, out, *_optional(u, cos, sin, q_weight, k_weight), batch * length, rows,
+        _period(cos, length), eps, PARTS=parts, **constants,
     )  # fmt: skip
     return out
 
@@ -357,7 +368,8 @@ def _rotary_backward_triton(
     parts, strides = strided(dq, dk, dv)
     run(
         rotary_bwd_kernel, grid, du, sums, weight_sums, *parts, *_optional(u, cos, sin, q_weight, k_weight),
-        batch * length, rows, length, *(part.stride(0) for part in parts), eps, **strides, **constants,
+        batch * length, rows, length, _period(cos, length), *(part.stride(0) for part in parts), eps, **strides,
+        **constants,
     )  # fmt: skip
     fold(sums, dbias)
     if weight_sums is not None:
@@ -465,10 +477,11 @@ def _validate(kernel: bool, u: Tensor, rotary: Rotary, bias: Tensor | None) -> N
         raise ValueError("neither angles nor weights are given, expected either or both; see fastdiff_kernels.rotary")
     length, width = u.shape[1], u.shape[4]
     tables = {"cos": cos, "sin": sin}
+    of_samples = u.shape[:1] if cos is not None and cos.dim() == 3 else ()
     for name, tensor in (tables | {"q_weight": q_weight, "k_weight": k_weight}).items():
         if tensor is None:
             continue
-        shape = (length, width // 2) if name in tables else (width,)
+        shape = (*of_samples, length, width // 2) if name in tables else (width,)
         dtype = torch.promote_types(torch.float32, u.dtype) if name in tables else u.dtype
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape} as u is {tuple(u.shape)}")

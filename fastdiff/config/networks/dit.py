@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from fastdiff.conditions import Shape
 from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.config.networks.routing import ROUTINGS, Route, RoutingName
 from fastdiff.errors import ConfigError, require
 
 
@@ -70,13 +71,28 @@ class DiTConfig(ModelConfig):
     base_width: int = 0
     """Width of the DiT whose learning rate is given (muP, arXiv:2505.15270): that of hidden matrices is divided by
     model.hidden / model.base_width, initial weights and output are scaled to match; 0: without muP."""
+    routing: RoutingName = "none"
+    """Leave tokens out of the middle blocks in training: tread (arXiv:2501.04765: they come back as they were) or
+    sprint (arXiv:2510.21986: a learned token stands for them, and a layer joins it with the output of the first
+    blocks). Sampling and evaluation take all tokens."""
+    routing_share: float | None = None
+    """Share of the tokens that is left out, drawn for each sample. None: 0.5 (tread), 0.75 (sprint)."""
+    routing_from: int = 2
+    """First block that leaves tokens out, counted from 0."""
+    routing_to: int | None = None
+    """Last block that leaves tokens out. None: all but 3 (tread) or 2 (sprint) behind."""
+    path_drop: float | None = None
+    """Probability that an optimizer step loses the output of the blocks that leave tokens out (sprint); under guidance
+    the unconditional prediction does without it. None: 0.05."""
+    dense_share: float = 0.0
+    """Share of the training, at its end, in which no token is left out; 0.1-0.25 is usual."""
 
     family: ClassVar[str] = "fastdiff.models.dit.family:DIT"
     title: ClassVar[str] = "a DiT"
     lora_targets: ClassVar[tuple[str, ...]] = ("attn.qkv", "attn.proj")
     hidden_matrices: ClassVar[tuple[str, ...]] = (
         "attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight", "mlp.w12.weight", "mlp.w3.weight",
-        "t_embedder.mlp.2.weight", "adaLN_modulation.1.weight", "t_block.1.weight",
+        "t_embedder.mlp.2.weight", "adaLN_modulation.1.weight", "t_block.1.weight", "fusion_proj.weight",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -109,6 +125,7 @@ class DiTConfig(ModelConfig):
                 f"--model.{name} without --model.teacher_width: there is no token; give its width, or leave it out",
             )
         require_heads_of_base(self.base_width, self.hidden, self.heads, self.head_width)
+        self._check_routing()
 
     def _check_positions(self) -> None:
         require(
@@ -136,6 +153,63 @@ class DiTConfig(ModelConfig):
             first == 0 or not self.value_residual,
             f"--model.value_residual with --model.in_context_from {first}: block 0 has no values of the class "
             "tokens; use --model.in_context_from 0, or leave one of them out",
+        )
+
+    def _check_routing(self) -> None:
+        route, first = self.route, self.routing_from
+        if route is None:
+            for name, usual in _OF_ROUTING.items():
+                given = getattr(self, name)
+                require(
+                    given == usual,
+                    f"--model.{name} {given} without --model.routing: no token is left out; set it to tread or "
+                    "sprint, or leave this out",
+                )
+            return
+        last = route.blocks.stop - 1
+        require(
+            0 <= first <= last < self.depth,
+            f"--model.routing {self.routing} leaves tokens out of blocks {first} to {last}, the network has 0 to "
+            f"{self.depth - 1}: set --model.routing_from and --model.routing_to",
+        )
+        share = self.routing_share
+        require(share is None or 0 < share < 1, f"--model.routing_share {share}: above 0 and below 1")
+        require(0 <= self.dense_share < 1, f"--model.dense_share {self.dense_share}: from 0 to below 1")
+        require(
+            self.path_drop is None or ROUTINGS[self.routing].path_drop is not None,
+            f"--model.path_drop {self.path_drop}: --model.routing {self.routing} has no path that can be lost; "
+            "use sprint, or leave it out",
+        )
+        require(
+            self.path_drop is None or 0 <= self.path_drop < 1, f"--model.path_drop {self.path_drop}: from 0 to below 1"
+        )
+        require(
+            not self.value_residual or first > 0,
+            "--model.value_residual with --model.routing_from 0: block 0 has no values of the tokens that are left "
+            "out; use --model.routing_from 1 or more",
+        )
+        require(
+            not self.in_context or self.in_context_from not in route.blocks,
+            f"--model.in_context_from {self.in_context_from} is among the blocks that leave tokens out, {first} to "
+            f"{last}: their number must be that of the block before; change --model.routing_from or "
+            "--model.routing_to",
+        )
+
+    @property
+    def route(self) -> Route | None:
+        """Tokens that are left out in training; None: none are."""
+        kind = ROUTINGS.get(self.routing)
+        if kind is None:
+            return None
+        last = self.depth - 1 - kind.behind if self.routing_to is None else self.routing_to
+        share = kind.share if self.routing_share is None else self.routing_share
+        tokens = self.tokens(self.routing_from)
+        return Route(
+            tokens=tokens,
+            kept=kind.kept(tokens, share),
+            blocks=range(self.routing_from, last + 1),
+            path_drop=kind.path_drop if self.path_drop is None else self.path_drop,
+            dense_share=self.dense_share,
         )
 
     @property
@@ -170,13 +244,21 @@ class DiTConfig(ModelConfig):
 
     @property
     def conditions(self) -> Mapping[str, Shape]:
-        """The class, and the noisy class token of the teacher if there is one."""
-        return {"label": (), **({"teacher_token": (self.teacher_width,)} if self.teacher_width else {})}
+        """The class; if there are some, the noisy class token of the teacher and what leaves tokens out."""
+        route = self.route
+        return {
+            "label": (),
+            **({"teacher_token": (self.teacher_width,)} if self.teacher_width else {}),
+            **({"token_scores": (route.tokens,)} if route else {}),
+            **({"sparse_path": ()} if self.has_sparse_path else {}),
+        }
 
     @property
     def options(self) -> str:
         """Flags of what the DiT of Peebles & Xie lacks; empty: it is that network."""
         plain = _PLAIN | {"head_dim": self.head_dim and self.hidden / self.heads}
+        if self.has_sparse_path:
+            plain["routing"] = "none"
         given = {name: getattr(self, name) for name in plain if getattr(self, name) != plain[name]}
         return " ".join(
             f"--model.{name}" if value is True else f"--model.{name} {value}" for name, value in given.items()
@@ -189,6 +271,12 @@ _PLAIN: dict[str, Any] = {
     "teacher_width": 0, "base_width": 0,
 }  # fmt: skip
 """Options that the published DiT lacks, as it is."""
+
+
+_OF_ROUTING: dict[str, Any] = {
+    "routing_share": None, "routing_from": 2, "routing_to": None, "path_drop": None, "dense_share": 0.0,
+}  # fmt: skip
+"""Options of ``--model.routing``, by default."""
 
 
 def require_heads_of_base(base: int, hidden: int, heads: int, head_width: int) -> None:

@@ -20,6 +20,7 @@ from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from fastdiff.conditions import Shape, of_source
+from fastdiff.config.networks.routing import Route
 from fastdiff.config.sections.objective import FlowConvention
 from fastdiff.errors import ConfigError, require
 from fastdiff.plugins.user_code import Group, Installed, load_installed
@@ -104,6 +105,27 @@ class ModelConfig:
     """Field with the width of each caption embedding, by the name of the condition."""
     text_length: ClassVar[str] = ""
     """Field with the tokens of a caption, of a network that takes captions of any length with masks; empty: none."""
+
+    @property
+    def route(self) -> Route | None:
+        """Tokens that are left out in training; None: none are."""
+        return None
+
+    @property
+    def has_sparse_path(self) -> bool:
+        """Whether the network can do without the output of the blocks that leave tokens out.
+
+        Its condition sparse_path says which samples have that output.
+        """
+        return self.route is not None and self.route.path_drop is not None
+
+    @property
+    def guided_without_path(self) -> bool:
+        """Whether the network has learned to do without this output, as guidance then does for its unconditional part.
+
+        Park et al. 2025, arXiv:2510.21986 (path-drop guidance).
+        """
+        return self.route is not None and bool(self.route.path_drop)
 
     @property
     def smallest_factor(self) -> int:

@@ -18,26 +18,32 @@ def forward_flops(config: ModelConfig) -> float:
     return 2.0 * family_of(config).multiply_adds(config)
 
 
-def training_flops(config: ModelConfig, *, adapter: bool = False, dream: bool = False) -> float:
+def training_flops(config: ModelConfig, *, adapter: bool = False, dream: bool = False, dense: float = 0.0) -> float:
     """Return the operations of a training step on one sample, without recomputation.
 
     Args:
         config: configuration of the network.
         adapter: whether the weights are frozen (LoRA), so that their gradient is not computed.
         dream: whether DREAM's estimate costs another forward pass.
+        dense: share of the steps in which a network with ``ModelConfig.route`` leaves no token out.
     """
-    return (3.0 - adapter + dream) * forward_flops(config) - 2.0 * family_of(config).input_multiply_adds(config)
+    family = family_of(config)
+    forward = forward_flops(config) - (1.0 - dense) * 2.0 * family.saved_multiply_adds(config)
+    return (3.0 - adapter + dream) * forward - 2.0 * family.input_multiply_adds(config)
 
 
-def run_flops(config: RunConfig, model: ModelConfig | None = None) -> float:
+def run_flops(config: RunConfig, model: ModelConfig | None = None, *, dense: float | None = None) -> float:
     """Return the operations of a training step of a run on one sample, without recomputation.
 
     Args:
         config: of the run.
         model: its network for samples of another size; None: at its own.
+        dense: as of ``training_flops``; None: that of the whole run, so that this is the mean of its steps.
     """
     dream = config.objective.takes_two_passes
-    return training_flops(config.model if model is None else model, adapter=config.lora.rank > 0, dream=dream)
+    dense = 1.0 - config.dense_from / config.samples if dense is None else dense
+    own = config.model if model is None else model
+    return training_flops(own, adapter=config.lora.rank > 0, dream=dream, dense=dense)
 
 
 def self_attention_multiply_adds(width: int, positions: int) -> int:

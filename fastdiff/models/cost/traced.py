@@ -66,6 +66,20 @@ class Traced:
         """
         return max(micro * alive + gradients * beside for alive, beside in self.peaks)
 
+    def joined(self, other: "Traced", share: float) -> "Traced":
+        """Return the mean counts of a training of two kinds of passes, with the peaks of both.
+
+        Args:
+            other: a pass of the other kind.
+            share: of the other kind in the training.
+        """
+        kinds = (
+            "matmul", "convolution", "attention", "short_attention", "bytes", "recomputed", "saved", "saved_again",
+            "launches",
+        )  # fmt: skip
+        mean = {kind: (1.0 - share) * getattr(self, kind) + share * getattr(other, kind) for kind in kinds}
+        return Traced(**mean | {"launches": round(mean["launches"])}, peaks=(*self.peaks, *other.peaks))
+
 
 @dataclass(frozen=True, slots=True)
 class Section:

@@ -35,7 +35,17 @@ def _multiply_adds(config: DiTConfig) -> float:
     patches = config.side**2 * (sum(_patch_multiply_adds(config)) + config.hidden * out)
     token = 2 * config.teacher_width * config.hidden
     time = 256 * config.hidden + config.hidden**2
-    return float(blocks + modulations * config.hidden**2 + patches + token + time)
+    route = config.route
+    fusion = 2 * config.hidden**2 * route.tokens if route is not None and config.has_sparse_path else 0
+    return float(blocks + modulations * config.hidden**2 + patches + token + time + fusion)
+
+
+def _saved_multiply_adds(config: DiTConfig) -> float:
+    if (route := config.route) is None:
+        return 0.0
+    return float(
+        len(route.blocks) * (_block_multiply_adds(config, route.tokens) - _block_multiply_adds(config, route.kept))
+    )
 
 
 def _block_multiply_adds(config: DiTConfig, tokens: int) -> int:
@@ -138,6 +148,7 @@ DIT = ModelFamily(
     build=_build,
     multiply_adds=_multiply_adds,
     input_multiply_adds=_input_multiply_adds,
+    saved_multiply_adds=_saved_multiply_adds,
     draws_on_meta=True,
     fp8_block=Fp8DiTBlock,
     subject=lambda config: "A class-conditional diffusion transformer",

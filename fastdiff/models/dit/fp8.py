@@ -50,6 +50,8 @@ class Fp8DiTBlock(DiTBlock):
     def problem(config: DiTConfig) -> str | None:
         """Return what the blocks of a network have that those in FP8 lack; None: nothing."""
         options = replace(config, base_width=0).options
+        if not options and config.route is not None:
+            return f"blocks in FP8 take all tokens, this network has --model.routing {config.routing}"
         return f"blocks in FP8 are those of the published DiT, this network has {options}" if options else None
 
     def forward(

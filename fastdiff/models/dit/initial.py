@@ -62,3 +62,8 @@ def initialise_for_transfer(model: nn.Module, last: FinalLayer) -> None:
 def learned_positions(count: int, hidden: int) -> nn.Parameter:
     """Return drawn positions of ``count`` further tokens, ``[1, count, hidden]``."""
     return nn.Parameter(nn.init.normal_(torch.empty(1, count, hidden), std=STD))
+
+
+def mask_token(hidden: int) -> nn.Parameter:
+    """Return the token that stands for others, ``[1, 1, hidden]``: zero (SR-DiT)."""
+    return nn.Parameter(nn.init.zeros_(torch.empty(1, 1, hidden)))

@@ -5,6 +5,8 @@ unchanged with ``strict=True``. Under ZeRO-3 a parameter is gathered only during
 the blocks, of its own module; no code here reads one at another time, except its dtype.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,8 @@ from fastdiff.errors import require
 from fastdiff.models.blockwise import BlockwiseModel, run_block
 from fastdiff.models.dit.block import DiTBlock
 from fastdiff.models.dit.final_layer import FinalLayer
-from fastdiff.models.dit.initial import initialise, initialise_for_transfer, learned_positions
+from fastdiff.models.dit.initial import initialise, initialise_for_transfer, learned_positions, mask_token
+from fastdiff.models.dit.kept_tokens import KeptTokens
 from fastdiff.models.dit.modulation import MODULATIONS
 from fastdiff.models.dit.rotary import rotary_table
 from fastdiff.models.embeddings import LabelEmbedder, TimestepEmbedder, patch_embedder, position_table
@@ -21,6 +24,18 @@ from fastdiff_kernels.names import AttentionBackend
 
 _TOKEN_EPS = 1e-6
 """Number that the norm of an embedded class token of a teacher adds to the mean square."""
+
+
+class _Given(NamedTuple):
+    """What all blocks are given."""
+
+    condition: Tensor
+    """``[B, D]``, or ``[B, 6D]`` of adaLN-single."""
+    of_class: Tensor
+    """Embedding of the class, ``[B, D]``."""
+    cos: Tensor | None
+    """For the tokens of classes and the patches; see ``rotary_table``."""
+    sin: Tensor | None
 
 
 class DiT(BlockwiseModel):
@@ -42,6 +57,10 @@ class DiT(BlockwiseModel):
     """Norm of this embedding."""
     in_context_posemb: nn.Parameter | None
     """Positions of the class tokens, ``[1, N, D]``."""
+    mask_token: nn.Parameter | None
+    """Stands for a token without the output of the blocks that leave some out, ``[1, 1, D]``."""
+    fusion_proj: nn.Linear | None
+    """Joins this output with the input of these blocks."""
 
     def __init__(self, config: DiTConfig, *, recompute: bool = False, attention: AttentionBackend = "auto") -> None:
         super().__init__()
@@ -57,12 +76,21 @@ class DiT(BlockwiseModel):
         self.register_buffer("pos_embed", table)
         count = config.in_context
         self.register_parameter("in_context_posemb", learned_positions(count, config.hidden) if count else None)
+        fuses = config.has_sparse_path
+        self.register_parameter("mask_token", mask_token(config.hidden) if fuses else None)
+        self.fusion_proj = nn.Linear(2 * config.hidden, config.hidden) if fuses else None
         self.blocks = nn.ModuleList(DiTBlock(config, number, attention) for number in range(config.depth))
         self.final_layer = FinalLayer(config)
         (initialise_for_transfer if config.base_width else initialise)(self, self.final_layer)
 
     def forward(
-        self, noisy: Tensor, time: Tensor, label: Tensor | None = None, teacher_token: Tensor | None = None
+        self,
+        noisy: Tensor,
+        time: Tensor,
+        label: Tensor | None = None,
+        teacher_token: Tensor | None = None,
+        token_scores: Tensor | None = None,
+        sparse_path: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Evaluate the network.
 
@@ -71,6 +99,10 @@ class DiT(BlockwiseModel):
             time: ``[B]`` int64 or float timesteps in [0, T).
             label: ``[B]`` int64 classes, ``classes`` being the null class; None: the null class for all.
             teacher_token: ``[B, W]`` noisy class tokens of a teacher, of a network with ``--model.teacher_width W``.
+            token_scores: ``[B, T]`` fp32, of a network with ``--model.routing``: the tokens of the lowest scores
+                pass the blocks that leave the others out; None: all do.
+            sparse_path: ``[B]`` bool, of a network with ``--model.routing sprint``: whether a sample has the output
+                of these blocks; None: all have.
 
         Returns:
             ``[B, C, H, W]``, with ``learn_sigma`` ``[B, 2C, H, W]``, in the dtype of the weights. With a class token of
@@ -86,7 +118,8 @@ class DiT(BlockwiseModel):
             tokens = tokens + self.pos_embed.to(dtype)
         of_class = self.y_embedder(label, noisy.shape[0], noisy.device)
         condition = self.t_embedder(time, dtype) + of_class
-        tokens = self._through_blocks(tokens, self.t_block(condition), of_class)
+        given = _Given(self.t_block(condition), of_class, *self._angles(tokens))
+        tokens = self._through_blocks(tokens, given, token_scores, sparse_path)
         patches, token = self.final_layer(tokens, condition)
         return self._unpatchify(patches) if token is None else (self._unpatchify(patches), token)
 
@@ -104,17 +137,54 @@ class DiT(BlockwiseModel):
             embedded = self.wg_norm(embedded)
         return torch.cat([embedded.unsqueeze(1), patches], dim=1)
 
-    def _through_blocks(self, tokens: Tensor, condition: Tensor, of_class: Tensor) -> Tensor:
-        """``tokens [B, T, D], condition [B, D] or [B, 6D], of_class [B, D] -> [B, T, D]``."""
-        angles, first_value = self._angles(tokens), None
-        for number, block in enumerate(self.blocks):
+    def _through_blocks(self, tokens: Tensor, given: _Given, scores: Tensor | None, path: Tensor | None) -> Tensor:
+        """``tokens [B, T, D] -> [B, T, D]``; scores and path as ``token_scores`` and ``sparse_path``."""
+        route, depth = self.config.route, self.config.depth
+        if route is None:
+            tokens, _ = self._run(range(depth), tokens, given)
+        else:
+            whole, values = self._run(range(route.blocks.start), tokens, given)
+            kept = None if scores is None else KeptTokens(scores, route.kept)
+            sparse = whole if kept is None else kept.of_tokens(whole)
+            sparse, _ = self._run(route.blocks, sparse, given, values, kept)
+            tokens = self._joined(whole, sparse, kept, path)
+            tokens, _ = self._run(range(route.blocks.stop, depth), tokens, given, values)
+        return tokens if self.in_context_posemb is None else tokens[:, self.config.in_context :]
+
+    def _run(
+        self, blocks: range, tokens: Tensor, given: _Given, values: Tensor | None = None, kept: KeptTokens | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens behind some blocks, and the values of block 0 if it is among them or they are given.
+
+        With ``kept``, ``tokens`` are these alone, ``values`` those of all.
+        """
+        first_value = values if kept is None or values is None else kept.of_values(values)
+        for number in blocks:
             if self.in_context_posemb is not None and number == self.config.in_context_from:
-                tokens = torch.cat([of_class.unsqueeze(1) + self.in_context_posemb, tokens], dim=1)
-            cos, sin = (table if table is None else table[-tokens.shape[1] :] for table in angles)
-            tokens = run_block(block, tokens, condition, cos, sin, first_value, recompute=self.recompute)
+                tokens = torch.cat([given.of_class.unsqueeze(1) + self.in_context_posemb, tokens], dim=1)
+            cos, sin = (_table_of(table, tokens, kept) for table in (given.cos, given.sin))
+            block, inputs = self.blocks[number], (given.condition, cos, sin, first_value)
+            tokens = run_block(block, tokens, *inputs, recompute=self.recompute)
             if number == 0 and self.config.value_residual:
                 tokens, first_value = tokens
-        return tokens if self.in_context_posemb is None else tokens[:, self.config.in_context :]
+        return tokens, first_value
+
+    def _joined(self, whole: Tensor, sparse: Tensor, kept: KeptTokens | None, path: Tensor | None) -> Tensor:
+        """Return all tokens behind the blocks that leave some out, ``[B, T, D]``.
+
+        Args:
+            whole: all tokens in front of these blocks, ``[B, T, D]``.
+            sparse: the kept ones behind them, ``[B, K, D]``.
+            kept: which these are; None: all.
+            path: ``sparse_path``.
+        """
+        if self.mask_token is None or self.fusion_proj is None:
+            return sparse if kept is None else kept.back_in(whole, sparse)
+        padded = sparse if kept is None else kept.back_in(self.mask_token.expand_as(whole), sparse)
+        if path is not None:  # the blocks run for nothing, as published: every parameter has a gradient in every step
+            padded = torch.where(path[:, None, None], padded, self.mask_token)
+        joined: Tensor = self.fusion_proj(torch.cat([whole, padded], dim=2))  # -> [B, T, 2D] -> [B, T, D]
+        return joined
 
     def _angles(self, tokens: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Cosines and sines for the tokens of classes and the patches; None: without rotation."""
@@ -132,3 +202,10 @@ class DiT(BlockwiseModel):
         return pixels.permute(0, 5, 1, 3, 2, 4).reshape(
             batch, -1, size, size
         )  # -> [B, C_out, H/p, p, W/p, p] -> [B, C_out, H, W]
+
+
+def _table_of(table: Tensor | None, tokens: Tensor, kept: KeptTokens | None) -> Tensor | None:
+    """Return the rows of the tokens, of a table that may have further ones in front: ``[T, d]`` or ``[B, K, d]``."""
+    if table is None:
+        return None
+    return table[-tokens.shape[1] :] if kept is None else kept.of_table(table)

@@ -50,7 +50,7 @@ class Log(Callback):
         self._told_time = False
         self.loss: float | None = None
         """Mean since the record before the last; None: no step was taken."""
-        self._flops = _flops(state)
+        self._flops = {dense: _flops(state, float(dense)) for dense in (False, True)}
         self._compiles = compiles(state.config.performance, state.world.device)
         gpu = of_device(torch.cuda.get_device_name()) if state.world.device.type == "cuda" else None
         self._peak = gpu.peak if gpu else None
@@ -108,7 +108,8 @@ class Log(Callback):
         read = state.meters.read()
         rate = 1e3 * state.config.batch.samples / read["step_ms"]
         norm = state.engine.grad_norm()
-        mfu = rate * self._flops / (self._peak * state.world.size) if self._peak else None
+        flops = self._flops[state.objective.is_dense]
+        mfu = rate * flops / (self._peak * state.world.size) if self._peak else None
         return {
             "step": state.progress.steps,
             "samples": state.progress.samples,
@@ -192,12 +193,15 @@ def _loss_scale(state: TrainState) -> Record:
     return {"loss_scale": float(scale["cur_scale"])} if scale else {}
 
 
-def _flops(state: TrainState) -> float:
-    """Return the floating-point operations of a training step per sample, averaged over the latent sizes."""
+def _flops(state: TrainState, dense: float) -> float:
+    """Return the floating-point operations of a training step per sample, averaged over the latent sizes.
+
+    ``dense`` as of ``run_flops``.
+    """
     config, info = state.config, state.reader.info
     total = 0.0
     for number, shard in enumerate(info.shards):
         height, width = info.buckets[shard.bucket] if info.buckets else info.latent.shape[1:]
         share = info.share_of(number) if isinstance(info, JoinedInfo) else shard.samples / info.samples
-        total += run_flops(config, config.model.at_size(height, width)) * share
+        total += run_flops(config, config.model.at_size(height, width), dense=dense) * share
     return total

@@ -18,6 +18,7 @@ from fastdiff.models.load import build_network
 from fastdiff.parallel.fragments import Room, assemble
 from fastdiff.progress import Every
 from fastdiff.sampling.class_names import ClassNames
+from fastdiff.sampling.guidance import with_path_drop
 from fastdiff.sampling.image_grid import encoded, image_grid
 from fastdiff.sampling.pixels import may_be_pixels
 from fastdiff.sampling.solvers import grid_classes, sample
@@ -137,6 +138,7 @@ def draw_together(
     share = -(-count // world.size)
     mine = slice(world.rank * share, (world.rank + 1) * share)
     images = torch.zeros(count, *shape, device=world.device)
+    condition, null = with_path_drop(state.config.model, condition, null)
     chosen = {name: value[mine].to(world.device) for name, value in condition.items()}
 
     told = world.is_first and sampler.steps > 1

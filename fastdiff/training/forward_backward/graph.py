@@ -3,7 +3,8 @@
 The graph has everything from the random numbers to the sums of gradients and losses. What differs between
 micro-batches enters through a batch of static tensors; weights, sums and tables stay where they are. The first
 micro-batch of a step, which overwrites the sums of gradients, has a graph of its own. Where products go from 16 bits
-to FP8, the graphs of the others are dropped, and the next ones captured after a warm-up like the first.
+to FP8, or a training that leaves tokens out goes on with all, the graphs of the others are dropped, and the next ones
+captured after a warm-up like the first.
 
 Neither has a collective: the ranks add up their gradients behind the last micro-batch (``engines.flat_sum``). The
 update of the weights is another graph, whose learning rate and shares of averages the host sends; between it and the
@@ -52,8 +53,9 @@ class GraphForwardBackward(ForwardBackward):
         super().__init__(engine, objective, meters, guard, set_weights)
         self._graphs = CudaGraphs(world)
         self._passes: dict[bool, Callable[[], Tensor]] = {}
-        """By whether the micro-batch is the first of its step; all have products of the same forms."""
-        self._forms: Forms | None = None
+        """By whether the micro-batch is the first of its step; all have products and tokens of ``_kind``."""
+        self._kind: tuple[Forms, bool] | None = None
+        """Forms of the products, and whether all tokens pass all blocks."""
         self._pool = Pool()
         self._static: Batch | None = None
         engine.capture_update(self._graphs.later)
@@ -77,11 +79,11 @@ class GraphForwardBackward(ForwardBackward):
 
     def _pass(self) -> Callable[[], Tensor]:
         """Return the passes of the next micro-batch."""
-        forms, is_first = self._engine.module.scales.forms, self._engine.begins_step
-        if self._passes and forms != self._forms:
+        kind, is_first = (self._engine.module.scales.forms, self._objective.is_dense), self._engine.begins_step
+        if self._passes and kind != self._kind:
             self._graphs.free(self._passes)
             self._pool = Pool()
-        self._forms = forms
+        self._kind = kind
         if is_first not in self._passes:
             self._passes[is_first] = self._graphs.later(self._section, self._pool)
         return self._passes[is_first]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastdiff.batch import Condition
 from fastdiff.checkpoint.reader import Checkpoint
+from fastdiff.conditions import of_source
 from fastdiff.config.deepspeed import DsConfig
 from fastdiff.config.engine import choose
 from fastdiff.config.run import RunConfig
@@ -20,7 +21,7 @@ from fastdiff.data.loading.training_set import Data
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import Model
-from fastdiff.models.cost.dry_network import dry_network
+from fastdiff.models.cost.dry_network import dry_inputs, dry_network
 from fastdiff.models.cost.memory import setup_of
 from fastdiff.parallel.world import World
 from fastdiff.planning.memory import RESERVED
@@ -144,9 +145,8 @@ def _inputs(network: Model, info: DatasetInfo) -> tuple[Tensor, Condition]:
     areas = [height * width for height, width in info.buckets] or [0]
     batch = empty_batch(info, areas.index(max(areas)), TRACED, torch.device("cpu"))
     model = network.config
-    condition = {**batch.condition, "position": batch.position}
-    if model.low_res_size:
-        condition["low_res"] = torch.zeros(TRACED, model.channels, model.low_res_size, model.low_res_size)
+    _, made = dry_inputs(model, of_source("step", network.inputs), TRACED)
+    condition = {**batch.condition, **made}
     noisy = batch.latents[:, : model.channels]  # of a posterior the means
     return noisy, {name: value for name, value in condition.items() if name in network.inputs}
 

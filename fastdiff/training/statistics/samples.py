@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fastdiff.batch import Batch, Condition
 from fastdiff.conditions import CONDITIONS
+from fastdiff.config.networks.routing import DRAWN
 from fastdiff.diffusion.levels import Corruption
 from fastdiff.diffusion.objective import Objective
 from fastdiff.diffusion.snr_bins import BINS, SNR_EDGES
@@ -48,7 +49,8 @@ def _columns(batch: Batch, objective: Objective) -> Columns:
     corruption = objective.corrupted(batch)
     found = {"count": torch.ones_like(batch.position)}
     found |= _of_latents(objective.clean(batch)) | _of_levels(corruption)
-    found |= _of_conditions(corruption.condition, objective.null) | _of_targets(batch, corruption, objective)
+    condition = {name: value for name, value in corruption.condition.items() if name not in DRAWN}
+    found |= _of_conditions(condition, objective.null) | _of_targets(batch, corruption, objective)
     return {name: value.double() for name, value in found.items()}
 
 

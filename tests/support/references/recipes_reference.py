@@ -1,14 +1,16 @@
 """Published recipes of a DiT in float64 without modules, one sample and one head after the other.
 
-Each is written from the description of its authors: LightningDiT (Yao et al. 2025, arXiv:2501.01423), SR-DiT without
-its routing, JiT (Li & He 2025, arXiv:2511.13720), RiT (arXiv:2605.21981), and the block of PixArt (Chen et al. 2023,
-arXiv:2310.00426) with a class in place of the text. Those with the class token of a teacher return its prediction
+Each is written from the description of its authors: LightningDiT (Yao et al. 2025, arXiv:2501.01423), SR-DiT with the
+token dropping of SPRINT (Park et al. 2025, arXiv:2510.21986) or of TREAD (Krause et al. 2025, arXiv:2501.04765), JiT
+(Li & He 2025, arXiv:2511.13720), RiT (arXiv:2605.21981), and the block of PixArt (Chen et al. 2023, arXiv:2310.00426)
+with a class in place of the text. Those with the class token of a teacher return its prediction
 behind that of the image.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +33,9 @@ class Shape:
     in_context_from: int = 0
     norm_eps: float = 1e-6
     qk_norm_eps: float = 1e-6
+    routing: Literal["none", "tread", "sprint"] = "none"
+    routed: range = range(0)
+    """Blocks that take the kept tokens alone."""
     half_split: bool = False
     """A trap: pairs of a rotation are half a head apart, instead of neighbours."""
     columns_first: bool = False
@@ -161,39 +166,72 @@ def lightning(w: Weights, shape: Shape, image: Tensor, time: float, label: int) 
 
 
 def speedrun(
-    w: Weights, shape: Shape, image: Tensor, time: float, label: int, token: Tensor | None = None
-) -> Tensor | tuple[Tensor, Tensor]:
+    w: Weights, shape: Shape, image: Tensor, time: float, label: int, token: Tensor | None = None,
+    keeps: Sequence[int] | None = None, has_path: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """RMSNorm without weight, GELU, rotation, norm of queries and keys with torch's epsilon, values of block 0.
 
-    The embedded class token of a teacher has a norm with a weight.
+    The embedded class token of a teacher has a norm with a weight. ``keeps`` are the tokens that pass the blocks
+    ``routed``, None: all; without a path SPRINT has the mask token in place of them, too.
     """
     x, condition, where = tokens_of(w, image, shape), sum(embedded(w, time, label)), places(shape)
     assert isinstance(condition, Tensor)
     if token is not None:
         x = torch.cat([rms(linear(w, "cls_projectors", token[None]), 1e-6) * w["wg_norm.weight"], x])
         where = [None, *where]
-    kept: list[Tensor] = []
+    everything = list(range(len(x)))
+    chosen = everything if keeps is None else list(keeps)
+    first_value: list[Tensor] = []
     for n in range(shape.depth):
-        name = f"blocks.{n}.attn"
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = six(w, n, condition)
-        qkv = linear(w, f"{name}.qkv", rms(x, 1e-6) * (1 + scale_a) + shift_a)
-
-        def mixed(value: Tensor, name: str = name) -> Tensor:
-            if not kept:
-                kept.append(value)
-                return value
-            share = w[f"{name}.v1_lambda"]
-            return share * kept[0] + (1 - share) * value
-
-        heads = attention(
-            qkv, shape, where, lambda q, name=name: rms(q, 2.0**-23) * w[f"{name}.q_norm.weight"],  # type: ignore[misc]
-            lambda k, name=name: rms(k, 2.0**-23) * w[f"{name}.k_norm.weight"], mixed,  # type: ignore[misc]
-        )  # fmt: skip
-        x = x + gate_a * linear(w, f"{name}.proj", heads)
-        x = x + gate_m * gelu_mlp(w, f"blocks.{n}.mlp", rms(x, 1e-6) * (1 + scale_m) + shift_m)
+        if n == shape.routed.start and shape.routing != "none":
+            before, x = x, x[chosen]
+        inside = chosen if n in shape.routed else everything
+        x = _speedrun_block(w, shape, n, x, condition, [where[i] for i in inside], first_value, inside)
+        if n == shape.routed.stop - 1 and shape.routing != "none":
+            x = _joined(w, shape, before, x, chosen, has_path)
     if token is not None:
         return last_of_token(w, x, condition, lambda name, x: rms(x, 1e-6), shape)
     return last(w, x, condition, lambda name, x: rms(x, 1e-6), shape)
+
+
+def _joined(w: Weights, shape: Shape, before: Tensor, x: Tensor, chosen: list[int], has_path: bool) -> Tensor:
+    """Every token behind the blocks that leave some out, one after the other."""
+    rows = []
+    for i in range(len(before)):
+        passed = x[chosen.index(i)] if i in chosen else None
+        if shape.routing == "tread":
+            rows.append(before[i] if passed is None else passed)
+            continue
+        mask = w["mask_token"][0, 0]
+        second = passed if passed is not None and has_path else mask
+        rows.append(torch.cat([before[i], second]) @ w["fusion_proj.weight"].T + w["fusion_proj.bias"])
+    return torch.stack(rows)
+
+
+def _speedrun_block(
+    w: Weights, shape: Shape, n: int, x: Tensor, condition: Tensor, where: list[tuple[int, int] | None],
+    first_value: list[Tensor], inside: list[int],
+) -> Tensor:  # fmt: skip
+    """A block; that of number 0 puts the values of all tokens into ``first_value``."""
+    name = f"blocks.{n}.attn"
+    shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = six(w, n, condition)
+    qkv = linear(w, f"{name}.qkv", rms(x, 1e-6) * (1 + scale_a) + shift_a)
+
+    def mixed(value: Tensor) -> Tensor:
+        if not first_value:
+            first_value.append(value)
+            return value
+        if f"{name}.v1_lambda" not in w:
+            return value
+        share = w[f"{name}.v1_lambda"]
+        return share * first_value[0][inside] + (1 - share) * value
+
+    heads = attention(
+        qkv, shape, where, lambda q: rms(q, 2.0**-23) * w[f"{name}.q_norm.weight"],
+        lambda k: rms(k, 2.0**-23) * w[f"{name}.k_norm.weight"], mixed,
+    )  # fmt: skip
+    x = x + gate_a * linear(w, f"{name}.proj", heads)
+    return x + gate_m * gelu_mlp(w, f"blocks.{n}.mlp", rms(x, 1e-6) * (1 + scale_m) + shift_m)
 
 
 def jit(w: Weights, shape: Shape, image: Tensor, time: float, label: int) -> Tensor:
