@@ -88,6 +88,34 @@ def test_a_step_is_that_of_the_class(family: Family, size: tuple[int, int]) -> N
 
 
 @families
+def test_in_bf16_the_class_and_the_adapter_round_alike(family: Family) -> None:
+    """The time is the phase of a sine and comes in fp32: rounded before the class does, it moves Z-Image by a quarter.
+
+    Rotary tables are complex or in fp32 and must stay so; queries and keys are normed in the dtype of the weights.
+    """
+    model = built(family.config).bfloat16()
+    other = theirs(family.config, built(family.config).state_dict()).bfloat16()
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, list):
+            return [rounded(each) for each in value]
+        several = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
+        return value.bfloat16() if several else value
+
+    def called(*given: Any, **named: Any) -> Any:
+        return other(*map(rounded, given), **{name: rounded(value) for name, value in named.items()})
+
+    given, latents = conditions(family.config), noisy(family.config)
+    noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(3))
+    found, _ = ours(model, latents, noise, given)
+    expected, _ = family.step(called, latents, noise, _SIGMA, given)
+    assert found.dtype == torch.bfloat16
+    assert difference(found.float(), expected.float()) < 0.02
+    found.float().square().mean().backward()  # type: ignore[no-untyped-call]
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@families
 def test_what_gets_no_gradient_is_not_trained(family: Family) -> None:
     """Weight decay would move it; whether its gradient is None or zero depends on the engine and the compiler."""
     model = built(family.config)
