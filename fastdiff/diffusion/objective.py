@@ -22,7 +22,7 @@ from fastdiff.diffusion.processes import build_process
 from fastdiff.diffusion.routing import TokenRouting
 from fastdiff.diffusion.timesteps import Timesteps, build_timesteps
 from fastdiff.diffusion.variational import Variational
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, require
 from fastdiff.rng import Stream, normal, uniform
 from fastdiff_kernels.loss import weighted_mse
 from fastdiff_kernels.noising import Streams, corrupt, dequantised
@@ -110,6 +110,7 @@ class Objective:
         self._drops = any(set_dropouts or (config.condition_dropout,))
         self._set_dropouts = torch.tensor(set_dropouts, device=device) if set_dropouts else None
         self.routing = routing
+        self._contrastive_weight = config.contrastive_weight if isinstance(config, FlowConfig) else 0.0
         self._cosine_weight = config.cosine_weight if isinstance(config, FlowConfig) else 0.0
         self._preserved_detail = config.dream_detail_preservation if isinstance(config, DdpmConfig) else 1.0
         # The target of epsilon and score prediction does not contain the latents.
@@ -185,6 +186,7 @@ class Objective:
 
         Raises:
             ValueError: a prediction has another shape.
+            ConfigError: a contrastive loss of an odd number of samples.
         """
         prediction, of_token = split(output)
         expected = tuple(corruption.noisy.shape)
@@ -196,6 +198,8 @@ class Objective:
                 "--model.channels, --model.size and --model.learn_sigma against the data and the objective"
             )
         losses = self.losses(prediction, batch, corruption)
+        if self._contrastive_weight:
+            losses = losses - self._contrastive_weight * self._error_of_others(prediction, batch, corruption)
         if self._token is not None:
             if of_token is None:
                 raise ValueError("the model predicts no class token of a teacher; check --model.teacher_width")
@@ -286,6 +290,26 @@ class Objective:
         if mask is None:
             return 1.0 - similarity.mean(dim=(1, 2))
         return ((1.0 - similarity) * mask).mean(dim=(1, 2))
+
+    def _error_of_others(self, prediction: Tensor, batch: Batch, corruption: Corruption) -> Tensor:
+        """Return the squared error against the target of the other sample of a pair, weighted as its own: ``[B]``.
+
+        Contrastive flow matching (Stoica et al. 2025, arXiv:2506.05350). A pair has the positions 2n and 2n + 1, which
+        are in one micro-batch whatever ranks there are, if that is even; published code takes the neighbour in the
+        batch of a rank, which depends on them.
+        """
+        count = len(batch.position)
+        require(
+            count % 2 == 0,
+            f"--objective.contrastive_weight {self._contrastive_weight:g} compares the two samples of a pair, and a "
+            f"micro-batch has {count}; choose an even --batch.micro, or another number of ranks",
+        )
+        target = self._target(batch, corruption)
+        others = target.view(-1, 2, *target.shape[1:]).flip(1).view_as(target)  # [B, ...] -> [B / 2, 2, ...]
+        error = (prediction[:, : target.shape[1]].float() - others).square().mean(dim=1)  # [B, C, H, W] -> [B, H, W]
+        mask, levels = self._mask(batch), corruption.levels
+        weighted = error if mask is None else error * mask
+        return levels.weights[levels.row] * weighted.mean(dim=(1, 2))
 
     def _mix(self, batch: Batch, levels: Levels | None) -> tuple[Tensor, Levels]:
         """Return ``noisy`` and its levels; without levels the kernel draws them (ddpm, uniform)."""

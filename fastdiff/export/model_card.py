@@ -156,6 +156,7 @@ def _metadata(exported: Exported, dtype: str) -> dict[str, object]:
         "Optimizer": f"{optim.name}, {_options(optim)}, clipped at {optim.clip:g}",
         "Learning rate": f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of warm-up",
         **objective_facts(config.objective, config.drawn_levels),
+        **routing_facts(config.model),
         **sampling_facts(config.sampling),
         **({"Latents": _LATENTS} if statistics_in(manifest) is not None else {}),
         "Precision": config.performance.precision,
@@ -189,6 +190,17 @@ def objective_facts(objective: ObjectiveConfig, timesteps: TimestepConfig) -> di
     }
 
 
+def routing_facts(model: ModelConfig) -> dict[str, str]:
+    """Describe the tokens that the training left out, in words; empty: none."""
+    route = model.route
+    if route is None:
+        return {}
+    path = f", without these blocks in {route.path_drop:.3g} of the steps" if route.path_drop else ""
+    dense = f", all in the last {route.dense_share:.3g} of the run" if route.dense_share else ""
+    blocks = f"blocks {route.blocks.start} to {route.blocks[-1]}"
+    return {"Tokens in training": f"{route.kept} of {route.tokens} in {blocks}{path}{dense}"}
+
+
 def sampling_facts(sampling: SamplingConfig) -> dict[str, str]:
     """Describe the sampler that belongs to the run, in words; empty if it names none."""
     if sampling == SamplingConfig():
@@ -212,7 +224,7 @@ def sampling_facts(sampling: SamplingConfig) -> dict[str, str]:
 
 
 def _of_process(objective: ObjectiveConfig) -> tuple[str, str, str, str]:
-    """Process, what the prediction has besides its name, loss and cosine distance, in words."""
+    """Process, what the prediction has besides its name, loss and what is added to it, in words."""
     match objective:
         case DdpmConfig():
             terminal = ", zero terminal SNR" if objective.zero_terminal_snr else ""
@@ -220,6 +232,8 @@ def _of_process(objective: ObjectiveConfig) -> tuple[str, str, str, str]:
             return steps, f", {objective.variance} variance", objective.loss, ""
         case FlowConfig():
             cosine = f", cosine distance times {objective.cosine_weight:g}" if objective.cosine_weight else ""
+            if objective.contrastive_weight:
+                cosine += f", less {objective.contrastive_weight:g} times that against the target of another sample"
             owner = objective.time.owner
             convention = f", time and velocity of {owner}" if owner else ""
             floor = f", velocity clamped at sigma {objective.velocity_floor:g}" if objective.predicted == "x0" else ""

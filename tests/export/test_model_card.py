@@ -66,6 +66,8 @@ def test_the_card_of_published_recipes() -> None:
         (DdpmConfig(weighting="debiased"), UNIFORM, "Loss", "mse, weighting debiased"),
         (FlowConfig(cosine_weight=1.0), UNIFORM, "Loss",
          "mse, weighting none, cosine distance times 1"),
+        (FlowConfig(contrastive_weight=0.05), UNIFORM, "Loss",
+         "mse, weighting none, less 0.05 times that against the target of another sample"),
         (FlowConfig(), TimestepConfig(density="mode", shift=3.0, stratified=True), "Timesteps",
          "mode, scale 1.29, shift 3, stratified"),
         (FlowConfig(convention="repa"), UNIFORM, "Noise", "flow matching, linear path, time and velocity of REPA"),

@@ -337,6 +337,9 @@ class FlowConfig(_OfEveryProcess):
     cosine_weight: float = 0.0
     """Weight of the cosine distance between predicted and true velocity (LightningDiT, which uses 1; flow prediction
     only)."""
+    contrastive_weight: float = 0.0
+    """Weight of contrastive flow matching (arXiv:2506.05350; 0.05 there and in SR-DiT): of the squared error against
+    the target of the other sample of a pair, which is subtracted. For flow prediction and even micro-batches."""
     teacher_weight: float = 0.0
     """Weight of the loss of the class token of a teacher, which a network with --model.teacher_width predicts beside
     the latents (0.2 in RiT, 0.03 in SR-DiT). The token has the noise level of its sample and plain noise of its own;
@@ -367,6 +370,11 @@ class FlowConfig(_OfEveryProcess):
             0.0 <= self.cosine_weight < math.inf and (self.cosine_weight == 0 or self.predicted == "flow"),
             f"--objective.cosine_weight {self.cosine_weight}: 0, or above with --objective.prediction flow, because it "
             "compares the directions of velocities",
+        )
+        require(
+            0.0 <= self.contrastive_weight < 1.0 and (self.contrastive_weight == 0 or self.predicted == "flow"),
+            f"--objective.contrastive_weight {self.contrastive_weight}: 0, or above and below 1 with "
+            "--objective.prediction flow; from 1 on the loss has no minimum, and 0.05 is usual",
         )
         of_predictions = {
             "velocity": ("x0", "epsilon", "score"), "x0": ("flow",), "likelihood": ("epsilon", "score"),

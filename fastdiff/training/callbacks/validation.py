@@ -194,6 +194,8 @@ def validated(objective: ObjectiveConfig) -> ObjectiveConfig:
     }
     if isinstance(objective, DdpmConfig):
         changes |= {"dream": False, "dream_detail_preservation": 1.0}
+    if isinstance(objective, FlowConfig):
+        changes |= {"contrastive_weight": 0.0}
     return replace(objective, **changes)
 
 
