@@ -180,6 +180,11 @@ class RunConfig:
             "added to pretrained weights",
         )
         require(
+            self.lora.rank == 0 or not family_of(self.optim).by_matrix,
+            f"--optim.name {self.optim.name} is for networks that are trained whole, and --lora.rank {self.lora.rank} "
+            "trains an adapter; use --optim.name adamw",
+        )
+        require(
             self.lora.rank == 0 or not self.performance.fp8,
             f"--lora.rank {self.lora.rank} with --performance.fp8: the adapted layers are frozen, and --lora.quantize "
             "is what makes them smaller; leave out --performance.fp8",

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.blockwise import BlockwiseModel
+from fastdiff.models.fused import Declared
 from fastdiff.models.pipeline_settings import PipelineSettings
 from fastdiff_kernels.names import AttentionBackend
 
@@ -110,6 +111,8 @@ class ModelFamily(Generic[C]):
     draws_on_meta: bool = False
     """Whether the constructor initialises by operations that also run on the device ``meta`` and never asks for a
     value (as ``trunc_normal_`` does): ZeRO-3 then draws the weights one by one, and no rank holds all of them."""
+    matrices: Callable[[C], Declared] = lambda config: {}
+    """Which weights with two or more dimensions hold matrices of hidden layers, and how; every one is named."""
     check_published: Callable[[Path, Collection[str], Mapping[str, Tensor]], None] = lambda path, names, buffers: None
     """Raise ConfigError for a file of another network, by the names of its weights and the values of ``buffers``."""
 

@@ -31,7 +31,7 @@ def sliced_state(state: TrainState) -> dict[str, Sizes | None]:
     """
     family = family_of(state.config.optim)
     tensors = sorted(family.state, key=lambda tensor: tensor.name) if family.sliced else []
-    return {tensor.name: sizes_of(tensor, state.engine.shapes) for tensor in tensors}
+    return {tensor.name: sizes_of(tensor, state.engine.shapes, state.engine.matrices) for tensor in tensors}
 
 
 def sliced_keys(state: TrainState) -> list[str]:
@@ -138,11 +138,11 @@ def _blockwise(saved: Checkpoint) -> BlockwiseState:
 
 def _sliced(saved: Checkpoint, flat: Flat, state: TrainState) -> dict[str, Tensor]:
     """Return the state of ``flat`` that was saved in slices."""
-    found, shapes, family = {}, state.engine.shapes, family_of(state.config.optim)
+    found, engine, family = {}, state.engine, family_of(state.config.optim)
     for tensor in family.state if family.sliced else ():
-        sizes, whole = sizes_of(tensor, shapes), flat.state.get(tensor.name)
+        sizes, whole = sizes_of(tensor, engine.shapes, engine.matrices), flat.state.get(tensor.name)
         if whole is None:
-            whole = zeros(tensor, flat, shapes)
+            whole = zeros(tensor, flat, engine.shapes, engine.matrices)
         for part in flat.fragments if sizes is None else flat.blocks(sizes):
             if part.numel:
                 part.write(whole.view(-1), saved.slice(tensor.name, part))

@@ -89,7 +89,7 @@ def continue_from(path: Path, state: TrainState) -> Progress:
         if first:
             _report_differences(path, training, config.optim)
         for flat in state.engine.flats:
-            moments = empty_state(family, flat, state.engine.shapes, training.optimizer.applied)
+            moments = empty_state(family, flat, state.engine.shapes, state.engine.matrices, training.optimizer.applied)
             _fill(flat, moments["exp_avg"].view(-1), training.optimizer.exp_avg)
             _fill(flat, moments["exp_avg_sq"].view(-1), training.optimizer.exp_avg_sq)
             flat.states[flat.key] = moments

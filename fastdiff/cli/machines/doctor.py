@@ -17,6 +17,7 @@ from fastdiff.data.dali_trial import dali_installed, dali_problem
 from fastdiff.errors import ConfigError
 from fastdiff.models import kernel_choice
 from fastdiff.models.compile_cache import cache as compile_cache
+from fastdiff.models.fused import Matrix
 from fastdiff.models.toolchain import c_compiler, compiler_problem, cpp_compiler, python_header
 from fastdiff.parallel.devices import Capability, architecture_problem, precision_problem, select_device, usable_gpus
 from fastdiff.parallel.fragments import Flat, Fragment
@@ -204,7 +205,14 @@ def _optimizers() -> Iterator[str]:
         try:
             optimizer = build_optimizer([weight], family.config(name=name), skip_non_finite=False)
             flat = Flat(weight, optimizer.state, (Fragment("weight", 0, 4096, 0),), owned=True)
-            create_state(optimizer, family, [flat], {"weight": (64, 64)}, World(rank=0, size=1, device=weight.device))
+            create_state(
+                optimizer,
+                family,
+                [flat],
+                {"weight": (64, 64)},
+                {"weight": Matrix((64,), 1, 64)},
+                World(rank=0, size=1, device=weight.device),
+            )
             optimizer.step()
             check_state(family, [flat])
         except Exception as error:

@@ -30,9 +30,18 @@ class StateTensor:
     """A key of ``BYTES``."""
     block: int = 1
     """Elements of a block."""
+    of: Literal["all", "matrices", "others"] = "all"
+    """Which parameters have it: all, those in which the network declares matrices (``models.matrices``), or others."""
 
-    def elements_per_entry(self, shape: Sequence[int]) -> int:
-        """Return the elements of a parameter of this shape that share an entry; 0: it has none."""
+    def elements_per_entry(self, shape: Sequence[int], *, matrix: bool = False) -> int:
+        """Return the elements of a parameter that share an entry; 0: it has none.
+
+        Args:
+            shape: of the parameter.
+            matrix: whether the network declares matrices in it.
+        """
+        if self.of != "all" and matrix != (self.of == "matrices"):
+            return 0
         if self.unit in ("element", "block"):
             return self.block
         return prod(shape) if self.unit == "parameter" or len(shape) > 1 else 0
@@ -95,14 +104,23 @@ class OptimizerFamily:
     training."""
 
     @property
+    def by_matrix(self) -> bool:
+        """Whether it has other state for the matrices that the network declares than for other parameters."""
+        return any(tensor.of != "all" for tensor in self.state)
+
+    @property
     def elements(self) -> tuple[StateTensor, ...]:
         """State with one entry per element."""
         return tuple(tensor for tensor in self.state if tensor.unit == "element")
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of state per trained element. Entries of blocks, matrices and parameters, below 2 %, do not count."""
-        return sum(BYTES[tensor.dtype] for tensor in self.elements)
+        """Bytes of state per trained element.
+
+        Entries of blocks, matrices and parameters, below 2 %, do not count. With other state for matrices it is theirs:
+        other parameters are about a hundredth of a network.
+        """
+        return sum(BYTES[tensor.dtype] for tensor in self.elements if tensor.of != "others")
 
     @property
     def bits(self) -> int:

@@ -4,6 +4,7 @@ from fastdiff.config.networks.adm import AdmConfig
 from fastdiff.models.adm.network import AdmUNet
 from fastdiff.models.cost.flops import res_block_multiply_adds, self_attention_multiply_adds
 from fastdiff.models.family import ModelFamily, PublishedClass
+from fastdiff.models.fused import ONE, Declared, Fused
 from fastdiff_kernels.names import AttentionBackend
 
 _GROUPS = 32
@@ -105,6 +106,26 @@ def _other_norms(groups: int, owner: str) -> str:
     )
 
 
+_MATRICES: Declared = {
+    "input_blocks.0.0.weight": None,
+    "label_emb.weight": None,
+    "time_embed.0.weight": None,
+    "time_embed.2.weight": ONE,
+    "input_blocks.*.weight": ONE,
+    "middle_block.*.weight": ONE,
+    "output_blocks.*.weight": ONE,
+    "out.2.weight": None,
+}
+
+
+def _matrices(config: AdmConfig) -> Declared:
+    """Return the matrices; queries, keys and values follow each other in every head, or once."""
+    by_head = config.qkv_order == "head_major"
+    qkv = Fused((1, 1, 1), groups=config.heads_of if by_head else lambda columns: 1)
+    modulation = Fused((1, 1)) if config.scale_shift_norm else ONE
+    return {"*.qkv.weight": qkv, "*.emb_layers.1.weight": modulation, **_MATRICES}
+
+
 ADM = ModelFamily(
     config=AdmConfig,
     build=_build,
@@ -114,6 +135,7 @@ ADM = ModelFamily(
     subject=_subject,
     published=_published,
     script_format="iddpm",
+    matrices=_matrices,
     formats={
         "diffusers": "fastdiff.export.diffusers_adm:DIFFUSERS",
         "iddpm": "fastdiff.export.original_checkpoint:IDDPM",

@@ -14,6 +14,7 @@ from fastdiff.models.dit.network import DiT
 from fastdiff.models.dit.rotary import rotary_table
 from fastdiff.models.embeddings import position_table
 from fastdiff.models.family import ModelFamily, PublishedClass
+from fastdiff.models.fused import ONE, SQUARES, Declared, Fused
 from fastdiff.models.pretrained.repa import refuse_repa
 from fastdiff_kernels.names import AttentionBackend
 
@@ -143,6 +144,24 @@ def _angles_like(table: Tensor, sine: bool) -> Tensor | None:
     return rotary_table(side, table.shape[1], further)[int(sine)].repeat_interleave(2, dim=1)
 
 
+_MATRICES: Declared = {
+    "blocks.*.attn.qkv.weight": Fused((1, 1, 1)),
+    "blocks.*.attn.proj.weight": ONE,
+    "blocks.*.mlp.w12.weight": Fused((1, 1)),
+    "blocks.*.mlp.*.weight": ONE,
+    "blocks.*.adaLN_modulation.1.weight": SQUARES,
+    "blocks.*.scale_shift_table": None,
+    "t_block.1.weight": SQUARES,
+    "t_embedder.mlp.0.weight": None,
+    "t_embedder.mlp.2.weight": ONE,
+    "x_embedder.*": None,
+    "y_embedder.*": None,
+    "cls_projectors.weight": None,
+    "in_context_posemb": None,
+    "final_layer.*": None,
+}
+
+
 DIT = ModelFamily(
     config=DiTConfig,
     build=_build,
@@ -162,5 +181,6 @@ DIT = ModelFamily(
     },
     buffers=_buffers,
     tables=_tables,
+    matrices=lambda config: _MATRICES,
     check_published=_check_published,
 )

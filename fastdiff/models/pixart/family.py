@@ -3,6 +3,7 @@
 from fastdiff.config.networks.pixart import MLP_RATIO, PixArtConfig
 from fastdiff.models.cost.flops import self_attention_multiply_adds
 from fastdiff.models.family import ModelFamily
+from fastdiff.models.fused import ONE, SQUARES, Declared
 from fastdiff.models.pipeline_settings import PipelineSettings
 from fastdiff.models.pixart.network import PixArt
 from fastdiff_kernels.names import AttentionBackend
@@ -30,6 +31,19 @@ def _input_multiply_adds(config: PixArtConfig) -> float:
     )
 
 
+_MATRICES: Declared = {
+    "*scale_shift_table": None,
+    "transformer_blocks.*.weight": ONE,
+    "adaln_single.emb.*.linear_1.weight": None,
+    "adaln_single.emb.*.linear_2.weight": ONE,
+    "adaln_single.linear.weight": SQUARES,
+    "caption_projection.linear_1.weight": None,
+    "caption_projection.linear_2.weight": ONE,
+    "pos_embed.proj.weight": None,
+    "proj_out.weight": None,
+}
+
+
 PIXART = ModelFamily(
     config=PixArtConfig,
     build=_build,
@@ -42,4 +56,5 @@ PIXART = ModelFamily(
     formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS"},
     drawing=lambda config: PipelineSettings(steps=20, guidance=4.5),
     sampling_batch=16,
+    matrices=lambda config: _MATRICES,
 )

@@ -2,7 +2,8 @@
 
 The forward pass of such a network is ``forward(noisy, time, ...)``: ``noisy [B, C, H, W]`` and ``time [B]``, then any
 of the conditions of ``fastdiff.batch.Condition`` by name, such as ``label [B]``; it returns ``[B, C, H, W]``. A class
-attribute ``block_classes`` may name the classes of its blocks, the units of compilation and of ZeRO-3.
+attribute ``block_classes`` may name the classes of its blocks, the units of compilation and of ZeRO-3; ``matrices``
+what ``ModelFamily.matrices`` returns, for Muon.
 """
 
 import inspect
@@ -56,6 +57,7 @@ def _family(name: str) -> ModelFamily[ModelConfig]:
         input_multiply_adds=lambda config: 0.0,
         subject=lambda config: f"A {network.__name__}",
         buffers=buffers,
+        matrices=lambda config: getattr(network, "matrices", {}),
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastdiff.config.networks.flux2 import Flux2Config
 from fastdiff.models.adapter_files.forms import ADAPTER_FORMATS
 from fastdiff.models.family import ModelFamily
+from fastdiff.models.fused import ONE, SQUARES, Declared, Fused
 from fastdiff.models.pipeline_settings import PipelineSettings
 from fastdiff.models.transformers.adapter import Cost, DiffusersTransformer
 
@@ -86,6 +87,28 @@ def _mu(scheduler: Mapping[str, Any], tokens: int, steps: int) -> float:
 
 _COST = Cost(Flux2, ("x_embedder", "context_embedder", "time_guidance_embed.timestep_embedder.linear_1"))
 
+_MATRICES: Declared = {
+    "*_modulation*.linear.weight": SQUARES,
+    "transformer_blocks.*.linear_in.weight": Fused((1, 1)),
+    "transformer_blocks.*.weight": ONE,
+    "single_transformer_blocks.*.attn.to_out.weight": ONE,
+    "time_guidance_embed.*.linear_1.weight": None,
+    "time_guidance_embed.*.linear_2.weight": ONE,
+    "x_embedder.weight": None,
+    "context_embedder.weight": None,
+    "norm_out.linear.weight": None,
+    "proj_out.weight": None,
+}
+
+
+def _matrices(config: Flux2Config) -> Declared:
+    """Return the matrices; a single block has queries, keys, values and both halves of its MLP in one weight."""
+    width = config.num_attention_heads * config.attention_head_dim
+    inner = int(width * config.mlp_ratio)
+    fused = Fused((width, width, width, inner, inner))
+    return {"single_transformer_blocks.*.attn.to_qkv_mlp_proj.weight": fused, **_MATRICES}
+
+
 FLUX2 = ModelFamily(
     config=Flux2Config,
     build=lambda config, /, *, recompute, attention, seed: Flux2(config, recompute=recompute, attention=attention),
@@ -99,4 +122,5 @@ FLUX2 = ModelFamily(
     formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS", **ADAPTER_FORMATS},
     drawing=lambda config: PipelineSettings(steps=50, guidance=4.0, mu=_mu, even_sigmas=True, distilled_steps=4),
     sampling_batch=4,
+    matrices=_matrices,
 )

@@ -13,6 +13,7 @@ from fastdiff.config.networks.qwen_image import PATCH, QwenImageConfig
 from fastdiff.models.adapter_files.forms import ADAPTER_FORMATS
 from fastdiff.models.blockwise import run_block
 from fastdiff.models.family import ModelFamily
+from fastdiff.models.fused import ONE, SQUARES, Declared
 from fastdiff.models.pipeline_settings import PipelineSettings, linear_mu
 from fastdiff.models.transformers.adapter import Cost, DiffusersTransformer, unused
 
@@ -81,6 +82,18 @@ class QwenImage(DiffusersTransformer[QwenImageConfig]):
 
 _COST = Cost(QwenImage, ("img_in", "txt_in", "time_text_embed.timestep_embedder.linear_1"))
 
+_MATRICES: Declared = {
+    "transformer_blocks.*_mod.1.weight": SQUARES,
+    "transformer_blocks.*.weight": ONE,
+    "time_text_embed.*.linear_1.weight": None,
+    "time_text_embed.*.linear_2.weight": ONE,
+    "img_in.weight": None,
+    "txt_in.weight": None,
+    "norm_out.linear.weight": None,
+    "proj_out.weight": None,
+}
+
+
 QWEN_IMAGE = ModelFamily(
     config=QwenImageConfig,
     build=lambda config, /, *, recompute, attention, seed: QwenImage(config, recompute=recompute, attention=attention),
@@ -97,4 +110,5 @@ QWEN_IMAGE = ModelFamily(
     ),
     unused=lambda config: unused(QwenImage, config),
     sampling_batch=4,
+    matrices=lambda config: _MATRICES,
 )

@@ -13,6 +13,7 @@ from fastdiff.config.networks.sd3 import SD3Config
 from fastdiff.errors import require
 from fastdiff.models.adapter_files.forms import ADAPTER_FORMATS
 from fastdiff.models.family import ModelFamily
+from fastdiff.models.fused import ONE, SQUARES, Declared
 from fastdiff.models.pipeline_settings import PipelineSettings, linear_mu
 from fastdiff.models.transformers.adapter import Cost, DiffusersTransformer, unused
 
@@ -78,6 +79,18 @@ def _check_published(path: Path, names: Collection[str], buffers: Mapping[str, T
 _INPUTS = ("context_embedder", "time_text_embed.timestep_embedder.linear_1", "time_text_embed.text_embedder.linear_1")
 _COST = Cost(SD3Transformer, ("pos_embed.proj", *_INPUTS))
 
+_MATRICES: Declared = {
+    "transformer_blocks.*.norm1*.linear.weight": SQUARES,
+    "transformer_blocks.*.weight": ONE,
+    "time_text_embed.*.linear_1.weight": None,
+    "time_text_embed.*.linear_2.weight": ONE,
+    "context_embedder.weight": None,
+    "pos_embed.proj.weight": None,
+    "norm_out.linear.weight": None,
+    "proj_out.weight": None,
+}
+
+
 SD3 = ModelFamily(
     config=SD3Config,
     build=lambda config, /, *, recompute, attention, seed: SD3Transformer(
@@ -96,4 +109,5 @@ SD3 = ModelFamily(
     check_published=_check_published,
     drawing=lambda config: PipelineSettings(steps=28, guidance=7.0, mu=linear_mu),
     sampling_batch=4,
+    matrices=lambda config: _MATRICES,
 )

@@ -16,6 +16,7 @@ from fastdiff.errors import require
 from fastdiff.models.adapter_files.forms import ADAPTER_FORMATS
 from fastdiff.models.blockwise import run_block
 from fastdiff.models.family import ModelFamily
+from fastdiff.models.fused import ONE, Declared, Fused
 from fastdiff.models.pipeline_settings import PipelineSettings, linear_mu
 from fastdiff.models.transformers.adapter import Cost, DiffusersTransformer
 
@@ -107,6 +108,20 @@ class ZImage(DiffusersTransformer[ZImageConfig]):
 
 _COST = Cost(ZImage, (f"all_x_embedder.{_LAYER}", "t_embedder.mlp.0"))
 
+_MATRICES: Declared = {
+    "*refiner.*.adaLN_modulation.0.weight": Fused((1, 1, 1, 1)),
+    "*refiner.*.weight": ONE,
+    "layers.*.adaLN_modulation.0.weight": Fused((1, 1, 1, 1)),
+    "layers.*.weight": ONE,
+    "t_embedder.mlp.0.weight": None,
+    "t_embedder.mlp.2.weight": ONE,
+    "cap_embedder.1.weight": None,
+    "all_x_embedder.*": None,
+    "all_final_layer.*": None,
+    "*_pad_token": None,
+}
+
+
 Z_IMAGE = ModelFamily(
     config=ZImageConfig,
     build=lambda config, /, *, recompute, attention, seed: ZImage(config, recompute=recompute, attention=attention),
@@ -120,4 +135,5 @@ Z_IMAGE = ModelFamily(
     formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS", **ADAPTER_FORMATS},
     drawing=lambda config: PipelineSettings(steps=50, guidance=6.0, mu=linear_mu, even_sigmas=True),  # 1 + its 5
     sampling_batch=4,
+    matrices=lambda config: _MATRICES,
 )

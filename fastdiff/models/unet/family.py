@@ -4,6 +4,7 @@ from fastdiff.config.networks.pretrained import CAPTION_TOKENS
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.models.cost.flops import res_block_multiply_adds, self_attention_multiply_adds
 from fastdiff.models.family import ModelFamily
+from fastdiff.models.fused import ONE, Declared, Fused
 from fastdiff.models.pipeline_settings import PipelineSettings
 from fastdiff.models.unet.blocks import TransformerBlock
 from fastdiff.models.unet.network import UNet
@@ -58,6 +59,18 @@ def _input_multiply_adds(config: UNetConfig) -> float:
     return float(total + 2 * CAPTION_TOKENS * config.cross_attention_dim * keyed)
 
 
+_MATRICES: Declared = {
+    "*.ff.net.0.proj.weight": Fused((1, 1)),
+    "down_blocks.*.weight": ONE,
+    "mid_block.*.weight": ONE,
+    "up_blocks.*.weight": ONE,
+    "*_embedding.linear_1.weight": None,
+    "*_embedding.linear_2.weight": ONE,
+    "conv_in.weight": None,
+    "conv_out.weight": None,
+}
+
+
 UNET = ModelFamily(
     config=UNetConfig,
     build=_build,
@@ -80,4 +93,5 @@ UNET = ModelFamily(
     quantized_blocks=(TransformerBlock,),
     drawing=lambda config: PipelineSettings(guidance=5.0 if config.pooled_dim else 7.5),
     sampling_batch=4,
+    matrices=lambda config: _MATRICES,
 )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fastdiff.batch import Output
 from fastdiff.config.deepspeed import DsConfig
+from fastdiff.models.fused import Matrices
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes
 from fastdiff.parallel.world import World
 from fastdiff.training.ema import Ema
@@ -31,6 +32,8 @@ class Engine(ABC):
     buffer_bytes: int
     shapes: Shapes
     """Of the trained parameters, by name."""
+    matrices: Matrices
+    """Those that the network declares, if the optimizer asks for them; otherwise none."""
     flats: list[Flat]
     """The fp32 weights of this rank, with the optimizer's state."""
     optimizer: torch.optim.Optimizer

@@ -26,6 +26,7 @@ from fastdiff.console import without_prints
 from fastdiff.errors import ConfigError, DivergedError
 from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
 from fastdiff.models.kernel_choice import DTYPES
+from fastdiff.models.matrices import matrices_of
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes, copy_into
 from fastdiff.parallel.world import World
 from fastdiff.training.engines.base import Engine
@@ -100,6 +101,7 @@ class DeepSpeedEngine(Engine):
         self._precision = precision = config.performance.precision
         _check_precision(precision, self.stage)
         self.shapes: Shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+        self.matrices = matrices_of(config, self.shapes)
         guard, on_meta = self.stage == 0 and precision == "fp32", any(p.is_meta for p in model.parameters())
         if on_meta:
             partition(model, ds_config, DTYPES[precision], world.device)
@@ -137,7 +139,7 @@ class DeepSpeedEngine(Engine):
         for name, value in exact.items():  # the cast copies are already their roundings
             copy_into(self.flats, name, value)
         family = family_of(config.optim)
-        world.on_all_ranks(lambda: create_state(optimizer, family, self.flats, self.shapes, world))
+        world.on_all_ranks(lambda: create_state(optimizer, family, self.flats, self.shapes, self.matrices, world))
         self._schedule = build_lr_schedule(optimizer, config.optim, config.steps)
         self._rank, self._device = world.rank, world.device
         self._first_scale = self.loss_scale

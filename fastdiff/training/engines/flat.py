@@ -18,6 +18,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.models.build import Model
 from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
 from fastdiff.models.kernel_choice import DTYPES
+from fastdiff.models.matrices import matrices_of
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes
 from fastdiff.parallel.world import World
 from fastdiff.training.buffers import Gradients, Part, Place, fragments_of, move_into, places_of, ranges_of
@@ -53,6 +54,7 @@ class FlatEngine(Engine):
         self.stage, self.ds_config = zero_stage(ds_config), ds_config
         self.frozen_bytes, self.buffer_bytes = frozen_bytes(model, precision), buffer_bytes(model)
         self.shapes: Shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+        self.matrices = matrices_of(config, self.shapes)
         self._model, self._config, self._world = model, config, world
         family = family_of(config.optim)
         # Blocks and matrices have the elements in the order of the parameter, at every ZeRO stage.
@@ -67,7 +69,7 @@ class FlatEngine(Engine):
         self.flats = [part.flat for part in self._parts]
         assert family.flat_update is not None
         self._update: Update = resolve_name(family.flat_update)(config.optim, self._parts, self._gradients)
-        self._update.create_state(self.optimizer, self.shapes, world)
+        self._update.create_state(self.optimizer, self.shapes, self.matrices, world)
         captured, several = config.performance.cuda_graph, world.size > 1
         self._ranks = DataParallel(model, self._places, self._gradients) if several and not captured else None
         self._sum = FlatSum(self._gradients.buffer) if several and captured else None

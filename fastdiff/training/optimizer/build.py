@@ -14,11 +14,13 @@ from fastdiff.config.optimizers.registry import family_of, is_built_in, optimize
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.cost.memory import exhausted
+from fastdiff.models.fused import Matrices
 from fastdiff.parallel.fragments import Flat, Shapes
 from fastdiff.parallel.world import World
 from fastdiff.plugins.user_code import faults_of
 from fastdiff.training.optimizer.clipping import clip_factor, norm_of
 from fastdiff.training.optimizer.lr_schedule import lr_factor
+from fastdiff.training.optimizer.owners import OverRanks
 from fastdiff.training.optimizer.whole_matrices import WholeMatrices
 
 MULTIPLIER = "lr_multiplier"
@@ -80,7 +82,7 @@ def build_optimizer(
     """
     family = family_of(config)
     base: type[torch.optim.Optimizer] = optimizer_class(config)
-    if family.whole_matrices:
+    if family.whole_matrices and not issubclass(base, OverRanks):
         base = type(f"Whole{base.__name__}", (WholeMatrices,), {"of": base})
     if skip_non_finite:
         base = type(f"Guarded{base.__name__}", (SkipNonFinite, base), {"clip": config.clip})
@@ -168,15 +170,20 @@ def forget(state: dict[str, Any]) -> None:
 
 
 def create_state(
-    optimizer: torch.optim.Optimizer, family: OptimizerFamily, flats: Sequence[Flat], shapes: Shapes, world: World
+    optimizer: torch.optim.Optimizer,
+    family: OptimizerFamily,
+    flats: Sequence[Flat],
+    shapes: Shapes,
+    matrices: Matrices,
+    world: World,
 ) -> None:
     """Create the state of an optimizer that does not wait for its first step, and check it; called by all ranks.
 
     Raises:
         ConfigError: see ``check_state``.
     """
-    if isinstance(optimizer, WholeMatrices):
-        optimizer.lay_out(family, flats, shapes, world)
+    if isinstance(optimizer, OverRanks):
+        optimizer.lay_out(family, flats, shapes, matrices, world)
     elif family.create_state is not None:
         resolve_name(family.create_state)(optimizer, flats, world)
         check_state(family, flats)
@@ -191,9 +198,12 @@ def check_state(family: OptimizerFamily, flats: Iterable[Flat]) -> None:
     for flat in flats:
         if flat.master.numel() < family.smallest:
             continue
-        held = [(flat.state.get(tensor.name), BYTES[tensor.dtype]) for tensor in family.elements]
-        if any(m is None or m.element_size() != size or m.numel() != flat.master.numel() for m, size in held):
-            found = [None if m is None else (str(m.dtype), m.numel()) for m, _ in held]
+        held = [(flat.state.get(one.name), BYTES[one.dtype], one.of == "all") for one in family.elements]
+        if any(
+            m is None or m.element_size() != size or (whole and m.numel() != flat.master.numel())
+            for m, size, whole in held
+        ):
+            found = [None if m is None else (str(m.dtype), m.numel()) for m, *_ in held]
             first = flat.fragments[0].name if flat.fragments else "padding"
             size = "one byte" if family.bits == 8 else f"{family.bits // 8} bytes"
             raise ConfigError(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.sections.optim import OptimConfig
+from fastdiff.models.fused import Matrices
 from fastdiff.parallel.fragments import Shapes
 from fastdiff.parallel.world import World
 from fastdiff.training.buffers import Gradients, Part
@@ -44,11 +45,11 @@ class Update(ABC):
         """Where a CUDA graph finds factor and answer of a step; None without one."""
         self._replay: Callable[[], None] | None = None
 
-    def create_state(self, optimizer: torch.optim.Optimizer, shapes: Shapes, world: World) -> None:
+    def create_state(self, optimizer: torch.optim.Optimizer, shapes: Shapes, matrices: Matrices, world: World) -> None:
         """Create the optimizer's state of every part, as its family declares it; called once by all ranks."""
         family = family_of(self.config)
         for flat in (part.flat for part in self.parts):
-            flat.states[flat.key] = empty_state(family, flat, shapes)
+            flat.states[flat.key] = empty_state(family, flat, shapes, matrices)
 
     def capture(self, captured: Captured) -> None:
         """Let a CUDA graph hold the work of the device, where the host has no part in it."""
@@ -129,10 +130,10 @@ class StepUpdate(Update):
 
     by_host = True
 
-    def create_state(self, optimizer: torch.optim.Optimizer, shapes: Shapes, world: World) -> None:
+    def create_state(self, optimizer: torch.optim.Optimizer, shapes: Shapes, matrices: Matrices, world: World) -> None:
         """Create the state as under DeepSpeed."""
         self._optimizer = optimizer
-        create_state(optimizer, family_of(self.config), [part.flat for part in self.parts], shapes, world)
+        create_state(optimizer, family_of(self.config), [part.flat for part in self.parts], shapes, matrices, world)
 
     def _send(self, number: int, lrs: Mapping[float, float], shares: Sequence[float]) -> None:
         self._shares = shares

@@ -26,7 +26,7 @@ from fastdiff.errors import ConfigError
 from fastdiff.parallel.fragments import Fragment
 from fastdiff.parallel.world import World
 from fastdiff.training.loop import train
-from fastdiff.training.optimizer import whole_matrices
+from fastdiff.training.optimizer import owners
 from fastdiff.training.optimizer.build import build_optimizer
 from tests.support.installed.packages import install
 from tests.support.processes import ROOT, Finished, run_ranks
@@ -148,11 +148,11 @@ def test_every_engine_and_stage_trains_alike_and_resumes_bitwise(digits: Path, t
 def exchanges(world: World, digits: Path, folder: Path) -> dict[int, tuple[list[float], int]]:
     """Train six steps under ZeRO-3, by the elements gathered at once; return the losses and the exchanges."""
     found = {}
-    for most in (whole_matrices._PER_RANK, 1 << 10):
+    for most in (owners.PER_RANK, 1 << 10):
         with pytest.MonkeyPatch.context() as patch:
             counted = Mock(wraps=dist.batch_isend_irecv)
             patch.setattr(dist, "batch_isend_irecv", counted)
-            patch.setattr(whole_matrices, "_PER_RANK", most)
+            patch.setattr(owners, "PER_RANK", most)
             config = config_of(digits, folder / str(most), "deepspeed", 6)
             found[most] = train_losses(world, config, launch(3)), counted.call_count
             ops = [op for call in counted.call_args_list for op in call.args[0]]

@@ -1,0 +1,80 @@
+"""Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): orthogonalised momentum, and AdamW beside it."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from fastdiff.config.optimizers.family import OptimizerFamily, StateTensor
+from fastdiff.config.sections.optim import OptimConfig
+from fastdiff.errors import require
+
+_LEAST_EPS = 2.0**-126
+_BLOCK = 256
+"""``fastdiff_kernels.adamw8bit.BLOCK``, whose import needs torch."""
+
+SCALES: Mapping[str, Callable[[int, int], float]] = {
+    "keller": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "dion": lambda rows, columns: math.sqrt(rows / columns),
+    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
+}
+"""Factor of the update of a matrix, by ``--optim.scale`` and its rows and columns.
+
+keller: github.com/KellerJordan/Muon, and ``adjust_lr_fn="original"`` of ``torch.optim.Muon``; match_rms_adamw: Liu et
+al. 2025 (arXiv:2502.16982, section 2.2), and torch; dion: Bernstein and Newhouse 2024 (arXiv:2409.20325), and
+github.com/microsoft/dion; spectral: NVIDIA's Emerging Optimizers, 5 times match_rms_adamw.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MuonConfig(OptimConfig):
+    """Muon for the matrices that the network declares, and AdamW for all other parameters."""
+
+    name: Literal["muon"] = "muon"
+    """muon: fp32 momentum, 4 bytes of state per element of a matrix; muon-bf16: 2 bytes; muon8bit: 1 byte, in blocks of
+    256 elements; the other parameters have AdamW's 8 bytes."""
+    lr: float = 0.02
+    """Learning rate of the matrices after the warm-up."""
+    momentum: float = 0.95
+    """Decay rate of the momentum."""
+    nesterov: bool = True
+    """Mix the gradient into the momentum once more before the orthogonalisation."""
+    scale: Literal["keller", "match_rms_adamw", "dion", "spectral"] = "keller"
+    """Factor of the update of r rows and c columns; keller: sqrt(max(1, r/c)); match_rms_adamw: 0.2 sqrt(max(r, c)),
+    whose updates are as large as AdamW's, so that its rates fit; dion: sqrt(r/c); spectral: sqrt(max(r, c))."""
+    iterations_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Dtype of the orthogonalisation; bf16 has fp32 sums, and errors of 1 to 4 %."""
+    adamw_lr: float = 3e-4
+    """Learning rate of AdamW after the warm-up, for the parameters that are no matrices; it follows the schedule."""
+    adamw_betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's moments."""
+    adamw_eps: float = 1e-8
+    """Epsilon of AdamW."""
+
+    def _check_own(self) -> None:
+        require(0 <= self.momentum < 1, f"--optim.momentum {self.momentum}: from 0 to below 1")
+        require(0 < self.adamw_lr < math.inf, f"--optim.adamw_lr {self.adamw_lr}: above 0")
+        require(
+            self.adamw_lr * self.weight_decay < 1,
+            f"--optim.weight_decay {self.weight_decay} with --optim.adamw_lr {self.adamw_lr}: their product is below 1",
+        )
+        require(
+            all(0 <= b < 1 for b in self.adamw_betas), f"--optim.adamw_betas {self.adamw_betas}: each from 0 to below 1"
+        )
+        require(
+            _LEAST_EPS <= self.adamw_eps < math.inf,
+            f"--optim.adamw_eps {self.adamw_eps}: at least {_LEAST_EPS:.2g}, the smallest number of fp32",
+        )
+
+
+_OF_OTHERS = (StateTensor(name="exp_avg", of="others"), StateTensor(name="exp_avg_sq", of="others"))
+MUON = OptimizerFamily(
+    name="muon",
+    config=MuonConfig,
+    optimizer="fastdiff.training.optimizer.muon:Muon",
+    state=(StateTensor(name="momentum", of="matrices"), *_OF_OTHERS),
+    counts="int",
+    whole_matrices=True,
+    library="fastdiff",
+)
