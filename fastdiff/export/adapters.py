@@ -31,8 +31,8 @@ from fastdiff.export.card_text import (
 from fastdiff.export.formats import Exported, ExportFormat
 from fastdiff.export.weights import Read, base_weights, representable
 from fastdiff.models.adapter_files import forms
-from fastdiff.models.adapter_files.forms import Change, Form, in_native_layout, metadata_of, tensors_of
-from fastdiff.models.adapter_files.native_names import named_network
+from fastdiff.models.adapter_files.forms import Change, Form, in_native_layout, tensors_of
+from fastdiff.models.adapter_files.native_names import NamedNetwork, named_network
 from fastdiff.models.adapter_files.readers import COMFYUI, DIFFUSERS_READER, KOHYA_READER, Reader
 from fastdiff.models.adapter_kinds.kind import AdapterKind
 from fastdiff.models.adapter_kinds.kinds import kind_of
@@ -68,9 +68,16 @@ def file_of(
     """
     kind, part, network = kind_of(config), family_of(model).pipeline_part, named_network(model)
     changes = kind.for_form(changes_of(weights, config), form, network, base)
-    named = in_native_layout(changes, network) if form.native else changes
-    metadata = metadata_of(form, part, config.rank, config.numerator, list(changes), kind.metadata(form))
+    named = _in_native_layout(changes, network) if form.native else changes
+    metadata = kind.metadata(form, part, config, list(changes))
     return tensors_of(form, named, part), metadata
+
+
+def _in_native_layout(changes: Mapping[str, Change], network: NamedNetwork) -> dict[str, Change]:
+    try:
+        return in_native_layout(changes, network)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; use --format lora, which has diffusers' layers") from None
 
 
 def changes_of(weights: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Change]:
@@ -78,13 +85,29 @@ def changes_of(weights: Mapping[str, Tensor], config: LoraConfig) -> dict[str, C
     return kind_of(config).changes(weights, config)
 
 
+def reads(reader: Reader, form: Form, model: ModelConfig, kind: AdapterKind[Any]) -> bool:
+    """Whether a program reads a kind of adapter of a network in a form."""
+    known = reader.reads(form, model.diffusers_class)
+    return known and not kind.refused_by(reader, form, model.diffusers_class)
+
+
 def check_readers(
-    form: Form, readers: tuple[Reader, ...], model: ModelConfig, kind: AdapterKind[Any], layers: list[str]
+    form: Form,
+    readers: tuple[Reader, ...],
+    model: ModelConfig,
+    kind: AdapterKind[Any],
+    changes: Mapping[str, Change],
 ) -> None:
     """Raise ConfigError for a kind, or adapted layers, that one of the programs that a format is for would drop."""
-    for reader in readers:
-        if not reader.reads(form, model.diffusers_class):
-            continue
+    layers, reading = list(changes), [reader for reader in readers if reads(reader, form, model, kind)]
+    require(
+        bool(reading) or not any(reader.reads(form, model.diffusers_class) for reader in readers),
+        f"{' and '.join(reader.name for reader in readers)} reads no {kind.title} of {model.title}; use --format lora "
+        "for other programs, or --format diffusers for a whole pipeline with it",
+    )
+    for reader in reading:
+        why = kind.unreadable(reader, changes)
+        require(not why, f"{reader.name} would not load this {kind.title}: {why}")
         require(
             kind.applied_by(reader, form, model.diffusers_class),
             f"{reader.name} would not apply a {kind.title} from a file of this format; use {kind.formats}",
@@ -139,7 +162,7 @@ def adapter_format(
         config, model = exported.config.lora, exported.config.model
         weights = {name: exported.weights.read(name) for name in exported.weights.shapes}
         kind = kind_of(config)
-        check_readers(form(model), readers, model, kind, kind.layers(weights))
+        check_readers(form(model), readers, model, kind, kind.changes(weights, config))
         tensors, metadata = file_of(form(model), weights, config, model, _frozen(exported))
         _save(folder, *finish(model, tensors, metadata), exported.dtype)
 
@@ -164,24 +187,38 @@ def use_in_diffusers(config: RunConfig, place: Place, step: int) -> str:
     )
 
 
+def in_comfyui(config: RunConfig, what: str) -> str:
+    """Return the card's text of a file for ComfyUI; ``what``: sentences that tell how its layers are named."""
+    form = forms.DIFFUSERS if DIFFUSERS_READER.reads(forms.DIFFUSERS, config.model.diffusers_class) else forms.KOHYA
+    kind = kind_of(config.lora)
+    instead = (
+        f"{kind.for_diffusers}\n"
+        if reads(DIFFUSERS_READER, form, config.model, kind)
+        else f"diffusers reads no {kind.title} of this network; `fastdiff export --format diffusers` writes a whole "
+        "pipeline with it.\n"
+    )
+    return f"{_IN_COMFYUI}{what} {instead}"
+
+
 def use_native(config: RunConfig, place: Place, step: int) -> str:
     """Return the card's text of native names."""
-    return _IN_COMFYUI + (
-        "The layers have the names of the original checkpoint, and the scale is in the weights (alpha is the rank). "
-        f"{kind_of(config.lora).for_diffusers}\n"
+    return in_comfyui(
+        config,
+        "The layers have the names of the original checkpoint, and the scale is in the weights (alpha is the rank).",
     )
 
 
 def use_kohya(config: RunConfig, place: Place, step: int) -> str:
     """Return the card's text of kohya's names."""
     trained = KOHYA_READER.reads(forms.KOHYA, config.model.diffusers_class)
-    trainers = "kohya's scripts go on from it by `--network_weights`. " if trained else ""
-    return _IN_COMFYUI + (
-        f"The layers have kohya's names, with alpha beside each. {trainers}{kind_of(config.lora).for_diffusers}\n"
-    )
+    module = kind_of(config.lora).network_module
+    trainers = f" kohya's scripts go on from it by `--network_module {module} --network_weights`." if trained else ""
+    return in_comfyui(config, f"The layers have kohya's names, with alpha beside each.{trainers}")
 
 
 def _use_everywhere(config: RunConfig, place: Place, step: int) -> str:
+    if not reads(DIFFUSERS_READER, forms.DIFFUSERS, config.model, kind_of(config.lora)):
+        return in_comfyui(config, "The layers have diffusers' names, and the scale is in the weights.")
     return in_diffusers(config, place) + (
         f"\nComfyUI (`models/loras`) reads the same `{WEIGHTS_FILE}` with the same strength, because the scale is in "
         "the weights (alpha is the rank); give it a name of its own there.\n"

@@ -10,13 +10,16 @@ from fastdiff.export.adapters import (
     Metadata,
     Tensors,
     adapter_format,
+    in_comfyui,
     in_diffusers,
+    reads,
     use_in_diffusers,
     use_kohya,
 )
 from fastdiff.export.card_text import Place
 from fastdiff.models.adapter_files import forms
 from fastdiff.models.adapter_files.readers import COMFYUI, DIFFUSERS_READER, KOHYA_READER
+from fastdiff.models.adapter_kinds.kinds import kind_of
 
 
 def kohya_form(model: ModelConfig) -> forms.Form:
@@ -47,6 +50,11 @@ def as_training_script(model: ModelConfig, tensors: Tensors, metadata: Metadata)
 
 
 def _use_everywhere(config: RunConfig, place: Place, step: int) -> str:
+    if not reads(DIFFUSERS_READER, kohya_form(config.model), config.model, kind_of(config.lora)):
+        return in_comfyui(
+            config,
+            "AUTOMATIC1111 (`models/Lora`) reads it, too. The layers have kohya's names, with alpha beside each.",
+        )
     return in_diffusers(config, place) + (
         f"\n`{WEIGHTS_FILE}` has kohya's names, with alpha beside each layer: ComfyUI (`models/loras`) and "
         "AUTOMATIC1111 (`models/Lora`) read the same file with the same strength; give it a name of its own there.\n"

@@ -16,7 +16,9 @@ from fastdiff.models.adapter_files.forms import KOHYA, in_native_layout, tensors
 from fastdiff.models.adapter_files.native_names import named_network
 from fastdiff.models.pretrained.tiny_pipeline import UNETS
 from tests.cli.test_compat import config_of, training_command
+from tests.support.inputs import kronecker
 from tests.support.inputs.images import encode, natural
+from tests.support.inputs.kronecker import SHAPES
 from tests.support.inputs.tiny_transformers import adapter
 
 NETWORK, FULL = "sdxl_train_network", "sdxl_train"
@@ -107,6 +109,27 @@ def test_the_flags_arrive() -> None:
     assert config.output.report_to == ("tensorboard", "wandb")
     for word in ("--cache_latents: what", "smaller by 2 to 4 by chance", "a dropped caption is zeros", "Kaiming"):
         assert word in notes, word
+
+
+LOKR = "--network_module lycoris.kohya --network_train_unet_only --network_args algo=lokr"
+
+
+@pytest.mark.usefixtures("pictures")
+def test_a_lokr_of_lycoris() -> None:
+    config, _ = run_of(NETWORK, f"{LOKR} factor=8 --network_dim 16 --network_alpha 4")
+    lora = config.lora
+    assert (lora.kind, lora.rank, lora.alpha, lora.factor) == ("lokr", 16, 4.0, 8)
+    assert {"to_q", "ff.net.2", "conv1", "upsamplers.0.conv"} <= set(lora.targets), "theirs adapts convolutions"
+    words = "preset=attn-mlp full_matrix=True decompose_both=False bypass_mode=True dropout=0 dora_wd=False"
+    lora = run_of(NETWORK, f"{LOKR} {words} conv_dim=100000 --network_dim 100000")[0].lora
+    assert (lora.rank, lora.factor, lora.full_matrix, lora.decompose_both) == (100000, -1, True, False)
+    assert "conv1" not in lora.targets
+    names = named_network(UNETS["sdxl"])
+    save_file(
+        tensors_of(KOHYA, in_native_layout(kronecker.adapter(names, SHAPES["whole"]), names), "unet"), "a.safetensors"
+    )
+    lora = run_of(NETWORK, f"{LOKR} --network_weights a.safetensors --dim_from_weights")[0].lora
+    assert (lora.kind, lora.rank, lora.factor) == ("lokr", 1, None)
 
 
 @pytest.mark.usefixtures("pictures")
@@ -262,6 +285,16 @@ def test_prompts_come_from_their_file(tmp_path: Path) -> None:
         (NETWORK, f"{LORA} --network_args conv_dim=8", "--network_args conv_dim=8 conv_alpha=1.0: all layers have"),
         (NETWORK, f"{LORA} --network_args block_dims=1,2", "--network_args block_dims: all layers have one rank"),
         (NETWORK, "--network_train_unet_only --network_module networks.dylora", "--network_module networks.dylora"),
+        (NETWORK, LOKR.replace("lokr", "loha"), "--network_args algo=loha: of lycoris.kohya, lokr alone"),
+        (NETWORK, f"{LOKR} dora_wd=True", "--network_args dora_wd=True: a LoKr has no magnitudes"),
+        (
+            NETWORK,
+            f"{LOKR} use_tucker=1 dropout=0.1 speed=2",
+            "; speed: lycoris.kohya has no such argument",
+        ),
+        (NETWORK, f"{LOKR} preset=mine.toml", "--network_args preset=mine.toml: layers are those of full,"),
+        (NETWORK, f"{LOKR} conv_dim=8", "--network_args conv_dim=8 conv_alpha=1: all layers have one rank"),
+        (NETWORK, f"{LOKR} factor=big", "--network_args factor=big: expected a number"),
         (FULL, "--train_text_encoder", "--train_text_encoder: text encoders are not trained here"),
         (FULL, "--optimizer_type Prodigy", "--optimizer_type Prodigy: not known here; known are adamw, adamw8bit"),
         (FULL, "--optimizer_args momentum=0.9", "--optimizer_args momentum=0.9: known are weight_decay, betas, eps"),

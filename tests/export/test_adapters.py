@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fastdiff.config.networks.dit import DiTConfig
@@ -30,6 +30,7 @@ from fastdiff.export.weights import ExportedWeights
 from fastdiff.models.adapter_files.forms import DIFFUSERS
 from fastdiff.models.adapter_files.native_names import named_network
 from fastdiff.models.adapter_files.published import read_adapter
+from fastdiff.models.adapter_kinds.lokr import LOKR as LOKR_KIND
 from fastdiff.models.build import build_model, load_model
 from fastdiff.models.lora import add_lora
 from fastdiff.models.pretrained.tiny_pipeline import UNETS, Kind, build
@@ -253,6 +254,60 @@ def test_each_format_of_a_transformer_is_read_back(kind: str, tmp_path: Path) ->
         card = use_of(run, form, Place(tmp_path))
         assert "ComfyUI" in card
         assert ("load_lora_weights" in card) == (form in ("lora", "lora-diffusers"))
+
+
+LOKR = {
+    "flux2": ({"lora", "lora-diffusers"}, "a layer of 96 outputs is 3 layers in diffusers, .*; use --format lora"),
+    "z-image": ({"lora", "lora-diffusers"}, "is 3 layers in diffusers, .*its parts have a w2 each"),
+    "sd3": ({"lora"}, "is 3 layers in diffusers|diffusers reads no LoKr of"),
+    "qwen-image": ({"lora", "lora-native", "lora-kohya"}, "diffusers reads no LoKr of .*; use --format lora for other"),
+    "sd15": ({"lora", "lora-native", "lora-kohya"}, "diffusers reads no LoKr of a UNet .*or --format diffusers for"),
+}
+"""Formats in which a program applies it, and what the others say."""
+
+
+@pytest.mark.parametrize("kind", by_day(["flux2", "sd15"], *(kind for kind in LOKR if kind not in ("flux2", "sd15"))))
+def test_each_format_of_a_lokr_is_read_back_or_refused(kind: str, tmp_path: Path) -> None:
+    """diffusers loads those that we call right for it, and changes every layer as we do; the scale is not 1."""
+    model = UNETS["sd15"] if kind == "sd15" else FAMILIES[kind].config
+    config, (formats, refusal) = LoraConfig(kind="lokr", rank=2, alpha=3.0, factor=4), LOKR[kind]
+    network = build_model(model)
+    add_lora(network, config, seed=1)
+    weights, expected = trained(network), changes_of(trained(network), config)
+    run = replace(transformer_run("flux2", config), model=model)
+    for form in ("lora", "lora-diffusers", "lora-native", "lora-kohya"):
+        card = use_of(run, form, Place(tmp_path))
+        if form not in formats:
+            with pytest.raises(ConfigError, match=refusal):
+                write(tmp_path / form, weights, run, form)
+            continue
+        file = write(tmp_path / form, weights, run, form)
+        found = read_adapter(file, named_network(model), LOKR_KIND)
+        assert found.keys() == expected.keys()
+        for layer, change in expected.items():
+            torch.testing.assert_close(found[layer].change(), change.change(), rtol=1e-6, atol=1e-6)  # type: ignore[attr-defined]
+        assert ("load_lora_weights" in card) == ("lora-diffusers" in formats)
+        if "lora-diffusers" in formats:
+            theirs = changes_in_diffusers(theirs_of(model), file)
+            assert theirs.keys() == expected.keys()
+            for layer, change in expected.items():
+                torch.testing.assert_close(theirs[layer], change.change(), rtol=1e-5, atol=1e-5)  # type: ignore[attr-defined]
+        else:
+            assert "`fastdiff export --format diffusers` writes a whole pipeline with it" in card
+
+
+def test_diffusers_finds_no_factor_of_several(tmp_path: Path) -> None:
+    """128 divided by 16 has 8 as the smaller number, by which it would not divide the other layers."""
+    config = LoraConfig(kind="lokr", rank=1, factor=16, targets=("to_q", "x_embedder", "ff.linear_in"))
+    network = build_model(replace(FAMILIES["flux2"].config, num_attention_heads=16))  # type: ignore[arg-type]
+    add_lora(network, config, seed=1)
+    run = transformer_run("flux2", config)
+    with pytest.raises(ConfigError, match=r"diffusers would not load this LoKr: it looks for one factor that divides"):
+        write(tmp_path / "a", trained(network), run, "lora-diffusers")
+    tensors, _ = file_of(DIFFUSERS, trained(network), config, network.config)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match="Could not infer a `decompose_factor`"):
+        changes_in_diffusers(theirs_of(network.config), tmp_path / "b.safetensors")
 
 
 def test_the_modulation_of_flux2_is_in_the_format_of_one_program(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +17,15 @@ from fastdiff.export.adapters import WEIGHTS_FILE
 from fastdiff.export.run import Choice, export
 from fastdiff.files import file_digest
 from fastdiff.models.adapter_files.forms import KOHYA_DIFFUSERS, tensors_of
-from fastdiff.models.adapter_files.low_rank import LowRank
 from fastdiff.models.adapter_files.native_names import named_network
 from fastdiff.models.adapter_files.published import read_adapter
+from fastdiff.models.adapter_kinds.kinds import KINDS
+from fastdiff.models.adapter_kinds.kronecker_layer import KroneckerShape
 from fastdiff.models.pretrained.tiny_pipeline import UNETS, build
 from fastdiff.parallel.world import World
 from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
+from tests.support.inputs import kronecker
 from tests.support.inputs.text_runs import encode, text_run
 from tests.support.inputs.tiny_transformers import adapter
 from tests.support.runs import launch, newest
@@ -30,11 +33,17 @@ from tests.support.runs import launch, newest
 NAMES = named_network(UNETS["sd15"])
 
 
-def published(path: Path, alpha: float = 1.5) -> dict[str, LowRank]:
+ENDS = {"lora": ("lora_up.weight", "lora_down.weight"), "lokr": ("lokr_w1", "lokr_w2")}
+"""Of the keys of a layer."""
+
+
+def published(path: Path, alpha: float = 1.5, kind: str = "lora") -> dict[str, Any]:
     """Write an adapter of some layers, of rank 2, and of two layers of a text encoder, of rank 3."""
-    changes = adapter(NAMES, 2, alpha, [layer for layer in NAMES.layers if layer.endswith(("to_q", "ff.net.2"))])
+    layers = [layer for layer in NAMES.layers if layer.endswith(("to_q", "ff.net.2"))]
+    products = kronecker.adapter(NAMES, KroneckerShape(rank=2, factor=4), alpha, layers)
+    changes: dict[str, Any] = products if kind == "lokr" else dict(adapter(NAMES, 2, alpha, layers))
     text = {f"lora_te_text_model_encoder_layers_0_mlp_fc{i}": torch.ones(3, 3) for i in (1, 2)}
-    of_text = {f"{layer}.lora_{end}.weight": value.clone() for layer, value in text.items() for end in ("up", "down")}
+    of_text = {f"{layer}.{end}": value.clone() for layer, value in text.items() for end in ENDS[kind]}
     save_file(tensors_of(KOHYA_DIFFUSERS, changes, "unet") | of_text, path)
     return changes
 
@@ -43,14 +52,15 @@ def trained(world: World, config: RunConfig, stage: int) -> None:
     train(config, launch(stage), world)
 
 
+@pytest.mark.parametrize("kind", ENDS)
 def test_a_run_starts_from_the_file_and_goes_on_with_no_other(
-    tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str]
+    kind: Any, tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "shoe.safetensors"
-    changes = published(file)
+    changes = published(file, kind=kind)
     data = encode(tmp_path / "data", build(tmp_path / "pipeline"))
     run = text_run(data, tmp_path / "pipeline", tmp_path / "run", optim__lr=1e-30, output__checkpoint_every=1)
-    still = replace(run, lora=LoraConfig(init=str(file), skip_text_encoders=True))
+    still = replace(run, lora=LoraConfig(kind=kind, init=str(file), skip_text_encoders=True))
     values(forked_ranks(trained, still, 3))
     whole = replace(still, output=replace(still.output, folder=str(tmp_path / "whole")))
     train(whole, launch(1), world)
@@ -58,14 +68,15 @@ def test_a_run_starts_from_the_file_and_goes_on_with_no_other(
 
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["config"]["lora"] == {
-        "kind": "lora", "rank": 2, "alpha": 1.5, "targets": ["net.2", "to_q"], "init": str(file),
-        "skip_text_encoders": True, "quantize": "none",
+        "kind": kind, "rank": 2, "alpha": 1.5, "targets": ["net.2", "to_q"], "init": str(file), "quantize": "none",
+        "skip_text_encoders": True, "full_matrix": False, "decompose_both": False,
+        "factor": 4 if kind == "lokr" else None,
     }  # fmt: skip
     assert record["adapter"] == file_digest(file) == newest(tmp_path / "run").manifest["adapter"]
 
     for folder in ("run", "whole"):  # frozen weights in parts, and in one piece
         export(tmp_path / folder, tmp_path / f"{folder}-lora", Choice(format="lora", raw=True))
-        found = read_adapter(tmp_path / f"{folder}-lora" / WEIGHTS_FILE, NAMES)
+        found = read_adapter(tmp_path / f"{folder}-lora" / WEIGHTS_FILE, NAMES, KINDS[kind])
         assert found.keys() == changes.keys()
         for layer, change in changes.items():
             theirs = change.change()
@@ -74,10 +85,10 @@ def test_a_run_starts_from_the_file_and_goes_on_with_no_other(
     assert f"| Started from | `shoe.safetensors` (sha256 `{file_digest(file)}`), without its text encoders |" in card
 
     longer = replace(still, samples=24)
-    published(file, alpha=1.25)
+    published(file, 1.25, kind)
     with pytest.raises(ConfigError, match=r"--adapter: \w+ -> \w+ \(digest of the file that the LoRA starts from\)"):
         train(longer, launch(1, allow_change=("samples", "lora.alpha")), world)
-    published(file)
+    published(file, kind=kind)
     other = file.rename(tmp_path / "other.safetensors")
     with pytest.raises(ConfigError, match=r"--lora.init: .*shoe.safetensors.* -> .*other.safetensors"):
         train(replace(longer, lora=replace(still.lora, init=str(other))), launch(1, allow_change=("samples",)), world)

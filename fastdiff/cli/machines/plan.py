@@ -127,8 +127,8 @@ def _heading(config: RunConfig, network: Network) -> str:
     if config.lora.rank:
         stored = "" if config.lora.quantize == "none" else f", its large matrices in {config.lora.quantize}"
         counted = (
-            f"{kind_of(config.lora).title} of rank {config.lora.rank}, {_millions(network.trained)} trained and "
-            f"{_millions(network.frozen)} frozen parameters{stored}"
+            f"{kind_of(config.lora).title} of {kind_of(config.lora).size(config.lora)}, "
+            f"{_millions(network.trained)} trained and {_millions(network.frozen)} frozen parameters{stored}"
         )
     return (
         f"{config.model.title}, {counted}, {_giga(run_flops(config))} per image, {config.performance.precision}, "

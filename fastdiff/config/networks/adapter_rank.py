@@ -14,8 +14,14 @@ _DOWN = (
     "lora_A.default.weight",
     "lora.down.weight",
     "lora_linear_layer.down.weight",
+    "lokr_w1_b",
+    "lokr_w2_b",
+    "lokr_w1_b.default",
+    "lokr_w2_b.default",
 )
-"""Endings of the first matrix of a layer, whose rows are the rank."""
+"""Endings of the matrix of a layer whose rows are the rank."""
+_WHOLE = ("lokr_w2", "lokr_w2.default")
+"""Endings of matrices without a rank, beside none that has one."""
 TEXT_ENCODERS = ("lora_te", "text_encoder", "lora_prior_te")
 """Beginnings of the names of layers of text encoders."""
 _FUSED = "qkv"
@@ -27,22 +33,27 @@ def rank_of(path: Path) -> int:
     """Return the rank of a safetensors file: the largest of the network's layers, without queries, keys and values.
 
     Raises:
-        ConfigError: it cannot be read, or has no matrices of a LoRA.
+        ConfigError: it cannot be read, or has no matrices of an adapter.
     """
     header = _header(path)
     metadata = header.pop("__metadata__", {})
+    named = metadata.get("ss_network_dim", "")
+    told = int(named) if named.isdecimal() else 0
     found = {name: rank for name, rank in _ranks(header).items() if not name.startswith(TEXT_ENCODERS)}
+    if not found and any(name.endswith(_WHOLE) for name in header):
+        return told or 1
     require(bool(found), f"--lora.init {path}: it has no matrices of a LoRA of a network, such as lora_A or lora_down")
     apart = [rank for name, rank in found.items() if not name.endswith(_FUSED)]
-    told = metadata.get("ss_network_dim", "")
-    if not apart and told.isdecimal() and int(told) > 0:
-        return int(told)
+    if not apart and told:
+        return told
     return max(apart or found.values())
 
 
 def layers_of_text_encoders(path: Path) -> int:
     """Return how many layers of text encoders a safetensors file changes; errors as in ``rank_of``."""
-    return sum(name.startswith(TEXT_ENCODERS) for name in _ranks(_header(path)))
+    header = _header(path)
+    whole = {name.removesuffix(ending) for name in header for ending in _WHOLE if name.endswith(ending)}
+    return sum(name.startswith(TEXT_ENCODERS) for name in {*_ranks(header), *(name.rstrip("._") for name in whole)})
 
 
 def _ranks(header: Mapping[str, Any]) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Pretrained weights and LoRA: the starting point of a run. This module imports no torch."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -59,13 +60,20 @@ class PretrainedConfig:
         return Path(self.path).suffix in WEIGHT_FILES
 
 
+_OPTIONS: Mapping[str, tuple[str, object]] = {
+    "factor": ("lokr", None), "full_matrix": ("lokr", False), "decompose_both": ("lokr", False),
+}  # fmt: skip
+"""Options of one kind of adapter, with that kind and their defaults."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
     """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685) of frozen pretrained weights."""
 
-    kind: Literal["lora", "dora"] = "lora"
+    kind: Literal["lora", "dora", "lokr"] = "lora"
     """Kind of adapter: lora (arXiv:2106.09685) adds the product of two matrices; dora (arXiv:2402.09353) then scales
-    each row of the changed weight to a trained norm."""
+    each row of the changed weight to a trained norm; lokr (LyCORIS, arXiv:2309.14859) adds the Kronecker product of
+    two."""
 
     rank: int = 0
     """Rank of the added matrices; 0: that of ``init``, without it all weights are trained."""
@@ -79,6 +87,14 @@ class LoraConfig:
     skip_text_encoders: bool = False
     """Leave out the layers of ``init`` that are of text encoders, which are not trained here; otherwise such a file is
     refused."""
+    factor: int | None = None
+    """Of lokr: rows and columns of the smaller matrix, or of the larger one if the layer has fewer; -1: as near as
+    possible to those of the larger one. None: those of ``init``, or -1."""
+    full_matrix: bool = False
+    """Of lokr: train both matrices whole. Otherwise the larger one is a product of ``rank``, unless the rank is half of
+    its longer side or more; where both are whole, alpha has no effect."""
+    decompose_both: bool = False
+    """Of lokr: also make the smaller matrix such a product."""
     quantize: Literal["none", "8bit", "4bit"] = "none"
     """Keep the frozen matrices in 8 or 4 bits (bitsandbytes; 4 bits: NF4 of QLoRA, arXiv:2305.14314)."""
 
@@ -92,6 +108,17 @@ class LoraConfig:
         require(self.alpha is None or 0 < self.alpha < math.inf, f"--lora.alpha {self.alpha}: above 0, or None")
         for name, default in (("kind", "lora"), ("alpha", None), ("targets", ()), ("quantize", "none")):
             require(self.rank > 0 or getattr(self, name) == default, f"--lora.{name} needs --lora.rank above 0")
+        for name, (owner, unset) in _OPTIONS.items():
+            given = getattr(self, name)
+            require(self.kind == owner or given == unset, f"--lora.{name} {given} is for --lora.kind {owner}")
+        require(
+            self.factor is None or self.factor == -1 or self.factor > 0,
+            f"--lora.factor {self.factor}: above 0, or -1 for the nearest to a square",
+        )
+        require(
+            not (self.full_matrix and self.decompose_both),
+            "--lora.full_matrix with --lora.decompose_both: one makes no matrix a product, the other both",
+        )
 
     @property
     def numerator(self) -> float:

@@ -24,8 +24,8 @@ from fastdiff.models.adapter_kinds.lora import LORA
 from fastdiff.models.pipeline_files import readable
 
 _OTHER_KINDS = {
-    "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", "lokr_": "LoKr", "hada_": "LoHa", "lora_mid": "LoCon with "
-    "a third matrix", "oft_": "OFT", ".diff": "full differences", "lora_B.bias": "biases",
+    "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", "lokr_": "LoKr", "hada_": "LoHa",
+    "lora_mid": "LoCon with a third matrix", "oft_": "OFT", ".diff": "full differences", "lora_B.bias": "biases",
 }  # fmt: skip
 _DIFFUSERS_PREFIXES = ("", "transformer.", "unet.", "base_model.model.", "diffusion_model.")
 _FLAT_PREFIXES = ("lora_unet_", "lycoris_", "lora_transformer_")
@@ -167,9 +167,12 @@ def _of_parts(
             key, found, shape, lambda rank: alphas.of(layer.name, rank, network.part), alphas.metadata, network.title
         )
     )
-    if layer.swapped:
-        change = change.with_halves_swapped()
-    split = change.split(rows) if len(rows) > 1 else [change]
+    try:
+        if layer.swapped:
+            change = change.with_halves_swapped()
+        split = change.split(rows) if len(rows) > 1 else [change]
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
     for part, own in zip(layer.parts, split, strict=True):
         if own is not None:
             yield part, own

@@ -26,6 +26,7 @@ def with_values_of_file(config: LoraConfig, model: ModelConfig) -> LoraConfig:
         return config
     network = named_network(model)
     changes = read_adapter(Path(config.init), network, kind_of(config), skip_text_encoders=config.skip_text_encoders)
+    config = kind_of(config).fitted(config, changes, network.layers)
     found = replace(config, targets=config.targets or _targets(changes, network))
     _check(found, changes, network, model)
     scales = {change.scale for change in changes.values()}

@@ -4,7 +4,7 @@
 the weights of each output. As in section 4.3 of the paper n has no gradient. The paper's columns are torch's rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from fastdiff.models.adapter_files.forms import DIFFUSERS, NATIVE, Form
 from fastdiff.models.adapter_files.low_rank import LowRank, row_norms
 from fastdiff.models.adapter_files.native_names import NamedNetwork
 from fastdiff.models.adapter_files.readers import COMFYUI, DIFFUSERS_READER, Reader
-from fastdiff.models.adapter_kinds.kind import AdapterKind, FileLayer, Read
+from fastdiff.models.adapter_kinds.kind import AdapterKind, FileLayer, Read, metadata_of_lora
 from fastdiff.models.adapter_kinds.lora import SPELLINGS
 from fastdiff.models.adapter_kinds.lora import read as read_lora
 from fastdiff.models.build import Model
@@ -197,8 +197,9 @@ def _nothing(weight: Tensor, norm: Tensor) -> LowRank:
     return LowRank(down, up, 1.0, norm)
 
 
-def _metadata(form: Form) -> dict[str, object]:
-    return {"use_dora": True} if form == DIFFUSERS else {_MARK: "magnitude * norm of W / norm of W + s B A"}
+def _metadata(form: Form, part: str, config: LoraConfig, layers: Sequence[str]) -> dict[str, str]:
+    own = {"use_dora": True} if form == DIFFUSERS else {_MARK: "magnitude * norm of W / norm of W + s B A"}
+    return metadata_of_lora(form, part, config, layers, **own)
 
 
 def _applied_by(reader: Reader, form: Form, diffusers_class: str) -> bool:

@@ -1,13 +1,13 @@
 """The record of a kind of adapter: all that the other modules need of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 
 from fastdiff.config.networks.pretrained import LoraConfig
-from fastdiff.models.adapter_files.forms import Change, Form
+from fastdiff.models.adapter_files.forms import Change, Form, metadata_of
 from fastdiff.models.adapter_files.native_names import NamedNetwork
 from fastdiff.models.adapter_files.readers import Reader
 from fastdiff.models.build import Model
@@ -33,6 +33,13 @@ class FileLayer:
     """Of the file."""
     network: str
     """For messages, with an article."""
+
+
+def metadata_of_lora(
+    form: Form, part: str, config: LoraConfig, layers: Sequence[str], **more: object
+) -> dict[str, str]:
+    """Return the metadata of the file of a LoRA; arguments as of ``AdapterKind.metadata`` and ``forms.metadata_of``."""
+    return metadata_of(form, part, config.rank, config.numerator, layers, more)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +73,6 @@ class AdapterKind(Generic[C]):
     for_form: Callable[[Mapping[str, C], Form, NamedNetwork, Read], dict[str, C]] = lambda changes, *of: dict(changes)
     """Return the changes for a form of file, of layers by their names in diffusers; with a reader of the frozen
     weights."""
-    metadata: Callable[[Form], Mapping[str, object]] = lambda form: {}
-    """Return further metadata of a file: of diffusers' form fields of peft's configuration."""
     formula: str = "A layer changes by B A (`lora_B` times `lora_A`): the scale alpha / rank is in B."
     """How a layer changes by the tensors of diffusers' form, for cards."""
     for_diffusers: str = "diffusers reads `fastdiff export --format lora`."
@@ -75,6 +80,21 @@ class AdapterKind(Generic[C]):
     """Formats for these programs, for the cards of the others."""
     formats: str = "--format lora-diffusers for diffusers or lora-native for ComfyUI"
     """Formats of the export in which a program applies it, and drops no layer, for messages."""
+    size: Callable[[LoraConfig], str] = lambda config: f"rank {config.rank}"
+    """Return how large its matrices are in words, for cards and the summary of a run."""
+    fitted: Callable[[LoraConfig, Mapping[str, C], Mapping[str, tuple[int, ...]]], LoraConfig] = (
+        lambda config, changes, weights: config
+    )
+    """Return the configuration with the options of the kind that a file has, from its changes and the shapes of all
+    weights by layer; ConfigError: no options fit."""
+    metadata: Callable[[Form, str, LoraConfig, Sequence[str]], dict[str, str]] = metadata_of_lora
+    """Return the metadata of a file from its form, the part of the pipeline, and the layers' names in diffusers."""
+    network_module: str = "networks.lora"
+    """Of kohya's scripts, which go on from its files."""
+    unreadable: Callable[[Reader, Mapping[str, C]], str] = lambda reader, changes: ""
+    """Return why a program that reads the kind would not load a file of these changes; empty: it does."""
+    refused_by: Callable[[Reader, Form, str], bool] = lambda reader, form, diffusers_class: False
+    """Whether a program refuses it, and says so, in a form in which it reads a LoRA of this class of diffusers."""
     applied_by: Callable[[Reader, Form, str], bool] = lambda reader, form, diffusers_class: True
     """Whether a program applies it from a form in which it reads a LoRA of this class of diffusers."""
 

@@ -73,7 +73,7 @@ def _counted_network(network: ModelConfig, lora: LoraConfig, trained: int) -> st
     """Name what is trained, with the number of its parameters."""
     parameters = f"{trained / 1e6:.2f} M parameters"
     if lora.rank:
-        return f"a {kind_of(lora).title} of rank {lora.rank}, {parameters}, of {network.title}"
+        return f"a {kind_of(lora).title} of {kind_of(lora).size(lora)}, {parameters}, of {network.title}"
     return f"{network.title} of {parameters}"
 
 

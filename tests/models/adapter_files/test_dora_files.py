@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fastdiff.config.networks.pretrained import LoraConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.adapter_files import forms
 from fastdiff.models.adapter_files.low_rank import LowRank
@@ -20,6 +21,7 @@ from tests.support.inputs import tiny_transformers as tiny
 from tests.support.nights import by_day
 
 FORMS = (forms.DIFFUSERS, forms.NATIVE, forms.KOHYA, forms.KOHYA_DIFFUSERS)
+CONFIG = LoraConfig(kind="dora", rank=3, alpha=2.0)
 
 
 def adapter(names: NamedNetwork, layers: list[str] | None = None) -> dict[str, LowRank]:
@@ -48,7 +50,7 @@ def test_diffusers_reads_its_own_form(kind: str, tmp_path: Path) -> None:
     names = tiny.network(kind)
     changes = adapter(names)
     form, model = forms.DIFFUSERS, tiny.transformer(kind)
-    metadata = forms.metadata_of(form, names.part, 3, 2.0, list(changes), DORA.metadata(form))
+    metadata = DORA.metadata(form, names.part, CONFIG, list(changes))
     save_file(file_of(form, names, changes), tmp_path / "a.safetensors", metadata)
     base = {name: p.detach().clone() for name, p in model.named_parameters()}
     assert tiny.changes_in_diffusers(model, tmp_path / "a.safetensors").keys() == changes.keys()
@@ -88,7 +90,7 @@ def test_comfyui_reads_native_names(kind: str) -> None:
             in_comfyui(weights[native], tensors, f"diffusion_model.{native}"), natives[native], rtol=1e-5, atol=1e-5
         )
     with pytest.raises(ConfigError, match=r"for ComfyUI \(--format lora-native\); give the file of --format lora-diff"):
-        changes_of(tensors, {name: str(value) for name, value in DORA.metadata(form).items()}, names, DORA)
+        changes_of(tensors, DORA.metadata(form, names.part, CONFIG, []), names, DORA)
 
 
 def test_readers_that_drop_the_magnitudes_are_known() -> None:

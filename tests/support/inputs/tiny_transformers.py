@@ -76,7 +76,8 @@ def changes_in_diffusers(model: Any, file: Path) -> dict[str, Tensor]:
     pipeline = cls(**dict.fromkeys(parts - {part}), **{part: model})
     pipeline.load_lora_weights(file.parent, weight_name=file.name)
     adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
-    return {name: module.get_delta_weight(*module.lora_A) for name, module in adapted.items()}
+    one = {name: getattr(module, "lora_A", None) or module._available_adapters for name, module in adapted.items()}
+    return {name: module.get_delta_weight(*one[name]) for name, module in adapted.items()}
 
 
 def adapter(names: NamedNetwork, rank: int, alpha: float, layers: Iterable[str] | None = None) -> dict[str, LowRank]:

@@ -44,8 +44,10 @@ RUNS = [
     ("unet", "4bit", "fp32", "lora"),
     ("dit", "4bit", "bf16", "dora"),
     ("dit", "4bit", "bf16", "lora"),
+    ("unet", "4bit", "fp32", "lokr"),
 ]
 """Network, quantisation, precision and kind of adapter; with 4 bits and recomputation."""
+OPTIONS: dict[str, dict[str, Any]] = {"lokr": {"factor": 4, "targets": ("to_q", "proj_in", "conv1")}}
 
 
 Values = dict[str, NDArray[np.float32]]
@@ -66,7 +68,7 @@ class Trained:
 def config_of(kind: str, quantize: Any, precision: str, adapter: Any = "lora") -> RunConfig:
     performance = {"performance__precision": precision, "performance__recompute": quantize == "4bit"}
     config = tiny(Path(), Path(), model=MODELS[kind], performance__engine="deepspeed", **performance)
-    lora = LoraConfig(kind=adapter, rank=2, alpha=3.0, quantize=quantize)
+    lora = LoraConfig(kind=adapter, rank=2, alpha=3.0, quantize=quantize, **OPTIONS.get(adapter, {}))
     optim = AdamWConfig(lr=1e-2, schedule="constant", clip=CLIP)
     start = PretrainedConfig(path="somewhere", weights=True)
     return replace(config, pretrained=start, lora=lora, batch=BatchConfig(samples=8), optim=optim)
@@ -152,7 +154,7 @@ def every_stage(world: World) -> list[list[Trained]]:
 def train_with_torch(config: RunConfig) -> Trained:
     """Of the added matrices, by name, in fp32."""
     model = network(config)
-    trained = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=config.optim.weight_decay)
     losses, norms = [], []
     for step in range(STEPS):

@@ -2,6 +2,7 @@
 
 import argparse
 
+from fastdiff.cli.compat.kohya import lycoris
 from fastdiff.cli.compat.kohya.given import Given
 from fastdiff.cli.compat.kohya.meanings import MEANINGS
 from fastdiff.cli.compat.kohya.script import KohyaScript
@@ -46,15 +47,17 @@ _TEXT = (
 
 def _network(given: Given, module: str | None) -> list[str]:
     require(bool(module), "--network_module is missing; their script needs it too: networks.lora")
-    if module != "networks.lora":
+    if module not in ("networks.lora", lycoris.MODULE):
         raise ConfigError(
-            f"--network_module {module}: networks here are those of networks.lora; for LoKr and DoRA see --lora.* of "
-            "`fastdiff train --help`"
+            f"--network_module {module}: networks here are those of networks.lora, and of {lycoris.MODULE} with "
+            "algo=lokr; for DoRA see --lora.kind of `fastdiff train --help`"
         )
+    arguments = dict(_pair(word) for word in given.flags.network_args or ())
     if given.flags.dim_from_weights:
         require(bool(given.flags.network_weights), "--dim_from_weights: of which file? Theirs needs --network_weights")
-        return flag("lora.rank", 0)
-    arguments = dict(_pair(word) for word in given.flags.network_args or ())
+        return [*flag("lora.kind", "lokr" if module == lycoris.MODULE else None), *flag("lora.rank", 0)]
+    if module == lycoris.MODULE:
+        return lycoris.lokr(arguments, given.flags.network_dim, given.flags.network_alpha)
     rank = given.flags.network_dim or _RANK
     layers = [*_LAYERS, *(_CONVOLUTIONS if _adapts_convolutions(given, arguments, rank) else ())]
     return [*flag("lora.rank", rank), *flag("lora.targets", layers)]

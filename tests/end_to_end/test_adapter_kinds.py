@@ -1,7 +1,7 @@
-"""A DoRA from its base to its files: sharded, quantised, killed and resumed, drawn, exported, and trained on."""
+"""Each kind of adapter but LoRA, from its base to its files: killed and resumed, drawn, exported, trained on."""
 
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from fastdiff.export.adapters import WEIGHTS_FILE, changes_of
 from fastdiff.export.run import Choice, export
 from fastdiff.models.adapter_files.native_names import named_network
 from fastdiff.models.adapter_files.published import read_adapter
-from fastdiff.models.adapter_kinds.dora import DORA
+from fastdiff.models.adapter_files.start import with_values_of_file
+from fastdiff.models.adapter_kinds.kinds import kind_of
 from fastdiff.models.load import build_network
 from fastdiff.models.pretrained.tiny_pipeline import UNETS, build
 from fastdiff.parallel.world import World
@@ -28,15 +29,42 @@ from tests.support.killed import train_killed
 from tests.support.references.unet_reference import difference
 from tests.support.runs import assert_same_checkpoint, hexes, intact, launch, newest, train_losses
 
-LORA = LoraConfig(kind="dora", rank=2, alpha=3.0, targets=("to_q", "conv1", "proj_in"))
+TARGETS = ("to_q", "conv1", "proj_in")
 NAMES = named_network(UNETS["sd15"])
 
 
-def test_a_run_and_its_files(tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str]) -> None:
+@dataclass(frozen=True)
+class Case:
+    lora: LoraConfig
+    size: str
+    form: str
+    """A format that holds it."""
+    refused: tuple[str, ...]
+    why: str
+
+
+CASES = {
+    "DoRA": Case(
+        LoraConfig(kind="dora", rank=2, alpha=3.0, targets=TARGETS),
+        "rank 2", "lora-diffusers", ("lora", "lora-kohya"),
+        "use --format lora-diffusers for diffusers or lora-native for ComfyUI",
+    ),
+    "LoKr": Case(
+        LoraConfig(kind="lokr", rank=2, alpha=3.0, targets=TARGETS, factor=4),
+        "rank 2, factor 4", "lora", ("lora-diffusers",),
+        "diffusers reads no LoKr of a UNet of Stable Diffusion; use --format lora for other programs",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("title", CASES)
+def test_a_run_and_its_files(title: str, tmp_path: Path, world: World) -> None:
+    case = CASES[title]
+    lora, kind = case.lora, kind_of(case.lora)
     data = encode(tmp_path / "data", build(tmp_path / "pipeline"))
 
     def config_of(name: str, **changes: Any) -> RunConfig:
-        options = {"lora": LORA, "optim__lr": 0.05, "output__checkpoint_every": 1, "performance__recompute": True}
+        options = {"lora": lora, "optim__lr": 0.05, "output__checkpoint_every": 1, "performance__recompute": True}
         return text_run(data, tmp_path / "pipeline", tmp_path / name, steps=4, **options | changes)
 
     # Two ranks under ZeRO-3 go on equal to the bit after a kill; one rank without it up to rounding.
@@ -48,7 +76,7 @@ def test_a_run_and_its_files(tmp_path: Path, world: World, capsys: pytest.Captur
     assert train_losses(world, config_of("alone", performance__recompute=False), launch(0)) == pytest.approx(
         expected, rel=2e-5
     )
-    packed = config_of("packed", lora=replace(LORA, quantize="8bit"), batch=BatchConfig(samples=4, micro=2))
+    packed = config_of("packed", lora=replace(lora, quantize="8bit"), batch=BatchConfig(samples=4, micro=2))
     assert values(forked_ranks(train_losses, packed, launch()))[0] == pytest.approx(
         train_losses(world, replace(packed, output=replace(packed.output, folder=str(tmp_path / "p"))), launch(0)),
         rel=2e-5,
@@ -58,7 +86,7 @@ def test_a_run_and_its_files(tmp_path: Path, world: World, capsys: pytest.Captur
     saved, config = newest(tmp_path / "whole"), config_of("whole")
     trained = saved.weights()
     tuned = build_network(config, trained)
-    changes = changes_of(trained, LORA)
+    changes = changes_of(trained, lora)
     export(tmp_path / "whole", tmp_path / "merged", Choice(format="diffusers", raw=True, dtype="fp32"))
     merged = load_file(tmp_path / "merged" / "unet" / "diffusion_pytorch_model.safetensors")
     base = dict(load_file(tmp_path / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors"))
@@ -71,25 +99,23 @@ def test_a_run_and_its_files(tmp_path: Path, world: World, capsys: pytest.Captur
         assert difference(tuned(**given), plain(**given)) < 1e-5
         assert difference(tuned(**given), build_network(replace(config, lora=LoraConfig()))(**given)) > 1e-3
 
-    export(tmp_path / "whole", tmp_path / "adapter", Choice(format="lora-diffusers", raw=True))
-    found = read_adapter(tmp_path / "adapter" / WEIGHTS_FILE, NAMES, DORA)
+    export(tmp_path / "whole", tmp_path / "adapter", Choice(format=case.form, raw=True))
+    found = read_adapter(tmp_path / "adapter" / WEIGHTS_FILE, NAMES, kind)
     for layer, change in changes.items():
         weight = base[f"{layer}.weight"].float()
         torch.testing.assert_close(found[layer].merged(weight), change.merged(weight), rtol=1e-5, atol=1e-6)
     card = (tmp_path / "adapter" / "README.md").read_text()
-    assert "A DoRA adapter of" in card
-    assert "| DoRA | rank 2, alpha 3" in card
-    for form in ("lora", "lora-kohya"):
-        with pytest.raises(ConfigError, match="use --format lora-diffusers for diffusers or lora-native for ComfyUI"):
+    assert f"A {title} adapter of" in card
+    assert f"| {title} | {case.size}, alpha 3" in card
+    for form in case.refused:
+        with pytest.raises(ConfigError, match=case.why):
             export(tmp_path / "whole", tmp_path / form, Choice(format=form, raw=True))
     main(["sample", str(tmp_path / "whole"), "--prompt", "a hat", "--steps", "1", "--grid", str(tmp_path / "a.png")])
 
     # A training that starts from the file starts as this one ended, sharded or not.
-    still = config_of(
-        "on", lora=LoraConfig(kind="dora", init=str(tmp_path / "adapter" / WEIGHTS_FILE)), optim__lr=1e-30
-    )
-    values(forked_ranks(train_losses, still, launch()))
-    again = changes_of(newest(tmp_path / "on").weights(), replace(LORA, alpha=2.0))
+    init = LoraConfig(kind=lora.kind, init=str(tmp_path / "adapter" / WEIGHTS_FILE))
+    values(forked_ranks(train_losses, config_of("on", lora=init, optim__lr=1e-30), launch()))
+    again = changes_of(newest(tmp_path / "on").weights(), with_values_of_file(init, config.model))
     for layer, change in changes.items():
         weight = base[f"{layer}.weight"].float()
         torch.testing.assert_close(again[layer].merged(weight), change.merged(weight), rtol=1e-5, atol=1e-6)
