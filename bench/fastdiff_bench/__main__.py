@@ -27,6 +27,7 @@ COMMANDS = {
     "features": "train on features as latents: int8 and bfloat16, x and velocity",
     "recipes": "train with each method at its own rate: how many fewer steps, with standard errors",
     "fp8": "train the digits in FP8 and in bf16, and test whether they differ",
+    "widths": "train the digits at several widths and learning rates, with muP and without it",
     "compare": "compare two records; exit code 1 if a measurement got worse by more than noise or is missing",
     "report": "write records as a page with tables and plots, or into the documentation",
 }

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.dit import DiTConfig
@@ -122,10 +122,17 @@ def _x_prediction(config: RunConfig) -> RunConfig:
     return replace(config, objective=FlowConfig(prediction="x0"))
 
 
+def _mup(config: RunConfig) -> RunConfig:
+    """MuP at its base width: initial weights and rates are those that would carry over to wider networks."""
+    model = cast(DiTConfig, config.model)
+    return replace(config, model=replace(model, base_width=model.hidden))
+
+
 ARMS = {
     BASELINE: Arm(AdamWConfig(), _ADAMW_RATES),
     "8-bit AdamW": Arm(AdamWConfig(name="adamw8bit"), _ADAMW_RATES),
     "x-prediction": Arm(AdamWConfig(), _ADAMW_RATES, _x_prediction),
+    "muP": Arm(AdamWConfig(), _ADAMW_RATES, _mup),
 }
 """By name."""
 

@@ -9,7 +9,7 @@ from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import build_deferred, build_model
 from fastdiff.models.dit.fp8 import Fp8DiTBlock
-from fastdiff_bench.transfer.coordinates import measured, slopes
+from fastdiff_bench.measure.coordinates import measured, slopes
 from tests.support.nights import by_day
 
 HEAD = 16

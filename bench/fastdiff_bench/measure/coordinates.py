@@ -6,7 +6,6 @@ falls (Yang et al. 2022, arXiv:2203.03466, appendix D.1).
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -130,8 +129,3 @@ def _outputs(parts: Mapping[str, Sequence[nn.Module]]) -> Iterator[dict[str, lis
     finally:
         for handle in handles:
             handle.remove()
-
-
-def at_width(config: DiTConfig, hidden: int, *, base: int) -> DiTConfig:
-    """Return the network at another width, with heads of the same width; ``base``: of muP, 0: without."""
-    return replace(config, hidden=hidden, heads=hidden // config.head_width, base_width=base)
