@@ -46,10 +46,18 @@ def _row(gpus: str, found: Any) -> str:
     best = found["options"][0]
     memory, rate, days = f"{best['peak_gib']:.1f} of {best['room_gib']:.0f} GiB", best["images_per_s"], best["days"]
     return (
-        f"| {gpus} | {best['zero_stage']} | {best['micro']} | {'yes' if best['recompute'] else 'no'} | {memory} "
+        f"| {gpus} | {best['zero_stage']} | {best['micro']} | {_recomputed(best)} | {memory} "
         f"| {_rounded(rate['low'])} to {_rounded(rate['high'])} | {_span(days['low'], days['high'])} "
         f"| {_rounded(best['price'])} |"
     )
+
+
+def _recomputed(option: Any) -> str:
+    """Return which blocks of an option are recomputed."""
+    if not option["recompute"]:
+        return "no"
+    stored, blocks = option["stored_blocks"], option["blocks"]
+    return f"{blocks - stored} of {blocks}" if stored else "yes"
 
 
 def _rounded(value: float) -> str:

@@ -25,10 +25,11 @@ from tests.support.runs import launch, tiny
 POSITION = torch.tensor([5, 2**40, 7])
 
 
-def step(counter: CompileCounterWithBackend, res_blocks: int, dropout: float, *, recompute: bool = False) -> None:
+def step(counter: CompileCounterWithBackend, res_blocks: int, dropout: float, *, stored: int | None = None) -> None:
     """Check that a training step of a compiled ADM UNet has the output and the gradients of eager, exactly."""
     config = replace(SMALL["iddpm"], res_blocks=res_blocks, dropout=dropout)
-    eager, model = built(config), built(config, recompute=recompute).compile_blocks(backend=counter)
+    eager, model = built(config), built(config, recompute=stored is not None).store_blocks(stored or 0)
+    model.compile_blocks(backend=counter)
     assert sum(isinstance(module, ResBlock) for module in model.modules()) == 4 * res_blocks + 4
     arguments = {**inputs(config), "position": POSITION}
 
@@ -66,10 +67,11 @@ def test_blocks_that_drop_nothing_or_are_recomputed_share_as_many() -> None:
     without = new_counter()
     step(without, 2, 0.0)
     assert not torch._dynamo.utils.counters["graph_break"]
-    recomputed = new_counter()
-    step(recomputed, 2, 0.3, recompute=True)
-    assert 0 < without.frame_count == recomputed.frame_count < 12
-    assert not torch._dynamo.utils.counters["graph_break"]
+    for stored in (0, 5):
+        recomputed = new_counter()
+        step(recomputed, 2, 0.3, stored=stored)
+        assert 0 < without.frame_count == recomputed.frame_count < 12
+        assert not torch._dynamo.utils.counters["graph_break"]
 
 
 class Block(nn.Module):

@@ -16,11 +16,13 @@ import torch
 from safetensors.torch import save_file
 
 from fastdiff.config.networks.adm import AdmConfig
+from fastdiff.config.networks.diffusers_transformer import DiffusersTransformerConfig
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.flux2 import Flux2Config
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.qwen_image import QwenImageConfig
 from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.config.networks.sd3 import SD3Config
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.networks.z_image import ZImageConfig
 from fastdiff.config.optimizers.adamw import AdamWConfig
@@ -35,6 +37,7 @@ from fastdiff.models.build import build_model
 from fastdiff.models.cost.memory import Setup, buffer_bytes, frozen_bytes
 from fastdiff.models.cost.traced import Traced
 from fastdiff.models.lora import add_lora
+from fastdiff.models.transformers.adapter import DiffusersTransformer
 from fastdiff.parallel.world import World
 from fastdiff.planning.memory import Memory, memory
 from fastdiff.planning.network import read_network
@@ -64,6 +67,12 @@ QWEN_IMAGE = QwenImageConfig(
     size=32, num_layers=4, attention_head_dim=64, num_attention_heads=6, joint_attention_dim=128,
     axes_dims_rope=(16, 24, 24), caption_tokens=64,
 )  # fmt: skip
+SD3 = SD3Config(
+    size=32, num_layers=4, attention_head_dim=64, num_attention_heads=6, joint_attention_dim=128,
+    caption_projection_dim=384, pooled_projection_dim=64, pos_embed_max_size=32, dual_attention_layers=(0, 1),
+    caption_tokens=64,
+)  # fmt: skip
+FAMILIES = (FLUX2, Z_IMAGE, QWEN_IMAGE, SD3)
 ADAPTER = LoraConfig(rank=8)
 TINY: dict[str, ModelConfig] = {
     "dit": replace(DIT, depth=1, hidden=48),
@@ -72,8 +81,8 @@ TINY: dict[str, ModelConfig] = {
     "flux2": replace(FLUX2, num_layers=1, num_single_layers=1, num_attention_heads=1),
     "z-image": replace(Z_IMAGE, n_layers=1, dim=64, n_heads=1, n_kv_heads=1),
     "qwen-image": replace(QWEN_IMAGE, num_layers=1, num_attention_heads=1),
+    "sd3": replace(SD3, num_layers=2, num_attention_heads=1, caption_projection_dim=64, dual_attention_layers=(0,)),
 }
-BASE = "base.safetensors"
 _MMAP_THRESHOLD = -3
 
 
@@ -85,13 +94,14 @@ class Case:
     precision: str
     optimizer: str
     recompute: bool = False
+    stored: int = 0
     accumulation: int = 1
     micro: int = 16
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property
     def name(self) -> str:
-        again = ", recomputed" if self.recompute else ""
+        again = (", recomputed" if self.recompute else "") + (f" but {self.stored}" if self.stored else "")
         adapter = f", LoRA on {self.lora.quantize}" if self.lora.rank else ""
         optimizer = f"{self.optimizer}{again}{adapter}"
         return f"{self.model.kind}, ZeRO-{self.stage}, {self.ranks} ranks, {self.precision}, {optimizer}"
@@ -103,7 +113,9 @@ class Case:
             samples=2 * samples,
             model=self.model,
             lora=self.lora,
-            pretrained=PretrainedConfig(path=str(data / BASE), weights=True) if self.lora.rank else PretrainedConfig(),
+            pretrained=PretrainedConfig(path=str(_place(data, self.model)), weights=True)
+            if self.lora.rank
+            else PretrainedConfig(),
             objective=objective,
             data=DataConfig(path=str(data), loader="prefetch"),
             batch=BatchConfig(samples=samples, micro=self.micro),
@@ -113,6 +125,7 @@ class Case:
                 device="cpu",
                 precision=self.precision,  # type: ignore[arg-type]
                 recompute=self.recompute,
+                stored_blocks=self.stored,
             ),
             output=OutputConfig(folder=str(folder), checkpoint_every=0, sample_every=0),
         )
@@ -122,11 +135,10 @@ OFTEN = (Case(DIT, 2, 2, "fp32", "adamw", recompute=True),)
 CASES = (
     *OFTEN,
     Case(WIDE, 0, 1, "fp32", "adamw", micro=4, lora=LoraConfig(rank=8)),
-    *(
-        Case(model, 0, 1, "fp32", "adamw", micro=4, lora=ADAPTER, recompute=True)
-        for model in (FLUX2, Z_IMAGE, QWEN_IMAGE)
-    ),
-    *(Case(model, 3, 2, "bf16", "adamw", micro=4) for model in (FLUX2, Z_IMAGE, QWEN_IMAGE)),
+    *(Case(model, 0, 1, "fp32", "adamw", micro=4, lora=ADAPTER, recompute=True) for model in FAMILIES),
+    *(Case(model, 3, 2, "bf16", "adamw", micro=4) for model in FAMILIES),
+    *(Case(SD3, 0, 1, "fp32", "adamw", lora=ADAPTER, recompute=True, stored=stored) for stored in (1, 3)),
+    *(Case(UNET, 0, 1, "fp32", "adamw", micro=48, recompute=True, stored=stored) for stored in (5, 12)),
     Case(DIT, 0, 1, "fp32", "adamw"),
     Case(UNET, 3, 2, "fp32", "adamw", micro=8),
     Case(DIT, 0, 2, "bf16", "adamw8bit", accumulation=2),
@@ -166,7 +178,10 @@ def peak(world: World, config: RunConfig, stage: int) -> int:
     """Return the peak of a run in bytes above what the process has after a tiny one."""
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**16)  # what is freed goes back to the system at once
     folder = config.output.folder
-    tiny = replace(config, model=TINY[config.model.kind], output=replace(config.output, folder=f"{folder}-tiny"))
+    tiny = replace(
+        config, model=TINY[config.model.kind], output=replace(config.output, folder=f"{folder}-tiny"),
+        performance=replace(config.performance, stored_blocks=0),
+    )  # fmt: skip
     if config.lora.rank:
         tiny = replace(tiny, pretrained=replace(config.pretrained, path=_base(Path(f"{folder}-base"), tiny.model)))
     train(tiny, launch(stage), world)
@@ -178,10 +193,18 @@ def peak(world: World, config: RunConfig, stage: int) -> int:
 
 
 def _base(folder: Path, model: ModelConfig) -> str:
-    """Write weights for a LoRA to start from."""
+    """Write weights for a LoRA to start from: those of a pipeline, or a file."""
     folder.mkdir(exist_ok=True)
-    save_file(build_model(model).state_dict(), folder / BASE)
-    return str(folder / BASE)
+    network, place = build_model(model), _place(folder, model)
+    if isinstance(network, DiffusersTransformer):
+        network.network.save_pretrained(place / "transformer")
+    else:
+        save_file(network.state_dict(), place)
+    return str(place)
+
+
+def _place(folder: Path, model: ModelConfig) -> Path:
+    return folder / ("base" if isinstance(model, DiffusersTransformerConfig) else "base.safetensors")
 
 
 @pytest.mark.parametrize(
