@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +12,28 @@ from fastdiff.conditions import BITS, CONDITIONS, MASK_OF, StoredDtype
 Condition = dict[str, Tensor]
 """Conditioning inputs of a model besides the time, as its keyword arguments: ``[B, ...]`` each, with the names, shapes
 and dtypes of ``fastdiff.conditions``."""
-Output = Tensor | tuple[Tensor, Tensor]
-"""Output of a network: the prediction ``[B, C or 2C, H, W]``; with the class token of a teacher
-(``ModelConfig.teacher_width``) also that of the token, ``[B, D]``."""
-DTYPES = {"floating": torch.float32, "float32": torch.float32, "int64": torch.int64, "bool": torch.bool}
+
+
+class Outputs(NamedTuple):
+    """What a network returns that predicts more than the latents."""
+
+    latents: Tensor
+    """Their prediction, ``[B, C or 2C, H, W]``."""
+    token: Tensor | None = None
+    """Prediction of the class token of a teacher (``ModelConfig.teacher_width``), ``[B, D]``; None: there is none."""
+    projected: Tensor | None = None
+    """In training, features of the patches for those of a teacher (``ModelConfig.aligned_width``), ``[B, T, K]``."""
+
+
+Output = Tensor | Outputs
+"""Output of a network; a tensor is the prediction of the latents."""
+DTYPES = {
+    "floating": torch.float32,
+    "float32": torch.float32,
+    "int64": torch.int64,
+    "int8": torch.float32,
+    "bool": torch.bool,
+}
 """Dtypes of the conditions of a pass without data, by ``ConditionKind.dtype``."""
 
 
@@ -52,9 +71,9 @@ def _taken(name: str, value: Tensor) -> Tensor:
     return value
 
 
-def split(output: Output) -> tuple[Tensor, Tensor | None]:
-    """Return the prediction of the latents and that of the class token of a teacher; None: there is none."""
-    return (output, None) if isinstance(output, Tensor) else output
+def split(output: Output) -> Outputs:
+    """Return the parts of an output."""
+    return Outputs(output) if isinstance(output, Tensor) else output
 
 
 def without_padding(condition: Condition) -> Condition:

@@ -15,7 +15,7 @@ from fastdiff.errors import ConfigError, require
 StoredDtype = Literal["float16", "float32", "uint8", "bfloat16", "float8_e4m3fn", "int8"]
 BITS: Mapping[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 """Dtypes of embeddings that numpy lacks: shards and numpy hold their bits as integers of this dtype."""
-Source = Literal["caption", "class", "image", "encoder", "reference", "step"]
+Source = Literal["caption", "class", "image", "encoder", "teacher", "reference", "step"]
 Shape = tuple[int, ...]
 Size = tuple[int, int]
 _ROWS = 8
@@ -43,11 +43,13 @@ class ConditionKind:
 
     shape: tuple[int | str, ...]
     """Shape of one sample. A name stands for a size; kinds with the same name have the same size."""
-    dtype: Literal["floating", "float32", "int64", "bool"]
-    """Dtype in a batch; ``floating``: float16, bfloat16 or float32, as encoded. Shards store bool as uint8."""
+    dtype: Literal["floating", "float32", "int64", "int8", "bool"]
+    """Dtype in a batch; ``floating``: float16, bfloat16 or float32, as encoded; ``int8``: float32, whole numbers in
+    shards. Shards store bool as uint8."""
     source: Source
     """What gives it: each caption of a sample, by the text encoder; its class; its image; the autoencoder, in the pass
-    that gives the latents; the autoencoder, from the pictures that it refers to; the training step."""
+    that gives the latents; a teacher, in a pass of its own; the autoencoder, from the pictures that it refers to; the
+    training step."""
     null: Literal["caption", "class"] | None = None
     """What replaces a dropped one: the text encoder's null (zeros, or the empty caption), the number of classes; None:
     it is never dropped."""
@@ -69,6 +71,11 @@ CONDITIONS: Mapping[str, ConditionKind] = {
     "time_ids": ConditionKind(shape=(6,), dtype="float32", source="image", of_image=time_ids),
     # Class token of the teacher whose features are the latents; of the mirrored image where the latents are mirrored.
     "teacher_token": ConditionKind(shape=("teacher_width",), dtype="floating", source="encoder"),
+    # Reduced patch features of a teacher, with which those of the network are aligned; of the mirrored image where the
+    # latents are mirrored.
+    "teacher_features": ConditionKind(
+        shape=("feature_width", "feature_rows", "feature_rows"), dtype="int8", source="teacher"
+    ),
     # Normalised latents of the pictures that an edited one refers to, the means of their posteriors; mirrored with it.
     "reference": ConditionKind(
         shape=("references", "reference_channels", "reference_rows", "reference_columns"),
@@ -94,6 +101,8 @@ def stored_dtypes(name: str) -> tuple[StoredDtype, ...]:
             return "float16", "float32", "bfloat16", "float8_e4m3fn"
         case "bool":
             return ("uint8",)
+        case "int8":
+            return ("int8",)
         case _:
             return ("float32",)
 
@@ -118,6 +127,10 @@ OF_IMAGE = of_source("image")
 """Conditions that follow from the size of an image and its crop."""
 OF_ENCODER = of_source("encoder")
 """Conditions that the autoencoder gives beside the latents."""
+(FEATURES,) = of_source("teacher")
+"""Patch features of a teacher."""
+(TEACHER_TOKEN,) = OF_ENCODER
+"""Class token of a teacher, which an autoencoder gives whose latents are its features, or the teacher itself."""
 MASK_OF = {kind.mask_of: name for name, kind in CONDITIONS.items() if kind.mask_of}
 """Mask of each condition that has one: a row that it excludes is zeros, in shards and in batches."""
 MASKS = frozenset(MASK_OF.values())

@@ -55,6 +55,7 @@ def add(commands: Subcommands) -> None:
     )
     parser.add_argument("out", type=local_path, metavar="OUT", help="folder to write; must not hold a data set yet")
     _add_pipeline(parser)
+    _add_teacher(parser)
     _add_images(parser)
     _add_captions(parser)
     _add_work(parser)
@@ -100,6 +101,33 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         help="each-step: store mean and deviation, of which every step draws a sample; once: store one sample; mean",
     )
     group.add_argument("--batch", type=count, help="images per pass through the autoencoder")
+
+
+def _add_teacher(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("teacher, for --objective.alignment_weight")
+    group.add_argument(
+        "--teacher",
+        metavar="ID|FOLDER",
+        help="also store patch features of this vision model of transformers, such as facebook/dinov2-base, of the "
+        "images resized by bicubic interpolation without antialiasing",
+    )
+    group.add_argument(
+        "--teacher-side",
+        type=count,
+        metavar="N",
+        help="features per side of an image, as many as the network has patches; default: half of the positions of a "
+        "latent, for patches of 2",
+    )
+    group.add_argument(
+        "--teacher-width",
+        type=int,
+        metavar="K",
+        help="components of a feature, a byte each, of a map that is fitted to a sample; 0: all; default: at most 64",
+    )
+    group.add_argument(
+        "--teacher-basis", metavar="FOLDER", help="take the map of this data set instead, to train on both"
+    )
+    group.add_argument("--teacher-token", action="store_true", help="also store the class token of the teacher")
 
 
 def _add_images(parser: argparse.ArgumentParser) -> None:

@@ -124,6 +124,7 @@ class RunConfig:
         )
 
         self._check_class_token()
+        self._check_alignment()
 
     def _check_convention(self) -> None:
         require(
@@ -165,6 +166,15 @@ class RunConfig:
             not self.model.base_width or family_of(self.optim).of_adam_size,
             f"--model.base_width {self.model.base_width} with --optim.name {self.optim.name}: the rates of muP are "
             "known for updates as large as Adam's; use --optim.name adamw or adamw8bit, or --model.base_width 0",
+        )
+
+    def _check_alignment(self) -> None:
+        weight, width = self.objective.alignment_weight, self.model.aligned_width
+        require(
+            (weight > 0) == (width > 0),
+            f"--objective.alignment_weight {weight:g} and --model.aligned_width {width} belong together: the loss and "
+            "the head that it trains; the width is that of the features in the data (`fastdiff encode --teacher`), "
+            "and a weight of 0.5 is usual",
         )
 
     def _check_pretrained(self) -> None:

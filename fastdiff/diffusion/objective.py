@@ -14,6 +14,7 @@ from torch import Tensor
 from fastdiff.batch import Batch, Condition, Output, split
 from fastdiff.config.sections.objective import DdpmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
+from fastdiff.diffusion.alignment import Alignment
 from fastdiff.diffusion.class_token import NAME, ClassToken
 from fastdiff.diffusion.ddpm import Ddpm
 from fastdiff.diffusion.levels import SIGMA, TARGET_NOISE, TARGET_X0, Corruption, Levels
@@ -102,7 +103,11 @@ class Objective:
         hybrid = self.variational is not None and not self.variational.config.is_bound
         weight = config.teacher_weight if isinstance(config, FlowConfig) else 0.0
         self._token = ClassToken(weight, seed=seed, dtype=dtype) if weight else None
-        self.part_names = ("mse", "vb") if hybrid else ("loss_latents", "loss_teacher") if self._token else ()
+        samples = config.alignment_steps * batch_samples if config.alignment_steps else None
+        self._alignment = Alignment(config.alignment_weight, samples) if config.alignment_weight else None
+        names = ["mse", "vb"] if hybrid else ["loss_latents"] if self._token or self._alignment else []
+        names += ["loss_teacher"] if self._token else []
+        self.part_names = (*names, *(["loss_alignment"] if self._alignment else []))
         self.parts: tuple[Tensor, ...] = ()
         """Parts of the last losses, ``[B]`` fp32 each, in the order of ``part_names``; unlike these, not weighted by
         the importance of the timesteps."""
@@ -161,8 +166,8 @@ class Objective:
         target, and ``sigma * d`` to the input.
         """
         shape = corruption.noisy.shape
-        estimate, _ = split(model(corruption.noisy, corruption.time, **corruption.condition))
-        estimate = estimate[:, : shape[1]].float()
+        output = split(model(corruption.noisy, corruption.time, **corruption.condition))
+        estimate = output.latents[:, : shape[1]].float()
         sigma = corruption.levels.coefficient(SIGMA)
         correction = sigma**self._preserved_detail * (self._noise(batch, shape[1:]) - estimate)
         noisy = (corruption.noisy.float() + sigma * correction).to(corruption.noisy.dtype)
@@ -188,7 +193,7 @@ class Objective:
             ValueError: a prediction has another shape.
             ConfigError: a contrastive loss of an odd number of samples.
         """
-        prediction, of_token = split(output)
+        prediction, of_token, projected = split(output)
         expected = tuple(corruption.noisy.shape)
         doubled = (expected[0], 2 * expected[1], *expected[2:])
         if prediction.shape not in ((doubled,) if self.config.learns_variance else (expected, doubled)):
@@ -208,7 +213,15 @@ class Objective:
             losses = losses + of_teacher
         if recorded:
             self.timesteps.observe(corruption.levels.row, losses.detach(), batch.position)
+        if self._alignment is not None and projected is not None:
+            losses = losses + self._aligned(losses, projected, batch, self._alignment)
         return losses if corruption.importance is None else losses * corruption.importance
+
+    def _aligned(self, losses: Tensor, projected: Tensor, batch: Batch, alignment: Alignment) -> Tensor:
+        """Return the loss of the alignment, which is a part of its own."""
+        of_features = alignment.loss(projected, batch)
+        self.parts = (*(self.parts or (losses.detach(),)), of_features.detach())
+        return of_features
 
     def squared_error(self, output: Output, batch: Batch, corruption: Corruption, weights: Tensor) -> Tensor:
         """Return the squared error of the prediction: mean over the elements of each sample times its level's weight.
@@ -223,7 +236,7 @@ class Objective:
             ``[B]`` fp32.
         """
         levels, unit = corruption.levels, self._unit(corruption.noisy.shape[1:])
-        prediction, _ = split(output)
+        prediction = split(output).latents
         if corruption.correction is not None:  # subtracting it from the prediction adds it to the target
             prediction = prediction[:, : corruption.noisy.shape[1]].float() - corruption.correction
         return weighted_mse(

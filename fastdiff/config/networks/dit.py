@@ -87,6 +87,14 @@ class DiTConfig(ModelConfig):
     dense_share: float = 0.0
     """Share of the training, at its end, in which no token is left out; 0.1-0.25 is usual."""
 
+    aligned_width: int = 0
+    """Width of the features of a teacher in the data (`fastdiff encode --teacher`), to which a head projects those of a
+    block in training (REPA, arXiv:2410.06940); 0: none."""
+    aligned_block: int = 8
+    """Block with these features, counted from 1: 8 in REPA."""
+    aligned_hidden: int = 2048
+    """Features of the two hidden layers of the head."""
+
     family: ClassVar[str] = "fastdiff.models.dit.family:DIT"
     title: ClassVar[str] = "a DiT"
     lora_targets: ClassVar[tuple[str, ...]] = ("attn.qkv", "attn.proj")
@@ -119,6 +127,7 @@ class DiTConfig(ModelConfig):
         )
         self._check_positions()
         self._check_in_context()
+        self._check_alignment()
         for name in ("teacher_norm", "teacher_zero"):
             require(
                 self.teacher_width > 0 or not getattr(self, name),
@@ -126,6 +135,14 @@ class DiTConfig(ModelConfig):
             )
         require_heads_of_base(self.base_width, self.hidden, self.heads, self.head_width)
         self._check_routing()
+
+    def _check_alignment(self) -> None:
+        for name, least in (("aligned_width", 0), ("aligned_block", 1), ("aligned_hidden", 1)):
+            require(getattr(self, name) >= least, f"--model.{name} {getattr(self, name)}: at least {least}")
+        require(
+            not self.aligned_width or self.aligned_block <= self.depth,
+            f"--model.aligned_block {self.aligned_block}: the network has {self.depth} blocks",
+        )
 
     def _check_positions(self) -> None:
         require(
@@ -232,6 +249,11 @@ class DiTConfig(ModelConfig):
     def side(self) -> int:
         """Patches per row and column."""
         return self.size // self.patch
+
+    @property
+    def aligned_shape(self) -> Shape:
+        """One feature per patch."""
+        return (self.aligned_width, self.side, self.side) if self.aligned_width else ()
 
     @property
     def leading(self) -> int:

@@ -66,6 +66,8 @@ class ModelConfig:
     teacher_width: int = 0
     """Width of the class token of a teacher, which is noised and predicted beside the latents; 0: none. The condition
     teacher_token is then the noisy one, and the network returns a prediction of the latents and one of the token."""
+    aligned_width: int = 0
+    """Width of the features of a teacher, with which those of a block are aligned in training; 0: none."""
     references: int = 0
     """Pictures that each picture refers to, whose latents are an input."""
     base_width: int = 0
@@ -126,6 +128,11 @@ class ModelConfig:
         Park et al. 2025, arXiv:2510.21986 (path-drop guidance).
         """
         return self.route is not None and bool(self.route.path_drop)
+
+    @property
+    def aligned_shape(self) -> Shape:
+        """Shape of these features, ``(aligned_width, rows, columns)``; empty: there are none."""
+        return ()
 
     @property
     def smallest_factor(self) -> int:

@@ -98,6 +98,11 @@ class _OfEveryProcess:
     masked: bool | None = None
     """Multiply the loss of each position by the mask of its picture (`fastdiff encode --masks`). None: if the data have
     masks."""
+    alignment_weight: float = 0.0
+    """Weight of the alignment of a block's features with those of a teacher (--model.aligned_width; REPA,
+    arXiv:2410.06940, which uses 0.5): minus their cosine."""
+    alignment_steps: int = 0
+    """Optimizer steps, at the beginning, that are aligned (arXiv:2505.16792 ends it early). 0: all."""
     plugin: str = ""
     """Your own loss in place of the squared error: PATH.py:FUNCTION, which is executed, or the name of an installed
     plug-in (docs/api.md). The weighting applies to it; the validation loss stays the squared error."""
@@ -113,6 +118,15 @@ class _OfEveryProcess:
             "use it; set --objective.weighting min_snr or soft_min_snr, or --objective.min_snr_gamma None",
         )
         self._check_noise()
+        _check_size("alignment_weight", self.alignment_weight)
+        require(
+            self.alignment_steps >= 0, f"--objective.alignment_steps {self.alignment_steps}: at least 1, or 0 for all"
+        )
+        require(
+            self.alignment_weight > 0 or not self.alignment_steps,
+            f"--objective.alignment_steps {self.alignment_steps} without --objective.alignment_weight: nothing is "
+            "aligned; give the weight (0.5 in REPA), or leave the steps out",
+        )
         self._check_own()
 
     def _check_noise(self) -> None:

@@ -15,14 +15,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
+import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from fastdiff.batch import to_stored, without_padding
-from fastdiff.conditions import OF_IMAGE, REFERENCE, StoredDtype, of_source, stored_dtype
+from fastdiff.conditions import (
+    FEATURES,
+    OF_IMAGE,
+    REFERENCE,
+    TEACHER_TOKEN,
+    StoredDtype,
+    of_source,
+    stored_dtype,
+)
 from fastdiff.console import log, show
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder, reproducible, require_side
 from fastdiff.data.encoding.builtin import versions
@@ -32,6 +42,7 @@ from fastdiff.data.encoding.partition import PartitionEncoder
 from fastdiff.data.encoding.plan import BAD_IMAGES, LISTING_OPTIONS, BadRecord, EncodeFolder, PartitionRecord
 from fastdiff.data.encoding.source_metadata import WatchedSource, compare
 from fastdiff.data.encoding.statistics import PartitionSums, Statistics, choose, merged, sums_path
+from fastdiff.data.encoding.teacher_features import BASIS_FILE, Basis, TeacherColumns
 from fastdiff.data.encoding.uncaptioned import lacks_captions, require_captions, told
 from fastdiff.data.images.decode import BadImage, Decoded, Decoder, ImageTransform, open_decoder
 from fastdiff.data.images.geometry import Size, aspect_buckets, buckets_within
@@ -54,6 +65,7 @@ from fastdiff.data.shards.format import (
 )
 from fastdiff.data.shards.sample_files import sample_bytes
 from fastdiff.errors import ConfigError, DataError, Preempted, require
+from fastdiff.models.encoders.teacher import Teacher
 from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.parallel.claims import in_turn
 from fastdiff.parallel.devices import require_precision
@@ -63,6 +75,8 @@ from fastdiff.tags import Tags
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CLASSES_SHOWN = 12
+_SAMPLED_PARTITIONS = 16
+"""Partitions with images to which the map of a teacher's features is fitted, of each the first ones."""
 _CUT = "pictures with a caption that was cut"
 _OF_BYTES = (
     "samples_per_shard", "image_column", "caption_column", "split", "max_samples", "pretrained", "resolution", "crop",
@@ -132,6 +146,7 @@ class _ImageEncode:
         )
         masks = origin_of(options.masks)
         self._masks = MaskDecoder(masks, self._transform, options.workers) if masks else None
+        self._teacher = self._opened_teacher()
         self._of_image = _taken_of_image(pretrained) if self._embeds_captions else ()
         self._autoencoder_digest = None if self._in_pixels else pretrained.digest("vae")
         self._text_digest = pretrained.digest("text_encoder") if self._embeds_captions else None
@@ -147,7 +162,10 @@ class _ImageEncode:
             self._say_that_we_wait,
             partial(compare, self._source),
             say,
+            self._fitted_basis,
         )
+        if self._teacher is not None and not self._folder.published:
+            self._teacher.basis = Basis.read(options.out)
         self._texts = EmbeddedTexts.asked(options, self._folder.captions)
         self._images = 0
         self._encoded: set[int] = set()
@@ -166,6 +184,46 @@ class _ImageEncode:
         if not self._place.rank:
             log.info(f"loading the autoencoder of {options.pretrained}; statistics of its latents: {statistics.shown}")
         return encoder, statistics
+
+    def _opened_teacher(self) -> TeacherColumns | None:
+        options, encoder = self._options, self._encoder
+        if not options.teacher:
+            return None
+        require(
+            not (options.teacher_token and TEACHER_TOKEN in encoder.columns),
+            f"--teacher-token: the autoencoder of {options.pretrained} gives a class token already; leave it out",
+        )
+        side = options.teacher_side or max(1, options.resolution // encoder.factor // 2)
+        teacher = Teacher(options.teacher, side, self._device, _PRECISIONS[options.precision])
+        return TeacherColumns(teacher, options.teacher_width, token=options.teacher_token)
+
+    def _fitted_basis(self) -> dict[str, bytes]:
+        """Return the file of the map of the teacher's features: that of another data set, or one of a sample."""
+        if self._teacher is None:
+            return {}
+        if (given := self._options.teacher_basis) != "":
+            basis = Basis.read(Path(given))
+            self._teacher.require_basis(basis, given)
+        else:
+            with reproducible():
+                basis = self._teacher.fit(self._sample())
+            self._say(
+                f"--teacher-width {self._teacher.width}: the map keeps {basis.kept:.1%} of the squared norm of the "
+                f"features of {self._options.teacher}"
+            )
+        return {BASIS_FILE: basis.content}
+
+    def _sample(self) -> Iterator[Tensor]:
+        """Yield the pixels of images spread over the source, ``[B, H, W, 3]`` uint8."""
+        count = min(self._source.partitions, _SAMPLED_PARTITIONS)
+        spread = sorted({number * self._source.partitions // count for number in range(count)})
+        for partition in spread:
+            stream = decoded_images(self._source, self._decoder, [partition], Stopwatch(), start=lambda: None)
+            with closing(stream):
+                chunk = next(stream, None)
+            pixels = [d.pixels for _, d in chunk.images if not isinstance(d, BadImage)] if chunk else []
+            for start in range(0, len(pixels), self._options.batch):
+                yield torch.from_numpy(np.stack(pixels[start : start + self._options.batch])).to(self._device)
 
     def run(self) -> None:
         """Encode all missing partitions, publish and report."""
@@ -326,6 +384,7 @@ class _ImageEncode:
             bad=leave_out,
             sums=sums,
             texts=self._texts,
+            teacher=self._teacher,
         )
         try:
             for chunk in chunks:
@@ -402,7 +461,16 @@ class _ImageEncode:
             **(self._statistics.plan if self._statistics else {}),
             **({"posterior": self._options.posterior} if self._options.posterior != "each-step" else {}),
             **({"masks": origin_of(self._options.masks)} if self._masks else {}),
+            **self._plan_of_teacher(),
         } | self._listing_options()
+
+    def _plan_of_teacher(self) -> dict[str, Any]:
+        if self._teacher is None:
+            return {}
+        found = {"teacher": self._teacher.digest, "columns": self._teacher.shapes}
+        if (given := self._options.teacher_basis) != "":
+            found["basis"] = Basis.read(Path(given)).matrix_digest
+        return {"teacher": found}
 
     def _plan_of_variants(self) -> dict[str, Any]:
         """Return the options of the variants of captions; nothing of captions as they are."""
@@ -476,15 +544,20 @@ class _ImageEncode:
             channels = encoder.channels // (2 if encoder.kind == "posterior" else 1)
             shape = (references, channels, *sizes[0])
             columns |= condition_columns({REFERENCE: shape}, self._floating)
+        normalisations = {}
+        if self._statistics:
+            known = self._statistics.columns
+            normalisations = {name: known[name] for name in encoder.columns if name in known}
+        if self._teacher is not None:
+            columns |= condition_columns(self._teacher.shapes, self._floating)
+            normalisations[FEATURES] = self._teacher.basis.normalisation
         if self._masks is not None:
             columns[LOSS_MASK] = loss_mask_column(columns[LATENT])
         packages = ("pillow",) if self._in_pixels else ("torch", "diffusers", "transformers", "pillow")
         return DatasetInfo(
             columns=columns,
             normalisation=encoder.normalisation,
-            normalisations={n: self._statistics.columns[n] for n in encoder.columns if n in self._statistics.columns}
-            if self._statistics
-            else {},
+            normalisations=normalisations,
             provenance=Provenance(
                 source=self._source.name,
                 transform=self._described_transform(),
@@ -492,6 +565,8 @@ class _ImageEncode:
                 autoencoder_digest=self._autoencoder_digest,
                 text_encoder=options.pretrained if self._embeds_captions else None,
                 text_encoder_digest=self._text_digest,
+                teacher=options.teacher or None,
+                teacher_digest=self._teacher.digest if self._teacher else None,
                 statistics=self._statistics.described if self._statistics else "",
                 versions=versions(*packages) | self._packages,
             ),
@@ -528,7 +603,8 @@ class _ImageEncode:
         total = seconds.pop("all", 0.0)
         text = f"rank {self._place.rank}: {self._images} images in {total:.1f} s"
         if total:
-            stages = ("read", "decode", "write") if self._in_pixels else ("read", "decode", "VAE", "text", "write")
+            models = [*([] if self._in_pixels else ["VAE", "text"]), *(["teacher"] if self._teacher else [])]
+            stages = ("read", "decode", *models, "write")
             busy = ", ".join(
                 f"{stage} {seconds.get(stage, 0.0):.1f} s ({seconds.get(stage, 0.0) / total:.0%})" for stage in stages
             )

@@ -45,6 +45,8 @@ _OF_PIPELINE = (
     "seed",
 )
 """Options without meaning for a data set in pixel space."""
+_OF_TEACHER = ("precision", "batch", "flip")
+"""Those of them that a teacher has, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,17 @@ class EncodeOptions(SourceOptions):
     images; or a path, of a data set or of a file of statistics. None: own if the autoencoder has any, else measured."""
     posterior: Posterior = "each-step"
     """What is stored of a posterior, see ``data.encoding.posterior``."""
+    teacher: str = ""
+    """Vision model whose patch features are stored (``models.encoders.teacher``): a folder, or an id of the hub."""
+    teacher_side: int | None = None
+    """Its features per side of an image, as many as the network has patches; None: half of the positions of a latent,
+    for patches of 2."""
+    teacher_width: int | None = None
+    """Components of a stored feature; 0: all of the teacher; None: at most 64."""
+    teacher_basis: str = ""
+    """Data set whose map reduces the features; empty: a map of their own is fitted."""
+    teacher_token: bool = False
+    """Store its class token, too."""
     workers: int = 4
     """Decoding threads per rank."""
 
@@ -123,8 +136,14 @@ class EncodeOptions(SourceOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_local("--pretrained", self.pretrained)
+        self._require_teacher()
         if self.in_pixels:
-            changed = [f.name for f in fields(self) if f.name in _OF_PIPELINE and getattr(self, f.name) != f.default]
+            taken = _OF_TEACHER if self.teacher else ()
+            changed = [
+                f.name
+                for f in fields(self)
+                if f.name in _OF_PIPELINE and f.name not in taken and getattr(self, f.name) != f.default
+            ]
             flag = "--" + changed[0].replace("_", "-") if changed else ""
             mirror = "; training mirrors pixels with --data.random_flip" if flag == "--flip" else ""
             require(not changed, f"{flag} needs a pipeline, but --autoencoder identity has none; omit it{mirror}")
@@ -151,6 +170,20 @@ class EncodeOptions(SourceOptions):
         # resolve() fails on a link in a circle, which the reader explains.
         source, out = (Path(os.path.realpath(path)) for path in (self.source, self.out))
         require(source not in (out, *out.parents), f"{out} is inside the source {source}; choose another folder")
+
+    def _require_teacher(self) -> None:
+        names = ("teacher_side", "teacher_width", "teacher_basis", "teacher_token")
+        changed = [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
+        flag = "--" + changed[0].replace("_", "-") if changed else ""
+        require(bool(self.teacher) or not changed, f"{flag} needs --teacher, the vision model; name it, or omit {flag}")
+        require(
+            not (self.teacher and self.buckets),
+            "--teacher with --buckets: its features are those of square images of one size; leave one of them out",
+        )
+        require(self.teacher_side is None or self.teacher_side >= 1, f"--teacher-side {self.teacher_side}: at least 1")
+        width = self.teacher_width
+        require(width is None or width >= 0, f"--teacher-width {width}: at least 1, or 0 for all")
+        require_local("--teacher-basis", self.teacher_basis)
 
     def _require_variants(self) -> None:
         variants = self.shuffle_tags

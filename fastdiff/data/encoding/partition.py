@@ -18,6 +18,7 @@ from fastdiff.conditions import CAPTIONED, REFERENCE, image_conditions, of_sourc
 from fastdiff.data.encoding.autoencoder import LatentEncoder, PixelEncoder
 from fastdiff.data.encoding.embedded_texts import EmbeddedTexts
 from fastdiff.data.encoding.statistics import PartitionSums
+from fastdiff.data.encoding.teacher_features import TeacherColumns
 from fastdiff.data.images.decode import Decoded
 from fastdiff.data.images.items import ImageItem
 from fastdiff.data.images.masks import on_latents
@@ -89,8 +90,9 @@ class PartitionEncoder:
         bad: Callable[[str, str], None],
         sums: PartitionSums | None,
         texts: EmbeddedTexts,
+        teacher: TeacherColumns | None = None,
     ) -> None:
-        self._sums, self._texts = sums, texts
+        self._sums, self._texts, self._teacher = sums, texts, teacher
         self._out, self._info, self._partition = out, info, partition
         self._encoder, self._threads, self._batch = encoder, threads, batch
         self._stopwatch, self._bad = stopwatch, bad
@@ -153,6 +155,9 @@ class PartitionEncoder:
                 self._add_latents(batch, pixels.flip(2), mirrored=True)  # along W
             if REFERENCE in self._info.columns:
                 self._add_references(batch)
+        if self._teacher is not None:
+            with self._device_stage("teacher", group):
+                self._add_features(batch, pixels, self._teacher)
         if len(group.batches) == self._together:
             self._embed()
 
@@ -181,6 +186,11 @@ class PartitionEncoder:
         for name, values in columns.items():
             batch.latents[self._info.variants(name)[mirrored]] = self._to_host(values, name)
 
+    def _add_features(self, batch: _Batch, pixels: Tensor, teacher: TeacherColumns) -> None:
+        for mirrored in (False, True) if self._info.flipped else (False,):
+            for name, values in self._in_parts(teacher, pixels.flip(2) if mirrored else pixels).items():
+                batch.latents[self._info.variants(name)[mirrored]] = self._to_host(values, name)
+
     def _add_references(self, batch: _Batch) -> None:
         """Add the latents of the references of a batch, ``[B, N, C, h, w]``; of a posterior the mean."""
         stacked = np.stack([pixels for _, decoded in batch.images for pixels in decoded.references])
@@ -191,12 +201,21 @@ class PartitionEncoder:
             batch.latents[name] = self._to_host(each, REFERENCE)
 
     def _encode(self, pixels: Tensor) -> Columns:
-        """Encode pixels ``[B, H, W, 3]``; on a CPU in parts whose size does not depend on the number of threads."""
+        """Encode pixels ``[B, H, W, 3]``."""
+
+        def columns(part: Tensor) -> dict[str, Tensor]:
+            latents, others = self._encoder.encode_columns(part)
+            return {LATENT: latents, **others}
+
+        found = self._in_parts(columns, pixels)
+        return found.pop(LATENT), found
+
+    def _in_parts(self, model: Callable[[Tensor], dict[str, Tensor]], pixels: Tensor) -> dict[str, Tensor]:
+        """Call a model; on a CPU with parts of the batch whose size does not depend on the number of threads."""
         if self._on_cuda:
-            return self._encoder.encode_columns(pixels)
-        parts = list(self._threads.map(self._encoder.encode_columns, torch.split(pixels, _CPU_IMAGES)))
-        columns = {name: torch.cat([part[name] for _, part in parts]) for name in parts[0][1]}
-        return torch.cat([latents for latents, _ in parts]), columns
+            return model(pixels)
+        parts = list(self._threads.map(model, torch.split(pixels, _CPU_IMAGES)))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _to_host(self, values: Tensor, column: str) -> Tensor:
         """Start the copy of a result to the host, in the dtype of its column."""

@@ -27,6 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fastdiff.conditions import CAPTIONED
 from fastdiff.data.encoding.source_metadata import Changes, PartitionMetadata
+from fastdiff.data.encoding.teacher_features import BASIS_FILE
 from fastdiff.data.selection import Counted, Selection
 from fastdiff.data.shards.format import (
     ENCODE_PLAN,
@@ -109,6 +110,7 @@ class EncodeFolder:
         compare: Returns the changes of the source since these partitions were encoded; the second argument says whether
             they are all. Only the first process calls it.
         say: Called with a line about the changes.
+        prepare: Returns further files of the data set, by name. Only the first process calls it, before a new encode.
 
     Attributes:
         published: Whether the folder already holds the data set of this plan.
@@ -130,6 +132,7 @@ class EncodeFolder:
         wait: Callable[[], None] = lambda: None,
         compare: Compare = lambda known, whole: Changes(),
         say: Callable[[str], None] = lambda text: None,
+        prepare: Callable[[], Mapping[str, bytes]] = dict,
     ) -> None:
         self.out, self._partitions, self._say = out, partitions, say
         self._work = out / _FOLDER
@@ -150,7 +153,7 @@ class EncodeFolder:
                     self.published = (self.out / INFO_FILE).exists()
                     begun = self._begun()
                 if begun is None:
-                    self._begin(count_captions)
+                    self._begin(count_captions, prepare)
                 else:
                     self._go_on(begun, alone, compare, count_captions)
             except BaseException:
@@ -290,7 +293,8 @@ class EncodeFolder:
             )
         if (self.out / INFO_FILE).exists() and self._begun() is None:
             self._require_this_plan()
-        require_own_folder("OUT", self.out, lambda name: name == _FOLDER or is_shard_file(name) or name in _RESULTS)
+        own = (_FOLDER, BASIS_FILE, *_RESULTS)
+        require_own_folder("OUT", self.out, lambda name: name in own or is_shard_file(name))
         self._work.mkdir(exist_ok=True)
 
     def _require_this_plan(self, why: str = "") -> None:
@@ -337,14 +341,16 @@ class EncodeFolder:
     def _content(self) -> bytes:
         return canonical_json(self._plan | {_CAPTIONS: self.captions})
 
-    def _begin(self, count_captions: Callable[[], int]) -> None:
+    def _begin(self, count_captions: Callable[[], int], prepare: Callable[[], Mapping[str, bytes]]) -> None:
         """Begin an encode, or accept a data set of an older version, which has no plan."""
         if self.published:
             self._require_this_plan()
             self.unseen = True
             return
-        self.captions = count_captions()
+        files, self.captions = prepare(), count_captions()
         with self.storage():
+            for name, content in files.items():
+                publish(self.out / name, content)
             publish(self._plan_path, self._content())
 
     def _go_on(self, begun: dict[str, Any], alone: bool, compare: Compare, count_captions: Callable[[], int]) -> None:

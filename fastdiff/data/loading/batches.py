@@ -218,7 +218,7 @@ class Normaliser:
         self._of_latents = _scales(info.normalisation, info.statistics_shape, device)
         self._of_references = _scales(info.x0_normalisation, (-1, *info.statistics_shape[1:]), device)
         self._of_others = {
-            name: _scales(found, info.columns[name].shape, device) for name, found in info.normalisations.items()
+            name: _scales(found, info.normalised_shape(name), device) for name, found in info.normalisations.items()
         }
 
     def __call__(self, stored: Tensors) -> Batch:

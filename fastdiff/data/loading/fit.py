@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fastdiff.conditions import CAPTIONED, OF_IMAGE, REFERENCE, Shape, fixed_sizes, of_source
+from fastdiff.conditions import CAPTIONED, FEATURES, OF_IMAGE, REFERENCE, Shape, fixed_sizes, of_source
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.presets import encode_command
 from fastdiff.config.run import RunConfig
@@ -60,6 +60,7 @@ def check_data_set(config: RunConfig, preset: str | None) -> None:
         require_fit(config.model, data.described, info)
     require_flips(data, info)
     require_masks(config.objective, data.described, info)
+    require_features(config.model, data, info)
     held_out = Path(config.validation.data) / INFO_FILE
     if config.model.classes and config.validation.data and held_out.is_file():
         match_classes(DatasetInfo.read(held_out.parent), info.class_names, f"--validation.data {held_out.parent}")
@@ -124,6 +125,35 @@ def require_masks(objective: ObjectiveConfig, path: str, info: DatasetInfo) -> N
         not (objective.plugin and trains_masked(objective, info)),
         f"--objective.plugin {objective.plugin}: {address(path)} holds masks, and a loss of your own has no positions "
         "that they could weight; use --objective.masked False, or leave the plug-in out",
+    )
+
+
+def require_features(network: ModelConfig, data: DataConfig, info: DatasetInfo) -> None:
+    """Raise ConfigError unless training data have the features of a teacher with which the network is aligned."""
+    if not (expected := network.aligned_shape):
+        return
+    path = data.described
+    column = info.columns.get(FEATURES)
+    require(
+        column is not None,
+        f"{address(path)} holds no features of a teacher, which --model.aligned_width {expected[0]} takes; encode with "
+        f"--teacher ID --teacher-side {expected[1]} --teacher-width {expected[0]}, or leave the flag out",
+    )
+    assert column is not None
+    found = column.shape
+    require(
+        found[1:] == expected[1:],
+        f"{address(path)} holds {found[1]} x {found[2]} features of a teacher for each picture, the model has "
+        f"{expected[1]} x {expected[2]} patches; encode with --teacher-side {expected[1]}",
+    )
+    require(
+        found[0] == expected[0],
+        f"{address(path)} holds features of a teacher of the width {found[0]}; use --model.aligned_width {found[0]}",
+    )
+    require(
+        info.flipped or not data.random_flip,
+        f"--data.random-flip, also of a preset: {address(path)} holds the features of the pictures as they are; encode "
+        "with --flip, or train with --data.no-random-flip",
     )
 
 

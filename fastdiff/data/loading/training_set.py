@@ -21,7 +21,7 @@ from fastdiff.data.joined.info import JoinedInfo
 from fastdiff.data.joined.reader import Shards
 from fastdiff.data.joined.reading import open_shards
 from fastdiff.data.loading.batches import Normaliser
-from fastdiff.data.loading.fit import match_classes, require_fit, require_masks
+from fastdiff.data.loading.fit import match_classes, require_features, require_fit, require_masks
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.errors import ConfigError, DataError
 from fastdiff.models.kernel_choice import DTYPES
@@ -46,10 +46,12 @@ def open_data(config: RunConfig, device: torch.device) -> Data:
         data = _open_images(config, device)
         require_fit(config.model, config.data.path, data.info)
         require_masks(config.objective, config.data.path, data.info)
+        require_features(config.model, config.data, data.info)
         return data
     reader = open_shards(config.data)
     require_fit(config.model, config.data.described, reader.info)
     require_masks(config.objective, config.data.described, reader.info)
+    require_features(config.model, config.data, reader.info)
     return reader
 
 

@@ -31,6 +31,7 @@ from pydantic import TypeAdapter, ValidationError
 from fastdiff.conditions import (
     BITS,
     CAPTIONED,
+    FEATURES,
     MASK_OF,
     MASKS,
     OF_ENCODER,
@@ -59,10 +60,10 @@ LATENT_LIMITS = "latent_limits"
 LATENT_DTYPES: tuple[StoredDtype, ...] = ("float16", "bfloat16", "float32", "uint8", "int8")
 LOSS_MASK = "loss_mask"
 """Weight of each latent position in the loss, float16 of 0 to 1; mirrored with the latent when it is read."""
-COLUMNS = (LATENT, LATENT_LIMITS, *CAPTIONED, *OF_IMAGE, *OF_ENCODER, REFERENCE, LOSS_MASK)
+COLUMNS = (LATENT, LATENT_LIMITS, *CAPTIONED, *OF_IMAGE, *OF_ENCODER, FEATURES, REFERENCE, LOSS_MASK)
 """All columns, in the order of the tar."""
-ENCODED = (LATENT, LATENT_LIMITS, *OF_ENCODER, REFERENCE)
-"""Columns that the autoencoder gives; each has a variant for the mirrored image, if there is one of the latent."""
+ENCODED = (LATENT, LATENT_LIMITS, *OF_ENCODER, FEATURES, REFERENCE)
+"""Columns that the autoencoder or a teacher gives; each has a variant for the mirrored image, if the latent has one."""
 
 # Limits of the memory that an untrusted dataset.json can make a reader allocate; far above useful values.
 MAX_INFO_BYTES = 2**27
@@ -149,6 +150,9 @@ class Provenance:
     autoencoder_digest: str | None = None
     text_encoder: str | None = None
     text_encoder_digest: str | None = None
+    teacher: str | None = None
+    """Vision model that gave the features of a teacher."""
+    teacher_digest: str | None = None
     statistics: str = ""
     """What shift and scale of the latents are, in words; empty: those of the autoencoder."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -200,7 +204,8 @@ class DatasetInfo:
     captions: int = 1
     """Embeddings per sample and column. A sample with fewer captions repeats them in turn and records their number."""
     normalisations: dict[str, Normalisation] = field(default_factory=dict)
-    """Of further columns of the autoencoder, one value per element each."""
+    """Of further columns: of the autoencoder, one value per element each; of the features of a teacher, one per
+    component."""
     null: dict[str, NullInfo] = field(default_factory=dict)
     """The embedding of the empty prompt, by column."""
     longest_caption: int | None = None
@@ -228,6 +233,11 @@ class DatasetInfo:
         channels = self.latent.shape[0]
         _, height, width = self.latent.shape
         return (channels, 1, 1) if len(self.normalisation.shift) == channels else (channels, height, width)
+
+    def normalised_shape(self, column: str) -> tuple[int, ...]:
+        """Return the shape of shift and scale of a further column; empty: it has none."""
+        shape = self.columns[column].shape
+        return (shape[0], 1, 1) if column == FEATURES else shape if column in OF_ENCODER else (0,)
 
     @property
     def in_pixels(self) -> bool:
@@ -309,6 +319,8 @@ class DatasetInfo:
             del fields["provenance"]["text_encoder_digest"]
         if not self.provenance.statistics:
             del fields["provenance"]["statistics"]
+        if self.provenance.teacher is None:
+            del fields["provenance"]["teacher"], fields["provenance"]["teacher_digest"]
         return fields
 
     @classmethod
@@ -418,12 +430,17 @@ class DatasetInfo:
         if self.in_pixels and (self.kind, self.normalisation) != ("mean", Normalisation.of_pixels(channels)):
             return "uint8 latents are pixels: kind must be mean, shift 127.5 and scale 1 / 127.5"
         for name, found in self.normalisations.items():
-            count = math.prod(self.columns[name].shape) if name in self.columns and name in OF_ENCODER else 0
+            count = math.prod(self.normalised_shape(name)) if name in self.columns else 0
             if (len(found.shift), len(found.scale)) != (count, count) or not count:
-                return f"normalisations has {name}, expected columns of the autoencoder with one value per element"
+                return (
+                    f"normalisations has {name}, expected columns of the autoencoder with one value per element, or "
+                    f"{FEATURES} with one per component"
+                )
             if not all(map(math.isfinite, (*found.shift, *found.scale))) or 0.0 in found.scale:
                 return f"the normalisation of {name} holds a non-finite value or a scale of 0"
-        if self.in_pixels and self.flipped:
+        if FEATURES in self.columns and FEATURES not in self.normalisations:
+            return f"normalisations lacks {FEATURES}"
+        if self.in_pixels and self.flipped and FEATURES not in self.columns:
             return "flipped must be false for pixels, which are mirrored at reading"
         return None
 

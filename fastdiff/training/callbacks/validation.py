@@ -191,6 +191,8 @@ def validated(objective: ObjectiveConfig) -> ObjectiveConfig:
         "multires_noise_discount": 0.3,  # the value without iterations
         "low_res_noise": 0.0,
         "input_perturbation": 0.0,
+        "alignment_weight": 0.0,
+        "alignment_steps": 0,
     }
     if isinstance(objective, DdpmConfig):
         changes |= {"dream": False, "dream_detail_preservation": 1.0}

@@ -37,7 +37,7 @@ def captioned(folder: Path, captions: Sequence[Any], sizes: Sequence[tuple[int, 
 
 
 def encode(
-    source: Path, out: Path, pretrained: Path, *, say: Callable[[str], None] | None = None, **options: Any
+    source: Path, out: Path, pretrained: Path | str, *, say: Callable[[str], None] | None = None, **options: Any
 ) -> list[str]:
     """Encode in this process and return what was said, unless ``say`` takes it."""
     said: list[str] = []
@@ -48,7 +48,7 @@ def encode(
     return said
 
 
-def encode_part(source: Path, out: Path, pretrained: Path, partitions: int, **options: Any) -> Preempted:
+def encode_part(source: Path, out: Path, pretrained: Path | str, partitions: int, **options: Any) -> Preempted:
     """Encode as `encode` until so many partitions are finished, and then press Ctrl-C."""
     finish, finished = EncodeFolder.finish, itertools.count(1)
 
