@@ -73,7 +73,7 @@ def _taken(name: str, value: Tensor) -> Tensor:
 
 def split(output: Output) -> Outputs:
     """Return the parts of an output."""
-    return Outputs(output) if isinstance(output, Tensor) else output
+    return Outputs(output) if isinstance(output, Tensor) else Outputs(*output)
 
 
 def without_padding(condition: Condition) -> Condition:

@@ -202,6 +202,7 @@ class Objective:
                 f"{doubled if self.config.learns_variance else f'{expected} or twice the channels'}; check "
                 "--model.channels, --model.size and --model.learn_sigma against the data and the objective"
             )
+        self.parts = ()
         losses = self.losses(prediction, batch, corruption)
         if self._contrastive_weight:
             losses = losses - self._contrastive_weight * self._error_of_others(prediction, batch, corruption)

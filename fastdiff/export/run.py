@@ -106,7 +106,7 @@ def _check_place(out: Path, overwrite: bool) -> None:
 def _of_run(run: Path, choice: Choice) -> tuple[ExportFormat, Exported]:
     saved = open_checkpoint(run, choice.step, snapshots=choice.ema_std is not None)
     saved.require("progress", "classes", "parameters", "ema_rates", "dataset", "versions")
-    config = config_of(saved)
+    config = _without_head(config_of(saved))
     form = _checked(choice, config.model, config.lora)
     if form.training and choice.ema_std is not None:
         saved = open_checkpoint(run, choice.step)  # a snapshot lacks the full training state
@@ -116,6 +116,14 @@ def _of_run(run: Path, choice: Choice) -> tuple[ExportFormat, Exported]:
     if statistics_in(saved.manifest) is not None:
         config = _without_autoencoder(config, form, saved)
     return form, Exported(saved, config, weights, DTYPES[choice.dtype])
+
+
+def _without_head(config: RunConfig) -> RunConfig:
+    """Return the run without the head for a teacher's features, which only the training has."""
+    if not config.model.aligned_width:
+        return config
+    objective = replace(config.objective, alignment_weight=0.0, alignment_steps=0)
+    return replace(config, model=replace(config.model, aligned_width=0), objective=objective)
 
 
 def _without_autoencoder(config: RunConfig, form: ExportFormat, saved: Checkpoint) -> RunConfig:

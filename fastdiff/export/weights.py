@@ -56,6 +56,8 @@ def exported_weights(
     """
     chosen = select(saved, rate=ema, std=ema_std, raw=raw)
     trained: Shapes = {name: tuple(shape) for name, shape in saved.manifest["parameters"].items()}
+    if (prefix := family_of(config.model).training_only) and not config.lora.rank:
+        trained = {name: shape for name, shape in trained.items() if not name.startswith(prefix)}
     if not (config.lora.rank and merge):
         exported = ExportedWeights(trained, chosen.read, chosen.description)
         return exported if config.lora.rank else _with_untrained(exported, config)

@@ -105,6 +105,8 @@ class ModelFamily(Generic[C]):
     unused: Callable[[C], dict[str, Tensor]] = lambda config: {}
     """Parameters of published files that change no output, as zeros. They are not trained, so weight decay moves none;
     those of a pretrained pipeline replace them."""
+    training_only: str = ""
+    """How the names of parameters begin that only the training has, and exports leave out; empty: none."""
     tables: Callable[[C], frozenset[str]] = lambda config: frozenset()
     """Names of further tensors of published files, which the network computes instead; ``check_published`` compares
     them."""

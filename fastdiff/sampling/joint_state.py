@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastdiff.batch import split
 from fastdiff.errors import require
 
 
@@ -44,8 +45,9 @@ class JointState:
 
         def joined(state: Tensor, time: Tensor, **condition: Tensor) -> Tensor:
             latents, token = state.tensor_split((prod(self.latents),), dim=1)
-            parts = model(latents.reshape(-1, *self.latents), time, teacher_token=token, **condition)
-            return torch.cat([part.float().flatten(1) for part in parts], dim=1)
+            found = split(model(latents.reshape(-1, *self.latents), time, teacher_token=token, **condition))
+            parts = (found.latents, found.token)
+            return torch.cat([part.float().flatten(1) for part in parts if part is not None], dim=1)
 
         return joined
 

@@ -101,6 +101,7 @@ class DiTConfig(ModelConfig):
     hidden_matrices: ClassVar[tuple[str, ...]] = (
         "attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight", "mlp.w12.weight", "mlp.w3.weight",
         "t_embedder.mlp.2.weight", "adaLN_modulation.1.weight", "t_block.1.weight", "fusion_proj.weight",
+        "projectors.0.0.weight",  # only its inputs grow, which decides the size of an update
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -127,7 +128,6 @@ class DiTConfig(ModelConfig):
         )
         self._check_positions()
         self._check_in_context()
-        self._check_alignment()
         for name in ("teacher_norm", "teacher_zero"):
             require(
                 self.teacher_width > 0 or not getattr(self, name),
@@ -135,6 +135,7 @@ class DiTConfig(ModelConfig):
             )
         require_heads_of_base(self.base_width, self.hidden, self.heads, self.head_width)
         self._check_routing()
+        self._check_alignment()
 
     def _check_alignment(self) -> None:
         for name, least in (("aligned_width", 0), ("aligned_block", 1), ("aligned_hidden", 1)):
@@ -142,6 +143,11 @@ class DiTConfig(ModelConfig):
         require(
             not self.aligned_width or self.aligned_block <= self.depth,
             f"--model.aligned_block {self.aligned_block}: the network has {self.depth} blocks",
+        )
+        require(
+            not self.aligned_width or self.route is None or self.aligned_block - 1 not in self.route.blocks,
+            f"--model.aligned_block {self.aligned_block}, counted from 1, is among the blocks that leave tokens out; "
+            "choose one in front of them or behind",
         )
 
     def _check_positions(self) -> None:

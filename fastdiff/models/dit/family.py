@@ -38,7 +38,15 @@ def _multiply_adds(config: DiTConfig) -> float:
     time = 256 * config.hidden + config.hidden**2
     route = config.route
     fusion = 2 * config.hidden**2 * route.tokens if route is not None and config.has_sparse_path else 0
-    return float(blocks + modulations * config.hidden**2 + patches + token + time + fusion)
+    head = config.side**2 * _head_multiply_adds(config)
+    return float(blocks + modulations * config.hidden**2 + patches + token + time + fusion + head)
+
+
+def _head_multiply_adds(config: DiTConfig) -> int:
+    """Per patch: of the head for the features of a teacher."""
+    if not config.aligned_width:
+        return 0
+    return config.aligned_hidden * (config.hidden + config.aligned_hidden + config.aligned_width)
 
 
 def _saved_multiply_adds(config: DiTConfig) -> float:
@@ -179,6 +187,7 @@ DIT = ModelFamily(
         "dit": "fastdiff.export.original_checkpoint:DIT",
         "dit-training": "fastdiff.export.original_checkpoint:DIT_TRAINING",
     },
+    training_only="projectors.",
     buffers=_buffers,
     tables=_tables,
     matrices=lambda config: _MATRICES,

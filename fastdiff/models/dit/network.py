@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastdiff.batch import Output, Outputs
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.errors import require
 from fastdiff.models.blockwise import BlockwiseModel, run_block
@@ -18,6 +19,7 @@ from fastdiff.models.dit.final_layer import FinalLayer
 from fastdiff.models.dit.initial import initialise, initialise_for_transfer, learned_positions, mask_token
 from fastdiff.models.dit.kept_tokens import KeptTokens
 from fastdiff.models.dit.modulation import MODULATIONS
+from fastdiff.models.dit.projector import Projectors
 from fastdiff.models.dit.rotary import rotary_table
 from fastdiff.models.embeddings import LabelEmbedder, TimestepEmbedder, patch_embedder, position_table
 from fastdiff_kernels.names import AttentionBackend
@@ -36,6 +38,17 @@ class _Given(NamedTuple):
     cos: Tensor | None
     """For the tokens of classes and the patches; see ``rotary_table``."""
     sin: Tensor | None
+
+
+class _Passed(NamedTuple):
+    """What some blocks give."""
+
+    tokens: Tensor
+    """``[B, T, D]``."""
+    values: Tensor | None
+    """Those of block 0, if it is among the blocks or they were given."""
+    aligned: Tensor | None
+    """Tokens behind the block that is aligned with a teacher, if it is among the blocks."""
 
 
 class DiT(BlockwiseModel):
@@ -59,6 +72,8 @@ class DiT(BlockwiseModel):
     """Positions of the class tokens, ``[1, N, D]``."""
     mask_token: nn.Parameter | None
     """Stands for a token without the output of the blocks that leave some out, ``[1, 1, D]``."""
+    projectors: Projectors | None
+    """Head for the features of a teacher."""
     fusion_proj: nn.Linear | None
     """Joins this output with the input of these blocks."""
 
@@ -81,6 +96,7 @@ class DiT(BlockwiseModel):
         self.fusion_proj = nn.Linear(2 * config.hidden, config.hidden) if fuses else None
         self.blocks = nn.ModuleList(DiTBlock(config, number, attention) for number in range(config.depth))
         self.final_layer = FinalLayer(config)
+        self.projectors = Projectors(config) if config.aligned_width else None
         (initialise_for_transfer if config.base_width else initialise)(self, self.final_layer)
 
     def forward(
@@ -91,7 +107,7 @@ class DiT(BlockwiseModel):
         teacher_token: Tensor | None = None,
         token_scores: Tensor | None = None,
         sparse_path: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Output:
         """Evaluate the network.
 
         Args:
@@ -106,7 +122,8 @@ class DiT(BlockwiseModel):
 
         Returns:
             ``[B, C, H, W]``, with ``learn_sigma`` ``[B, 2C, H, W]``, in the dtype of the weights. With a class token of
-            a teacher also the prediction of it, ``[B, W]``.
+            a teacher also the prediction of it, ``[B, W]``, and in training with ``--model.aligned_width K`` the
+            projected features of the patches, ``[B, T, K]``.
 
         Raises:
             ConfigError: ``teacher_token`` is missing or unexpected.
@@ -119,9 +136,11 @@ class DiT(BlockwiseModel):
         of_class = self.y_embedder(label, noisy.shape[0], noisy.device)
         condition = self.t_embedder(time, dtype) + of_class
         given = _Given(self.t_block(condition), of_class, *self._angles(tokens))
-        tokens = self._through_blocks(tokens, given, token_scores, sparse_path)
+        tokens, aligned = self._through_blocks(tokens, given, token_scores, sparse_path)
         patches, token = self.final_layer(tokens, condition)
-        return self._unpatchify(patches) if token is None else (self._unpatchify(patches), token)
+        latents = self._unpatchify(patches)
+        projected = None if self.projectors is None or aligned is None else self.projectors(aligned)
+        return latents if token is None and projected is None else Outputs(latents, token, projected)
 
     def _behind_token(self, patches: Tensor, token: Tensor | None) -> Tensor:
         """``patches [B, T, D], token [B, W] -> [B, 1 + T, D]``; without a token ``[B, T, D]``."""
@@ -137,28 +156,35 @@ class DiT(BlockwiseModel):
             embedded = self.wg_norm(embedded)
         return torch.cat([embedded.unsqueeze(1), patches], dim=1)
 
-    def _through_blocks(self, tokens: Tensor, given: _Given, scores: Tensor | None, path: Tensor | None) -> Tensor:
-        """``tokens [B, T, D] -> [B, T, D]``; scores and path as ``token_scores`` and ``sparse_path``."""
+    def _through_blocks(
+        self, tokens: Tensor, given: _Given, scores: Tensor | None, path: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """``tokens [B, T, D] -> [B, T, D]``, and the tokens of the aligned block in training.
+
+        Scores and path are ``token_scores`` and ``sparse_path``.
+        """
         route, depth = self.config.route, self.config.depth
         if route is None:
-            tokens, _ = self._run(range(depth), tokens, given)
+            tokens, _, aligned = self._run(range(depth), tokens, given)
         else:
-            whole, values = self._run(range(route.blocks.start), tokens, given)
+            whole, values, before = self._run(range(route.blocks.start), tokens, given)
             kept = None if scores is None else KeptTokens(scores, route.kept)
             sparse = whole if kept is None else kept.of_tokens(whole)
-            sparse, _ = self._run(route.blocks, sparse, given, values, kept)
+            sparse, _, _ = self._run(route.blocks, sparse, given, values, kept)
             tokens = self._joined(whole, sparse, kept, path)
-            tokens, _ = self._run(range(route.blocks.stop, depth), tokens, given, values)
-        return tokens if self.in_context_posemb is None else tokens[:, self.config.in_context :]
+            tokens, _, behind = self._run(range(route.blocks.stop, depth), tokens, given, values)
+            aligned = behind if before is None else before
+        return (tokens if self.in_context_posemb is None else tokens[:, self.config.in_context :]), aligned
 
     def _run(
         self, blocks: range, tokens: Tensor, given: _Given, values: Tensor | None = None, kept: KeptTokens | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the tokens behind some blocks, and the values of block 0 if it is among them or they are given.
+    ) -> _Passed:
+        """Run some blocks.
 
         With ``kept``, ``tokens`` are these alone, ``values`` those of all.
         """
         first_value = values if kept is None or values is None else kept.of_values(values)
+        aligned = None
         for number in blocks:
             if self.in_context_posemb is not None and number == self.config.in_context_from:
                 tokens = torch.cat([given.of_class.unsqueeze(1) + self.in_context_posemb, tokens], dim=1)
@@ -167,7 +193,9 @@ class DiT(BlockwiseModel):
             tokens = run_block(block, tokens, *inputs, recompute=self.recompute)
             if number == 0 and self.config.value_residual:
                 tokens, first_value = tokens
-        return tokens, first_value
+            if self.projectors is not None and self.training and number == self.config.aligned_block - 1:
+                aligned = tokens
+        return _Passed(tokens, first_value, aligned)
 
     def _joined(self, whole: Tensor, sparse: Tensor, kept: KeptTokens | None, path: Tensor | None) -> Tensor:
         """Return all tokens behind the blocks that leave some out, ``[B, T, D]``.

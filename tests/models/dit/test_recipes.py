@@ -107,7 +107,7 @@ def whole(output: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     """The prediction of the latents, and of the token behind it."""
     if isinstance(output, Tensor):
         return output.flatten(1)
-    return torch.cat([part.flatten(1) for part in output], dim=1)
+    return torch.cat([part.flatten(1) for part in output if part is not None], dim=1)
 
 
 @dataclass

@@ -75,7 +75,8 @@ def given(config: DiTConfig) -> dict[str, Tensor]:
 
 
 def whole(output: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    return output.flatten(1) if isinstance(output, Tensor) else torch.cat([part.flatten(1) for part in output], dim=1)
+    parts = [output] if isinstance(output, Tensor) else [part for part in output if part is not None]
+    return torch.cat([part.flatten(1) for part in parts], dim=1)
 
 
 def run(model: DiT, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
