@@ -128,15 +128,7 @@ class _ImageEncode:
             f"{self._source.name} have captions, but {options.pretrained} has no text encoder; give a pipeline that "
             "has one, or leave the captions of a folder out: --classes-from folder, or none",
         )
-        for flag, given in (("--max-tokens", options.max_tokens), ("--text-dtype", options.text_dtype)):
-            require(
-                given is None or self._embeds_captions,
-                f"{flag} {given}: {self._source.name} have no captions; leave it out",
-            )
-        require(
-            options.tags == Tags() or self._embeds_captions,
-            f"{self._source.name} have no captions, whose variants or prefix were asked for; leave these options out",
-        )
+        self._require_captions_asked_for()
         self._encoder, self._statistics = self._opened_encoder(pretrained)
         self._transform = _transform(options, self._encoder)
         self._decoder: Decoder = open_decoder(options.decode, self._transform, options.workers, self._device)
@@ -171,6 +163,18 @@ class _ImageEncode:
         self._encoded: set[int] = set()
         self._took_over = False
         self._bad: list[BadRecord] = []  # of this rank, earlier attempts included
+
+    def _require_captions_asked_for(self) -> None:
+        options = self._options
+        for flag, given in (("--max-tokens", options.max_tokens), ("--text-dtype", options.text_dtype)):
+            require(
+                given is None or self._embeds_captions,
+                f"{flag} {given}: {self._source.name} have no captions; leave it out",
+            )
+        require(
+            options.tags == Tags() or self._embeds_captions,
+            f"{self._source.name} have no captions, whose variants or prefix were asked for; leave these options out",
+        )
 
     def _opened_encoder(self, pretrained: Pretrained) -> tuple[LatentEncoder | PixelEncoder, Statistics | None]:
         """Return the encoder and, of an autoencoder, the statistics of its latents, which it says once."""
