@@ -26,6 +26,9 @@ NETWORKS: Mapping[str, ModelConfig] = {
         patch_bottleneck=16, rotary=True,
     ),  # type: ignore[arg-type]
     "dit-single": DiTConfig(**_SMALL, modulation="adaln-single", value_residual=True),  # type: ignore[arg-type]
+    "dit-training": DiTConfig(
+        **_SMALL, routing="sprint", routing_from=1, routing_to=1, aligned_width=8, aligned_block=1, aligned_hidden=32,
+    ),  # type: ignore[arg-type]
     **{f"pixart-{name}": config for name, config in pixart_reference.SMALL.items()},
     **{f"unet-{name}": config for name, config in unet_reference.SMALL.items()},
     **{f"adm-{name}": config for name, config in adm_networks.SMALL.items()},
@@ -58,6 +61,15 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
         "adamw": (
             "adaLN_modulation.scale_shift_table final_layer.adaLN_modulation.scale_shift_table final_layer.linear "
             "t_embedder.mlp.0 x_embedder.proj y_embedder.embedding_table"
+        ),
+    },
+    "dit-training": {
+        "1": "attn.proj fusion_proj mlp.fc1 mlp.fc2 projectors.0.0 projectors.0.2 t_embedder.mlp.2",
+        "3": "attn.qkv",
+        "6": "adaLN_modulation.1",
+        "adamw": (
+            "final_layer.adaLN_modulation.1 final_layer.linear mask_token projectors.0.4 t_embedder.mlp.0 "
+            "x_embedder.proj y_embedder.embedding_table"
         ),
     },
     "pixart-alpha": {

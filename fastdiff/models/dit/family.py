@@ -166,6 +166,10 @@ _MATRICES: Declared = {
     "y_embedder.*": None,
     "cls_projectors.weight": None,
     "in_context_posemb": None,
+    "mask_token": None,
+    "fusion_proj.weight": ONE,
+    "projectors.0.4.weight": None,
+    "projectors.*.weight": ONE,
     "final_layer.*": None,
 }
 
