@@ -1,8 +1,10 @@
 """Model card (``README.md``) of an exported model: its training and its use."""
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.registry import ModelConfig
@@ -159,6 +161,7 @@ def _metadata(exported: Exported, dtype: str) -> dict[str, object]:
         "Learning rate": f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of warm-up",
         **objective_facts(config.objective, config.drawn_levels),
         **routing_facts(config.model),
+        **dropped_by_set(manifest, config.objective.condition_dropout),
         **sampling_facts(config.sampling),
         **({"Latents": _LATENTS} if statistics_in(manifest) is not None else {}),
         "Precision": config.performance.precision,
@@ -168,6 +171,14 @@ def _metadata(exported: Exported, dtype: str) -> dict[str, object]:
         ),
         **{_PLUGINS[name]: f"`{code}`" for name, code in manifest["versions"].items() if name in _PLUGINS},
     }
+
+
+def dropped_by_set(manifest: Mapping[str, Any], of_run: float) -> dict[str, str]:
+    """Return the shares of dropped conditions of data sets, in place of that of the run; empty: none has its own."""
+    sets = {name: facts.get("condition_dropout") for name, facts in (manifest.get("datasets") or {}).items()}
+    own = [f"{name} {share:g}" for name, share in sets.items() if share is not None]
+    others = [f"others {of_run:g}"] if len(own) < len(sets) else []
+    return {"Conditions dropped": ", ".join([*own, *others])} if own else {}
 
 
 def _bits(lora: LoraConfig) -> str:

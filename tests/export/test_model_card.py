@@ -18,7 +18,7 @@ from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.sampler import SamplingConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.export.card_text import Place
-from fastdiff.export.model_card import objective_facts, sampling_facts, use_of
+from fastdiff.export.model_card import dropped_by_set, objective_facts, sampling_facts, use_of
 from fastdiff.export.schedulers import drawing_loop
 from fastdiff.export.schedulers import told as told_of_scheduler
 
@@ -250,3 +250,9 @@ def test_the_card_of_a_dit_training() -> None:
     card = use_of(preset("dit-xl-2-256"), "dit-training", Place(Path("out")), 400_000)
     assert 'torch.load("out/0400000.pt", weights_only=True)["ema"]' in card
     assert "safe_globals([Namespace])" in card
+
+
+def test_shares_of_dropped_conditions_are_those_of_the_data_sets() -> None:
+    sets = {"photos": {"digest": "a", "condition_dropout": 0.1}, "dogs": {"digest": "b"}}
+    assert dropped_by_set({"datasets": sets}, 0.2) == {"Conditions dropped": "photos 0.1, others 0.2"}
+    assert dropped_by_set({"datasets": {"dogs": {"digest": "b"}}}, 0.2) == {} == dropped_by_set({}, 0.2)
