@@ -1,20 +1,21 @@
 """A reader over the readers of several data sets."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fastdiff.data.joined.info import JoinedInfo
 from fastdiff.data.shards.format import LATENT, LOSS_MASK
+from fastdiff.data.shards.numbered import NumberedSamples
 from fastdiff.data.shards.reader import Arrays, LatentReader, Substitution
 
 DATA_SET = "data_set"
 """Name of the numbers of the data sets beside the arrays of a batch."""
 
 
-class JoinedReader:
+class JoinedReader(NumberedSamples):
     """Samples of several data sets by number, those of the first data set first; thread-safe.
 
     A batch has ``data_set`` ``[B]`` int64 beside its arrays, the number of the data set of each sample.
@@ -23,6 +24,8 @@ class JoinedReader:
         info: of all.
         readers: of each, in this order.
     """
+
+    info: JoinedInfo
 
     def __init__(self, info: JoinedInfo, readers: Sequence[LatentReader]) -> None:
         self.info, self._readers = info, readers
@@ -33,9 +36,6 @@ class JoinedReader:
             reader.substituted = self.substituted
         sizes = [len(reader) for reader in readers]
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
-        shards = [shard.samples for shard in info.shards]
-        self._shard_ends = np.cumsum(shards, dtype=np.int64)
-        self._buckets = np.asarray([shard.bucket for shard in info.shards], np.int64)
 
     @property
     def class_numbers(self) -> Sequence[int] | None:
@@ -46,14 +46,6 @@ class JoinedReader:
     def class_numbers(self, numbers: Sequence[int] | None) -> None:
         for reader in self._readers:
             reader.class_numbers = numbers
-
-    @property
-    def shard_sizes(self) -> list[int]:
-        """Samples per shard, in the order of ``info``."""
-        return [shard.samples for shard in self.info.shards]
-
-    def __len__(self) -> int:
-        return self.info.samples
 
     def read(
         self,
@@ -98,19 +90,6 @@ class JoinedReader:
             arrays["label"] = np.empty(batch, np.int64)
         return {**arrays, DATA_SET: np.empty(batch, np.int64)}
 
-    def bucket_of(self, sample_ids: npt.ArrayLike) -> int:
-        """Return the bucket of one or several samples; 0 for none.
-
-        Raises:
-            IndexError: A sample id is out of range.
-            ValueError: The samples belong to several buckets.
-        """
-        ids = self._known(sample_ids)
-        found = np.unique(self._buckets[np.searchsorted(self._shard_ends, ids, side="right")]).tolist()
-        if len(found) > 1:
-            raise ValueError(f"samples of several buckets ({found}) cannot be read as one batch")
-        return found[0] if found else 0
-
     def can_mirror(self, sample_ids: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Return of which samples ``[B]`` there is a mirrored form."""
         return np.asarray([each.flipped for each in self.info.sets])[self._set_of(self._known(sample_ids))]
@@ -138,12 +117,6 @@ class JoinedReader:
         for reader in self._readers:
             reader.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _each(self, sample_ids: npt.ArrayLike, take: Callable[[int, int], Any]) -> list[Any]:
         """Return what ``take`` gives for each sample, by the number of its data set and its own number there."""
         ids = self._known(sample_ids)
@@ -152,12 +125,6 @@ class JoinedReader:
             take(number, own)
             for number, own in zip(of_set.tolist(), (ids - self._starts[of_set]).tolist(), strict=True)
         ]
-
-    def _known(self, sample_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        ids = np.atleast_1d(np.asarray(sample_ids, np.int64))
-        for number in ids[(ids < 0) | (ids >= len(self))]:
-            raise IndexError(f"sample {number} of {len(self)} samples")
-        return ids
 
     def _set_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return np.searchsorted(self._starts, ids, side="right").astype(np.int64) - 1

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from fastdiff.conditions import CAPTIONED
 from fastdiff.data.shards.format import ENCODED, DatasetInfo, ShardInfo
 from fastdiff.data.shards.null_embedding import read_null
+from fastdiff.data.shards.numbered import NumberedSamples
 from fastdiff.data.shards.open_shard import OpenShard, Stored, require_size
 from fastdiff.errors import DataError
 
@@ -29,7 +30,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 _CLOSE_SECONDS = 1.0
 
 
-class LatentReader:
+class LatentReader(NumberedSamples):
     """A folder of latent shards opened for reading; thread-safe.
 
     Args:
@@ -71,14 +72,6 @@ class LatentReader:
         if fetch is None and not substitute:
             for shard in self.info.shards:
                 require_size(self.folder / shard.name, shard)
-
-    @property
-    def shard_sizes(self) -> list[int]:
-        """Samples per shard, in the order of dataset.json."""
-        return [shard.samples for shard in self.info.shards]
-
-    def __len__(self) -> int:
-        return self.info.samples
 
     def read(
         self,
@@ -130,20 +123,6 @@ class LatentReader:
             arrays["label"] = np.empty(batch, np.int64)
         return arrays
 
-    def bucket_of(self, sample_ids: npt.ArrayLike) -> int:
-        """Return the bucket of one or several samples; 0 for none.
-
-        Raises:
-            IndexError: A sample id is out of range.
-            ValueError: The samples belong to several buckets.
-        """
-        ids = self._known(sample_ids)
-        shards = np.unique(np.searchsorted(self._starts, ids, side="right") - 1)
-        buckets = {self.info.shards[shard].bucket for shard in shards}
-        if len(buckets) > 1:
-            raise ValueError(f"samples of several buckets ({sorted(buckets)}) cannot be read as one batch")
-        return buckets.pop() if buckets else 0
-
     def null(self) -> Arrays:
         """Return the embedding of the empty prompt, by column (``fastdiff.conditions``).
 
@@ -180,18 +159,6 @@ class LatentReader:
                 os.close(self._open.popitem()[1].descriptor)
         finally:
             self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _known(self, sample_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        ids = np.atleast_1d(np.asarray(sample_ids, np.int64))
-        for number in ids[(ids < 0) | (ids >= len(self))]:
-            raise IndexError(f"sample {number} of {len(self)} samples")
-        return ids
 
     def _fill(
         self,
