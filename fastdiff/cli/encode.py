@@ -291,13 +291,13 @@ def _encode(arguments: argparse.Namespace) -> None:
 
 def _parts(given: Mapping[str, Any]) -> Parts | None:
     """Return the data sets of a source of kohya's; None: it is none. ConfigError: an option does not fit it."""
-    from fastdiff.data.kohya.dataset_config import read_dataset_config
+    from fastdiff.data.kohya.dataset_config import is_dataset_config, read_dataset_config
     from fastdiff.data.kohya.keys import keys_of
     from fastdiff.data.kohya.parts import is_layout, parts_of_config, parts_of_folders
 
     source, regularisation = Path(given["source"]), given.get("regularisation")
     layout, weight = given.get("layout", "auto"), given.get("prior_loss_weight", 1.0)
-    if source.suffix.lower() == ".toml" and source.is_file():
+    if is_dataset_config(source):
         refused = [name for name in ("layout", "regularisation", "masks") if name in given]
         require(not refused, f"--{''.join(refused[:1])}: {source} says this itself, in its subsets; leave it out")
         return parts_of_config(read_dataset_config(source, keys_of(given)), weight, given.get("shuffle_tags"))

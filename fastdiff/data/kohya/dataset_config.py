@@ -3,6 +3,7 @@
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,16 @@ class DatasetConfig:
     """Subsets that kohya leaves out, in words: no repeats, or a folder twice in one ``[[datasets]]``."""
 
 
+def is_dataset_config(path: Path) -> bool:
+    """Return whether a file is a configuration of data sets: a .toml, or a .json of an object with ``datasets``."""
+    if not path.is_file() or path.suffix.lower() != ".json":
+        return path.is_file() and path.suffix.lower() == ".toml"
+    with suppress(OSError, ValueError, RecursionError):  # larger files, and what is no JSON, are metadata
+        content = json.loads(read_bounded(path, _LARGEST).decode("utf-8-sig"))
+        return isinstance(content, dict) and isinstance(content.get("datasets"), list)
+    return False
+
+
 def read_dataset_config(path: Path, flags: Mapping[str, Any] | None = None) -> DatasetConfig:
     """Read a file of kohya's data sets.
 
@@ -111,7 +122,7 @@ def _read(path: Path) -> dict[str, Any]:
     where, ending = escape(str(path)), path.suffix.lower()
     require(ending in (".toml", ".json"), f"{where}: expected a file that ends in .toml or .json")
     try:
-        text = read_bounded(path, _LARGEST).decode()
+        text = read_bounded(path, _LARGEST).decode("utf-8-sig")
         content: Any = tomllib.loads(text) if ending == ".toml" else json.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # those of TOML, JSON and UTF-8 are ValueErrors
         raise ConfigError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from error

@@ -244,12 +244,17 @@ def test_metadata_of_kohya_is_a_table_with_tags(photos: Path, pipeline: str, tmp
     (tmp_path / "meta.json").write_text(json.dumps(rows))
     config = tmp_path / "data.toml"
     subset = f"image_dir = '{photos / '10_sks dog'}'\nmetadata_file = '{tmp_path / 'meta.json'}'\nnum_repeats = 4"
-    config.write_text(f"[[datasets]]\nresolution = 32\n[[datasets.subsets]]\n{subset}\n")
+    config.write_text(f"\ufeff[[datasets]]\nresolution = 32\n[[datasets.subsets]]\n{subset}\n")
     main(["encode", str(config), str(tmp_path / "out"), "--pretrained", pipeline])
     assert captions(tmp_path / "out" / "meta.json") == ["a dog,sks, lawn", "sits", "sks, asleep"]
     assert [each.per_epoch for each in joined(tmp_path / "out").sets] == [12]
     lines = [json.dumps({"image_path": name} | row) for name, row in rows.items()]
     (tmp_path / "meta.jsonl").write_text("\n".join(lines))
+    subset = {"image_dir": str(photos / "10_sks dog"), "metadata_file": str(tmp_path / "meta.json")}
+    in_json = {"datasets": [{"resolution": 32, "subsets": [subset]}]}
+    (tmp_path / "data.json").write_text("\ufeff" + json.dumps(in_json))
+    main(["encode", str(tmp_path / "data.json"), str(tmp_path / "json"), "--pretrained", pipeline])
+    assert captions(tmp_path / "json" / "meta.json") == ["a dog,sks, lawn", "sits", "sks, asleep"]
     config.write_text(config.read_text().replace("meta.json", "meta.jsonl"))
     main(["encode", str(config), str(tmp_path / "lines"), "--pretrained", pipeline])
     assert captions(tmp_path / "lines" / "meta.jsonl") == ["a dog,sks, lawn", "sits", "sks, asleep"]

@@ -19,7 +19,7 @@ def values(file: str) -> dict[str, Any]:
     """Return the values in a configuration file; the names of its sections mean nothing, as in theirs."""
     path = Path(file if file.endswith(".toml") else f"{file}.toml")
     try:
-        content = tomllib.loads(read_bounded(path, _LARGEST).decode())
+        content = tomllib.loads(read_bounded(path, _LARGEST).decode("utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config_file {sanitize.escape(str(path))} cannot be read: {error}") from None
     tables = {name: each for name, each in content.items() if isinstance(each, dict)}

@@ -103,7 +103,7 @@ class Given:
             path.suffix == ".txt", f"--sample_prompts {path}: expected a .txt file; give its prompts as lines of one"
         )
         try:
-            lines = path.read_text().splitlines()
+            lines = path.read_text("utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--sample_prompts {path} cannot be read: {error}; translate it where it is") from None
         texts = (line.strip() for line in lines)
