@@ -193,7 +193,7 @@ class _Metadata:
     def of(self, layer: str, rank: int, part: str) -> float:
         """Return alpha of a layer; without metadata of the network it is the rank."""
         own = {key.removeprefix(f"{part}."): value for key, value in self._values.items() if key.startswith(f"{part}.")}
-        alpha = own.get("lora_alpha", rank)
+        alpha = own.get("lora_alpha", own.get("alpha", rank))  # alpha is that of peft's LoKr
         for pattern, value in (own.get("alpha_pattern") or {}).items():
             if re.fullmatch(rf"(.*\.)?({pattern})", layer):
                 alpha = value

@@ -1,8 +1,9 @@
 """LoKr (LyCORIS, Yeh et al. 2023, arXiv:2309.14859): ``W x + b`` becomes ``W x + b + s (w1 kron w2) x``."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -133,8 +134,18 @@ def read(layer: FileLayer) -> Kronecker:
         rows, columns = change.rows[1], layer.shape[1] // change.columns[0]
         change = replace(change, second=(change.second[0].reshape(rows, columns, *layer.shape[2:]),))
     alpha = layer.tensors.get("alpha")
-    of_metadata = layer.alpha(change.rank)
-    return replace(change, alpha=of_metadata if alpha is None else alpha.item() or float(change.rank))
+    if alpha is not None:
+        return replace(change, alpha=alpha.item() or float(change.rank))
+    if change.rank:
+        return replace(change, alpha=layer.alpha(change.rank))
+    return replace(change, second=(change.second[0] * _scale_of_peft(layer),))
+
+
+def _scale_of_peft(layer: FileLayer) -> float:
+    """Return the scale of whole factors: alpha / rank in peft, by the configuration of the file; 1 without one."""
+    config: dict[str, Any] = json.loads(layer.metadata.get("lora_adapter_metadata", "{}"))
+    rank = next((value for name, value in config.items() if name.rpartition(".")[2] == "r"), 1)
+    return layer.alpha(rank) / rank
 
 
 def _require_shape(layer: FileLayer, change: Kronecker) -> None:

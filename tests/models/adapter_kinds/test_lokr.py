@@ -95,6 +95,22 @@ def test_a_tucker_decomposition_is_read_as_a_product() -> None:
     torch.testing.assert_close(found.merged(torch.zeros(64, 64, 3, 3)), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rank", [2, 99])
+def test_a_file_of_peft_has_its_scale_beside_it(rank: int, tmp_path: Path) -> None:
+    """alpha / rank, whole factors or not."""
+    from peft import LoKrConfig, get_peft_model
+
+    kind = "QwenImageTransformer2DModel"
+    config = LoKrConfig(r=rank, alpha=5, target_modules=["to_q"], decompose_factor=4, init_weights=False)
+    model = get_peft_model(tiny.transformer(kind), config)
+    model.save_pretrained(tmp_path)
+    found = read_adapter(tmp_path / "adapter_model.safetensors", tiny.network(kind), LOKR)
+    assert len(found) == 2
+    for layer, own in found.items():
+        theirs = model.base_model.model.get_submodule(layer).get_delta_weight("default").detach()
+        torch.testing.assert_close(own.change(), theirs, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 6])
 def test_a_fused_layer_is_split_where_its_blocks_allow(rows: int) -> None:
     """Queries, keys and values are thirds of a product whose w1 has one row, or a multiple of three."""
