@@ -5,7 +5,7 @@ unchanged with ``strict=True``. Under ZeRO-3 a parameter is gathered only during
 the blocks, of its own module; no code here reads one at another time, except its dtype.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,13 @@ class DiT(BlockwiseModel):
         self.final_layer = FinalLayer(config)
         self.projectors = Projectors(config) if config.aligned_width else None
         (initialise_for_transfer if config.base_width else initialise)(self, self.final_layer)
+
+    def compile_blocks(self, **options: Any) -> Self:
+        """Compile as in ``BlockwiseModel``; ``dynamic`` is False unless given, so each number of tokens has its graphs.
+
+        Otherwise the second number, that of most blocks with ``--model.routing``, would be a symbol in their code.
+        """
+        return super().compile_blocks(**{"dynamic": False, **options})
 
     def forward(
         self,

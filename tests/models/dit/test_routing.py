@@ -183,6 +183,10 @@ def test_a_training_that_ends_with_all_tokens_has_two_graphs(kind: Any) -> None:
     for _ in range(2):
         run(model, whole_inputs)
     assert counter.frame_count == 2
+    given_to = [
+        node.meta["example_value"] for graph in counter.graphs for node in graph.graph.find_nodes(op="placeholder")
+    ]
+    assert all(isinstance(value, Tensor) for value in given_to), "a number of tokens is a symbol"
 
 
 @pytest.mark.parametrize("name", CONFIGS)
