@@ -182,3 +182,26 @@ def test_the_flags_of_the_trainer_in_the_text_are_its_own() -> None:
     (resumed,) = (text for text in quoted if "--pretrained.training" in text)
     given = parse(["--preset", "iddpm-cifar10", *resumed.split()])[1].pretrained
     assert (given.path, given.weights, given.training) == ("model500000.pt", True, True)
+
+
+def test_the_best_rates_by_width_stand_in_the_record() -> None:
+    page = (ROOT / "docs" / "recipes" / "dit-imagenet.md").read_text()
+    place = re.search(r"`(bench/results/\S+_widths)`", page)
+    assert place is not None
+    found = record.read(ROOT / place[1] / "widths.jsonl").measurements
+    rows = {(row.provider, row.quantity): row.value for row in found}
+    for width, *cells in re.findall(r"^\| (\d+) \| (.+?) \| (.+?) \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", page, re.M):
+        expected = []
+        for method in ("muP", "one rate"):
+            of_width = (row.value for row in found if row.provider.startswith(f"{method}, width {width}, lr"))
+            expected += [
+                f"{rows[f'{method}, width {width}', 'best learning rate']:.4f}",
+                f"{rows[f'{method}, width {width}', 'best rate over that of the widest']:.2f}",
+                f"{min(of_width):.3f}",
+            ]
+        assert cells == expected
+    ratios = [
+        value for (name, what), value in rows.items() if name.startswith("muP") and what.startswith("best rate o")
+    ]
+    assert len(ratios) == 4
+    assert all(1 / 1.3 < ratio < 1.3 for ratio in ratios)

@@ -12,6 +12,9 @@ from fastdiff_bench.measure.coordinates import Changes, slopes
 # Colour-blind safe palette of Okabe and Ito (2008).
 _COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
 
+_ROOM = 30.0
+"""Between the lowest line and the end of the axis, where the legend stands."""
+
 
 def draw_changes(found: Mapping[str, Mapping[int, Changes]], path: Path) -> None:
     """Write the picture of a coordinate check: a plot per method, a line per part of the network.
@@ -32,10 +35,9 @@ def draw_changes(found: Mapping[str, Mapping[int, Changes]], path: Path) -> None
             axes.set_xlabel("width")
             steps = len(next(iter(changes[widths[0]].values())))
             axes.set_title(f"{method}: change of the output after {steps} steps")
-            axes.legend(
-                title="exponent of the width", fontsize=8, title_fontsize=8, loc="upper center",
-                bbox_to_anchor=(0.5, -0.15), ncols=4,
-            )  # fmt: skip
+            axes.legend(title="exponent of the width", fontsize=8, title_fontsize=8, ncols=2, loc="lower center")
+        lowest = min(last for changes in found.values() for parts in changes.values() for *_, last in parts.values())
+        plots[0].set_ylim(bottom=lowest / _ROOM)
 
 
 def draw_sweeps(found: Mapping[str, Mapping[int, Mapping[float, float]]], path: Path) -> None:
