@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.routing import RoutingName
 from fastdiff.config.optimizers.adamw import AdamWConfig
+from fastdiff.config.optimizers.muon import MuonConfig
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import read_record
@@ -28,6 +33,7 @@ from fastdiff.evaluation.digits import evaluate_digits, evaluation_labels
 from fastdiff.evaluation.validation_files import Validated
 from fastdiff.files import publish
 from fastdiff.json_lines import read_records
+from fastdiff.models.fused import Fused, Matrix
 from fastdiff.parallel.world import start_world
 from fastdiff.sampling.run import Run
 from fastdiff.training.loop import train
@@ -66,12 +72,14 @@ class Task:
 class Arm:
     """A training method."""
 
-    optim: OptimConfig
-    """Optimizer; its rate is that of a run."""
+    optim: Callable[[float], OptimConfig]
+    """Optimizer at a learning rate."""
     rates: tuple[float, ...]
     """Learning rates of the sweep, ascending; it goes on beyond an end that is best."""
     change: Callable[[RunConfig], RunConfig] = field(default=lambda config: config)
     tasks: tuple[str, ...] = ("digits", "crops")
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered around the training."""
 
 
 def _digits(root: Path, few: bool) -> None:
@@ -116,6 +124,17 @@ TASKS = {
 }
 """By name: 8 x 8 digits, and 32 x 32 crops of scikit-learn's two photos, which have 256 tokens."""
 _ADAMW_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
+_MUON_RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
+_OF_OTHERS = 0.5
+"""Learning rate of AdamW, for the parameters that are no matrices, over that of Muon."""
+
+
+def _adamw_at(rate: float) -> OptimConfig:
+    return AdamWConfig(lr=rate)
+
+
+def _muon_at(rate: float) -> OptimConfig:
+    return MuonConfig(lr=rate, adamw_lr=_OF_OTHERS * rate)
 
 
 def _x_prediction(config: RunConfig) -> RunConfig:
@@ -128,11 +147,33 @@ def _mup(config: RunConfig) -> RunConfig:
     return replace(config, model=replace(model, base_width=model.hidden))
 
 
+def _routed(config: RunConfig, name: RoutingName) -> RunConfig:
+    """Leave tokens out of all blocks but the first and the last, in all but the last quarter of the steps."""
+    model = cast(DiTConfig, config.model)
+    routed = replace(model, routing=name, routing_from=1, routing_to=model.depth - 2, dense_share=0.25)
+    return replace(config, model=routed)
+
+
+@contextmanager
+def _fused_as_one() -> Iterator[None]:
+    """Let Muon orthogonalise each weight as one matrix, whatever it holds."""
+    before = Fused.cut
+    Fused.cut = lambda self, shape: Matrix((shape[0],), 1, prod(shape[1:]))  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Fused.cut = before  # type: ignore[method-assign]
+
+
 ARMS = {
-    BASELINE: Arm(AdamWConfig(), _ADAMW_RATES),
-    "8-bit AdamW": Arm(AdamWConfig(name="adamw8bit"), _ADAMW_RATES),
-    "x-prediction": Arm(AdamWConfig(), _ADAMW_RATES, _x_prediction),
-    "muP": Arm(AdamWConfig(), _ADAMW_RATES, _mup),
+    BASELINE: Arm(_adamw_at, _ADAMW_RATES),
+    "8-bit AdamW": Arm(lambda rate: AdamWConfig(name="adamw8bit", lr=rate), _ADAMW_RATES),
+    "Muon of fused weights": Arm(_muon_at, _MUON_RATES, around=_fused_as_one),
+    "chunked Muon": Arm(_muon_at, _MUON_RATES),
+    "x-prediction": Arm(_adamw_at, _ADAMW_RATES, _x_prediction),
+    "TREAD": Arm(_adamw_at, _ADAMW_RATES, partial(_routed, name="tread"), ("crops",)),
+    "SPRINT": Arm(_adamw_at, _ADAMW_RATES, partial(_routed, name="sprint"), ("crops",)),
+    "muP": Arm(_adamw_at, _ADAMW_RATES, _mup),
 }
 """By name."""
 
@@ -147,7 +188,7 @@ class Trial:
     seed: int
     steps: int
     tiny: bool = False
-    """A network of one narrow block."""
+    """A network of few narrow blocks."""
 
     @property
     def case(self) -> str:
@@ -172,7 +213,7 @@ class Trial:
     def config(self, root: Path) -> RunConfig:
         """Return the run on the data below ``root``."""
         task, arm, data = TASKS[self.task], ARMS[self.arm], root / self.task
-        network = replace(task.network, depth=1, hidden=32, heads=1) if self.tiny else task.network
+        network = replace(task.network, depth=3, hidden=32, heads=2) if self.tiny else task.network
         common = replace(
             preset("digits"),
             samples=self.steps * task.batch,
@@ -184,7 +225,7 @@ class Trial:
                 data=str(data / HELD_OUT), samples=task.held_out, every=max(1, self.steps // _VALIDATIONS)
             ),
             batch=BatchConfig(samples=task.batch),
-            optim=replace(arm.optim, lr=self.rate, schedule="cosine", warmup_steps=self.steps // 10),
+            optim=replace(arm.optim(self.rate), schedule="cosine", warmup_steps=self.steps // 10),
             ema=EmaConfig(rates=(0.95,)),
             output=OutputConfig(
                 folder=str(self.folder(root)), checkpoint_every=0, sample_every=0, report_to=(), log_every=10
@@ -236,7 +277,8 @@ def finished(trial: Trial, root: Path) -> Trained | None:
 def run(trial: Trial, root: Path) -> None:
     """Train to the end, or what is left of it; draw if it is compared; then remove the checkpoints."""
     folder = trial.folder(root)
-    train(trial.config(root), Launch(deepspeed={"zero_optimization": {"stage": 0}}), start_world())
+    with ARMS[trial.arm].around():
+        train(trial.config(root), Launch(deepspeed={"zero_optimization": {"stage": 0}}), start_world())
     drawn: dict[str, Any] = TASKS[trial.task].measure(Run(folder), root / trial.task) if trial.is_compared else {}
     publish(folder / _RESULT, json.dumps(drawn).encode())
     shutil.rmtree(folder / "checkpoints")  # 16 bytes per parameter
