@@ -133,7 +133,10 @@ def _decided(info: Any, model: ModelConfig) -> dict[str, int]:
     columns = info["columns"]
     channels, height, width = columns["latent"]["shape"]
     decided = {"channels": channels // 2 if info.get("kind") == "posterior" else channels}
-    if height == width and not info.get("buckets") and height % model.smallest_factor == 0:
+    if buckets := info.get("buckets"):  # about as many pixels each: pictures are drawn as squares of these
+        factor = model.smallest_factor
+        decided["size"] = max(factor, round(max(h * w for h, w in buckets) ** 0.5 / factor) * factor)
+    elif height == width and height % model.smallest_factor == 0:
         decided["size"] = height
     if info.get("classes") and model.classes:
         decided["classes"] = info["classes"]

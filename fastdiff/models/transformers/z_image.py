@@ -102,7 +102,8 @@ class ZImage(DiffusersTransformer[ZImageConfig]):
             longest <= of_text and all(side <= most for side, most in zip(sides, of_picture, strict=True)),
             f"captions of {context.shape[1]} tokens and latents of {' x '.join(map(str, noisy.shape[2:]))}: the rotary "
             f"tables of this Z-Image have {' x '.join(map(str, self.config.axes_lens))} positions for text, rows and "
-            "columns; encode smaller pictures or shorter captions",
+            "columns; encode smaller pictures, or captions of at most "
+            f"{(of_text - 2) // MULTIPLE * MULTIPLE} tokens by --max-tokens (in training --pretrained.max_tokens)",
         )
 
 

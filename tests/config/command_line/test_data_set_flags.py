@@ -104,9 +104,18 @@ def test_the_longest_caption_decides_what_is_counted(tmp_path: Path, longest: di
     assert (model.caption_dim, model.caption_tokens) == (64, tokens)
 
 
-def test_buckets_and_pretrained_weights_leave_the_network_alone(tmp_path: Path) -> None:
-    path = described(tmp_path / "data", (8, 16, 16), kind="posterior", buckets=[[16, 16], [8, 32]])
-    assert run_of("--preset", "sd15-512", "--data.path", path).model.size == 64
+@pytest.mark.parametrize(("buckets", "side"), [([[16, 16], [8, 32]], 16), ([[24, 40], [40, 24]], 31)])
+def test_pictures_of_buckets_are_drawn_as_squares_of_as_many_pixels(
+    tmp_path: Path, buckets: list[list[int]], side: int
+) -> None:
+    """A network of patches has a side that they fit."""
+    path = described(tmp_path / "data", (8, *buckets[0]), kind="posterior", buckets=buckets)
+    assert run_of("--preset", "sd15-512", "--data.path", path).model.size == side
+    assert run_of("--preset", "z-image-lora", "--data.path", path).model.size == 2 * round(side / 2)
+    assert run_of("--preset", "z-image-lora", "--data.path", path, "--model.size", "64").model.size == 64
+
+
+def test_pretrained_weights_leave_the_network_alone(tmp_path: Path) -> None:
     weights = ["--pretrained.path", "DiT.pt", "--pretrained.weights"]
     one = described(tmp_path / "one", (8, 16, 16), kind="posterior", classes=3)
     assert shape_of(run_of("--preset", "dit-s-8-256", "--data.path", one, *weights)) == (4, 32, 1000)
