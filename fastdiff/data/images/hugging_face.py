@@ -41,7 +41,8 @@ class HuggingFaceSource(ImageSource):
 
     Args:
         options: The source is a folder written by ``save_to_disk``, a folder of parquet, arrow, JSON or CSV files, or a
-            hub id. ``image_column`` holds images as bytes or paths; they are not decoded here.
+            hub id. ``image_column`` holds images as bytes or paths, and ``reference_column`` those that each refers
+            to, one or a list; they are not decoded here.
 
     Raises:
         ConfigError: ``datasets`` is not installed, or the split or a column does not exist.
@@ -58,6 +59,7 @@ class HuggingFaceSource(ImageSource):
         if len(found) == 0:
             raise DataError(f"{self.name} holds no rows")
         self._image, self._caption, self._needs_captions = image_column, caption_column, options.needs_captions
+        self._reference = options.reference_column
         # Rows may refer only to files that were downloaded with them or lie next to their folder.
         self._folders = [*_around(Path(path)), *(Path(str(each)).resolve() for each in _downloads(datasets.config))]
         self._has_column, self._substitute = caption_column in found.column_names, caption
@@ -68,23 +70,21 @@ class HuggingFaceSource(ImageSource):
             self.class_names = tuple(map(escape, label.names))
         self._require_columns(found.features)
         described = caption_column if self._has_column else _LABEL if self.classes else None
-        used = [image_column, *([described] if described else [])]
+        used = [image_column, *([described] if described else []), *([self._reference] if self._reference else [])]
         total, noted = len(found), Tally()
         if options.max_samples is not None:
             found = found.select(range(min(options.max_samples, len(found))))
-        try:
-            self._rows = found.select_columns(used).cast_column(image_column, datasets.Image(decode=False))
-        except (TypeError, ValueError, NotImplementedError) as error:
-            raise DataError(
-                f"{self.name}: column {image_column!r} does not hold images ({str(error)[:200]}); expected "
-                "datasets.Image, bytes or paths"
-            ) from error
+        self._rows = self._undecoded(found.select_columns(used), image_column)
+        if self._reference:
+            self._rows = self._undecoded(self._rows, self._reference)
         self._in_arrow = self._rows.with_format("arrow")
         self._per_partition = options.samples_per_shard
+        self.references = self._most_references() if self._reference else 0
         if total > len(found):
             noted.add(f"beyond --max-samples {options.max_samples}", count=total - len(found))
         self.selection = Selection(left_out=noted.counted())
         kind = f"datasets, {split}, {image_column}, {self._per_partition} per unit{f', {caption}' if caption else ''}"
+        kind += f", {self.references} references in {self._reference}" if self._reference else ""
         self.digest = digest_of(kind, self._facts(described))
 
     def __len__(self) -> int:
@@ -92,11 +92,10 @@ class HuggingFaceSource(ImageSource):
 
     def stamps(self, partition: int) -> dict[str, Any] | None:
         """See ``ImageSource``: the fingerprint of ``datasets``, and the pictures that the rows name by path."""
-        cells = self._in_arrow[self._numbers(partition)][self._image]
-        parts = dict(zip((part.name for part in cells.type), cells.flatten(), strict=True))
-        paths = parts["path"].filter(parts["bytes"].is_null()).to_pylist()  # without reading the bytes
+        block = self._in_arrow[self._numbers(partition)]
+        paths = [path for column in filter(None, (self._image, self._reference)) for path in _paths(block[column])]
         listed = {"": [self._rows._fingerprint, partition, self._per_partition]}
-        return listed | {path: stamp(path) for path in sorted(filter(None, paths))}
+        return listed | {path: stamp(path) for path in sorted(paths)}
 
     def item(self, index: int) -> ImageItem | BadItem:
         """Return a row by number; StorageError if it cannot be read."""
@@ -106,15 +105,16 @@ class HuggingFaceSource(ImageSource):
         except OSError as error:
             raise StorageError(f"cannot read {name}: {error}; check its disk or network") from error
         try:
-            image = self._bytes_of(row[self._image])
+            image, references = self._bytes_of(row[self._image]), self._references_of(row)
             if self.captioned:
-                return ImageItem(key, name, image, self._captions(row) if self._needs_captions else ())
+                captions = self._captions(row) if self._needs_captions else ()
+                return ImageItem(key, name, image, captions, references=references)
             if self.classes is None:
-                return ImageItem(key, name, image)
+                return ImageItem(key, name, image, references=references)
             label = row[_LABEL]
             if label is None or not 0 <= label < self.classes:
                 raise _NoImageError(f"its class is {label}, expected 0 to {self.classes - 1}")
-            return ImageItem(key, name, image, label=int(label))
+            return ImageItem(key, name, image, label=int(label), references=references)
         except (BadCaptionError, _NoImageError) as error:
             return BadItem(key, name, str(error))
 
@@ -135,6 +135,43 @@ class HuggingFaceSource(ImageSource):
     def _captions(self, row: dict[str, Any]) -> tuple[str, ...]:
         caption = row[self._caption] if self._has_column else None
         return clean_captions(self._substitute if caption is None and self._substitute else caption)
+
+    def _undecoded(self, rows: Dataset, column: str) -> Dataset:
+        """Return the rows with the files of a column of images, or of lists of them, instead of pixels."""
+        import datasets
+
+        image = datasets.Image(decode=False)
+        of_lists = isinstance(rows.features[column], datasets.List | datasets.LargeList)
+        try:
+            return rows.cast_column(column, datasets.List(image) if of_lists and column == self._reference else image)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise DataError(
+                f"{self.name}: column {column!r} does not hold images ({str(error)[:200]}); expected datasets.Image, "
+                "bytes or paths"
+            ) from error
+
+    def _most_references(self) -> int:
+        import pyarrow.compute  # type: ignore[import-untyped]
+
+        if not hasattr(self._rows.features[self._reference], "feature"):
+            return 1
+        blocks = self._in_arrow.select_columns([self._reference]).iter(batch_size=10_000)
+        most = [
+            pyarrow.compute.max(pyarrow.compute.list_value_length(block[self._reference])).as_py() for block in blocks
+        ]
+        found = max((count or 0 for count in most), default=0)
+        if not found:
+            raise DataError(f"{self.name}: no row has a reference in the column {self._reference!r}")
+        return found
+
+    def _references_of(self, row: dict[str, Any]) -> tuple[bytes, ...]:
+        if not self._reference:
+            return ()
+        cell = row[self._reference]
+        cells = [each for each in (cell if isinstance(cell, list) else [cell]) if each is not None]
+        if len(cells) < self.references:
+            raise _NoImageError(f"it has {len(cells)} references in {self._reference}, others {self.references}")
+        return tuple(map(self._bytes_of, cells))
 
     def _bytes_of(self, cell: dict[str, Any] | None) -> bytes:
         """Return the image file of a cell: its bytes, or the content of its path."""
@@ -171,6 +208,8 @@ class HuggingFaceSource(ImageSource):
             raise ConfigError(
                 f"{given}, but no image column {self._image!r}; name it with --image-column{hint * addresses}"
             )
+        if self._reference and self._reference not in features:
+            raise ConfigError(f"{given}, but no column {self._reference!r} of references (--reference-column)")
         texts = [name for name, feature in features.items() if name != self._image and _holds_texts(feature)]
         alone = self._caption == "text" and not texts and _LABEL not in features
         if not self.captioned and self.classes is None and not alone:
@@ -187,6 +226,16 @@ class HuggingFaceSource(ImageSource):
         yield [str(self._rows.features[column]), len(self)]
         for block in self._rows.select_columns([column]).iter(batch_size=10_000):
             yield block[column]
+
+
+def _paths(cells: Any) -> list[str]:
+    """Return the paths of the images without bytes in a column of arrow, of structs or of lists of them."""
+    import pyarrow  # type: ignore[import-untyped]
+
+    cells = cells.combine_chunks() if isinstance(cells, pyarrow.ChunkedArray) else cells
+    cells = cells.flatten() if pyarrow.types.is_list(cells.type) else cells
+    parts = dict(zip((part.name for part in cells.type), cells.flatten(), strict=True))
+    return [path for path in parts["path"].filter(parts["bytes"].is_null()).to_pylist() if path]
 
 
 def _holds_texts(feature: Any) -> bool:

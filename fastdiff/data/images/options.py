@@ -121,8 +121,8 @@ _READERS: dict[str, tuple[tuple[Kind, ...], str]] = {
         "is a folder beside a folder of images or a file of metadata, which the source is not; leave it out",
     ),
     "reference_column": (
-        ("table", "folder"),
-        "is for a file of metadata, which the source is not; leave it out",
+        ("table", "folder", "rows"),
+        "is for a file of metadata or a data set of Hugging Face; leave it out",
     ),
     "caption": (("tars", "table", "folder", "rows"), "is not read"),
     "caption_from": (("table", "folder"), "needs a folder of images; use --caption TEXT"),

@@ -104,14 +104,14 @@ def test_the_longest_caption_decides_what_is_counted(tmp_path: Path, longest: di
     assert (model.caption_dim, model.caption_tokens) == (64, tokens)
 
 
-@pytest.mark.parametrize(("buckets", "side"), [([[16, 16], [8, 32]], 16), ([[24, 40], [40, 24]], 31)])
+@pytest.mark.parametrize(("buckets", "sides"), [([[16, 16], [8, 32]], (16, 16)), ([[24, 40], [40, 24]], (32, 30))])
 def test_pictures_of_buckets_are_drawn_as_squares_of_as_many_pixels(
-    tmp_path: Path, buckets: list[list[int]], side: int
+    tmp_path: Path, buckets: list[list[int]], sides: tuple[int, int]
 ) -> None:
-    """A network of patches has a side that they fit."""
+    """Their side is a multiple of what each network needs, 8 and 2."""
     path = described(tmp_path / "data", (8, *buckets[0]), kind="posterior", buckets=buckets)
-    assert run_of("--preset", "sd15-512", "--data.path", path).model.size == side
-    assert run_of("--preset", "z-image-lora", "--data.path", path).model.size == 2 * round(side / 2)
+    assert run_of("--preset", "sd15-512", "--data.path", path).model.size == sides[0]
+    assert run_of("--preset", "z-image-lora", "--data.path", path).model.size == sides[1]
     assert run_of("--preset", "z-image-lora", "--data.path", path, "--model.size", "64").model.size == 64
 
 

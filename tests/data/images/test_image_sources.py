@@ -282,7 +282,7 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
     images = [{"bytes": picture(k), "path": None} for k in range(3)]
     rows = dataset({"image": images, "text": ["zero", "o\x01ne", "two"]})
     rows.save_to_disk(tmp_path / "plain")  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="--reference-column before is for a file of metadata, which the source is"):
+    with pytest.raises(ConfigError, match="columns image, text, but no column 'before' of references"):
         source(tmp_path / "plain", reference_column="before")
     found = source(tmp_path / "plain")
     assert (found.captioned, found.classes, found.partitions) == (True, None, 2)
@@ -305,6 +305,39 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
     numbers.save_to_disk(tmp_path / "numbers")
     with pytest.raises(DataError, match="'image' does not hold images"):
         source(tmp_path / "numbers")
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_references_in_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several: bool) -> None:
+    """One image in each row, or a list; some lists are shorter, and an image may be a path."""
+    import datasets
+    import pyarrow.parquet
+
+    image = datasets.Image()
+    path = write(tmp_path / "rows", {"kept.png": picture(9, "png")}) / "kept.png"
+    cells: list[object] = [{"bytes": picture(10 + k), "path": None} for k in range(2)]
+    cells.append({"bytes": None, "path": str(path)})
+    before = [[cells[0], cells[1]], [cells[1], cells[2]], [cells[2]]] if several else [cells[1], cells[2], None]
+    after = [{"bytes": picture(k), "path": None} for k in range(3)]
+    columns = datasets.Features({"image": image, "before": datasets.List(image) if several else image})
+    rows = datasets.Dataset.from_dict({"image": after, "before": before}, columns)
+    folder = tmp_path / "rows" / "parquet"
+    folder.mkdir()
+    pyarrow.parquet.write_table(rows.data.table, folder / "train-00000-of-00001.parquet")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    found = source(folder, reference_column="before", caption="x")
+    first, second, third = everything(found)
+    assert isinstance(first, ImageItem)
+    assert isinstance(second, ImageItem)
+    assert isinstance(third, BadItem)
+    own = [picture(10), picture(11), picture(9, "png")]
+    assert found.references == 1 + several
+    assert first.references == tuple(own[:2] if several else own[1:2])
+    assert second.references == tuple(own[1:] if several else own[2:])
+    assert third.reason == f"it has {int(several)} references in before, others {1 + several}"
+    stamps = [stamp for number in range(found.partitions) for stamp in found.stamps(number) or ()]
+    assert str(path) in stamps
+    assert found.digest != source(folder, caption="x").digest
 
 
 def test_parquet_with_classes_and_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
