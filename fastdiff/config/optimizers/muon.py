@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fastdiff.config.optimizers.family import OptimizerFamily, StateTensor
@@ -10,9 +10,6 @@ from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import require
 
 _LEAST_EPS = 2.0**-126
-_BLOCK = 256
-"""``fastdiff_kernels.adamw8bit.BLOCK``, whose import needs torch."""
-
 SCALES: Mapping[str, Callable[[int, int], float]] = {
     "keller": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -31,9 +28,9 @@ github.com/microsoft/dion; spectral: NVIDIA's Emerging Optimizers, 5 times match
 class MuonConfig(OptimConfig):
     """Muon for the matrices that the network declares, and AdamW for all other parameters."""
 
-    name: Literal["muon"] = "muon"
-    """muon: fp32 momentum, 4 bytes of state per element of a matrix; muon-bf16: 2 bytes; muon8bit: 1 byte, in blocks of
-    256 elements; the other parameters have AdamW's 8 bytes."""
+    name: Literal["muon", "muon-bf16"] = "muon"
+    """muon: fp32 momentum, 4 bytes of state per element of a matrix; muon-bf16: 2 bytes. Other parameters have the 8
+    bytes of AdamW."""
     lr: float = 0.02
     """Learning rate of the matrices after the warm-up."""
     momentum: float = 0.95
@@ -77,4 +74,9 @@ MUON = OptimizerFamily(
     counts="int",
     whole_matrices=True,
     library="fastdiff",
+    smaller="muon-bf16",
 )
+MUON_BF16 = replace(
+    MUON, name="muon-bf16", state=(StateTensor(name="momentum", of="matrices", dtype="bfloat16"), *_OF_OTHERS),
+    smaller=None,
+)  # fmt: skip

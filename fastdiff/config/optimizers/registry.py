@@ -18,14 +18,14 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 from fastdiff.config.optimizers.adamw import ADAMW, ADAMW8BIT, ADAMW8BIT_BNB
 from fastdiff.config.optimizers.family import BYTES, OptimizerFamily, Unit
-from fastdiff.config.optimizers.muon import MUON
+from fastdiff.config.optimizers.muon import MUON, MUON_BF16
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError, require
 from fastdiff.plugins.user_code import Group, Installed, load_installed
 
 ENTRY_POINTS: Group = "fastdiff.optimizers"
 """Group of the entry points (``module:FAMILY``) by which other packages register optimizers."""
-_BUILT_IN = (ADAMW, ADAMW8BIT, ADAMW8BIT_BNB, MUON)
+_BUILT_IN = (ADAMW, ADAMW8BIT, ADAMW8BIT_BNB, MUON, MUON_BF16)
 _registered: dict[str, OptimizerFamily] = {family.name: family for family in _BUILT_IN}
 
 
@@ -57,7 +57,7 @@ def _require_consistent(family: OptimizerFamily) -> None:
           if one.unit in ("matrix", "parameter") and not family.whole_matrices),
         *(f"{one.name} is {one.dtype} per {one.unit}, expected float32 per element, matrix or parameter with "
           "whole_matrices=True" for one in family.state
-          if family.whole_matrices and (one.unit == "block" or one.dtype != "float32")),
+          if family.whole_matrices and one.of == "all" and (one.unit == "block" or one.dtype != "float32")),
     )), None)  # fmt: skip
     require(wrong is None, f"the optimizer {family.name} cannot be registered: {wrong}")
 

@@ -110,8 +110,11 @@ class Muon(OverRanks):
         if not pieces:
             return
         gradients, held = [piece.gradient for piece in pieces], [piece.state("momentum") for piece in pieces]
-        torch._foreach_lerp_(held, gradients, 1 - momentum)
-        torch._foreach_lerp_(gradients, held, momentum if nesterov else 1.0)
+        exact = [each.float() for each in held]  # itself, if it is fp32
+        torch._foreach_lerp_(exact, gradients, 1 - momentum)
+        torch._foreach_lerp_(gradients, exact, momentum if nesterov else 1.0)
+        if exact[0] is not held[0]:
+            torch._foreach_copy_(held, exact)
 
     def _orthogonalised(self, one: Owned, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Orthogonalise a parameter ``[numel]`` on the device of the ranks; ``[numel]`` of ``dtype``, where it was."""
