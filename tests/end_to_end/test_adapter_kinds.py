@@ -29,7 +29,7 @@ from tests.support.killed import train_killed
 from tests.support.references.unet_reference import difference
 from tests.support.runs import assert_same_checkpoint, hexes, intact, launch, newest, train_losses
 
-TARGETS = ("to_q", "conv1", "proj_in")
+TARGETS = ("to_q", "conv1", "proj_in", "conv_in", "linear_1")
 NAMES = named_network(UNETS["sd15"])
 
 

@@ -33,6 +33,7 @@ from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.objective import DdpmConfig, FlowConfig
 from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
+from fastdiff.models.adapter_kinds.kinds import kind_of
 from fastdiff.models.build import build_model
 from fastdiff.models.cost.memory import Setup, buffer_bytes, frozen_bytes
 from fastdiff.models.cost.traced import Traced
@@ -102,7 +103,7 @@ class Case:
     @property
     def name(self) -> str:
         again = (", recomputed" if self.recompute else "") + (f" but {self.stored}" if self.stored else "")
-        adapter = f", LoRA on {self.lora.quantize}" if self.lora.rank else ""
+        adapter = f", {kind_of(self.lora).title} on {self.lora.quantize}" if self.lora.rank else ""
         optimizer = f"{self.optimizer}{again}{adapter}"
         return f"{self.model.kind}, ZeRO-{self.stage}, {self.ranks} ranks, {self.precision}, {optimizer}"
 
@@ -135,6 +136,7 @@ OFTEN = (Case(DIT, 2, 2, "fp32", "adamw", recompute=True),)
 CASES = (
     *OFTEN,
     Case(WIDE, 0, 1, "fp32", "adamw", micro=4, lora=LoraConfig(rank=8)),
+    Case(WIDE, 0, 1, "fp32", "adamw", micro=4, lora=LoraConfig(kind="dora", rank=8)),
     *(Case(model, 0, 1, "fp32", "adamw", micro=4, lora=ADAPTER, recompute=True) for model in FAMILIES),
     *(Case(model, 3, 2, "bf16", "adamw", micro=4) for model in FAMILIES),
     *(Case(SD3, 0, 1, "fp32", "adamw", lora=ADAPTER, recompute=True, stored=stored) for stored in (1, 3)),
@@ -226,18 +228,23 @@ NOTHING = Traced(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("quantize", ["none", "8bit", "4bit"])
-def test_the_weights_of_a_lora_are_those_of_its_network(quantize: Any) -> None:
+@pytest.mark.parametrize(
+    ("quantize", "kind"), [("none", "lora"), ("8bit", "lora"), ("4bit", "lora"), ("none", "dora"), ("4bit", "dora")]
+)
+def test_the_weights_of_a_lora_are_those_of_its_network(quantize: Any, kind: Any) -> None:
     """Trained, frozen and quantised ones, against the network with values; the passes then need less."""
     model = replace(DIT, depth=1)
-    config = Case(model, 0, 1, "bf16", "adamw", lora=LoraConfig(rank=4, quantize=quantize)).config(Path(), Path())
+    config = Case(model, 0, 1, "bf16", "adamw", lora=LoraConfig(kind=kind, rank=4, quantize=quantize)).config(
+        Path(), Path()
+    )
     real = build_model(model)
     frozen = sum(parameter.numel() for parameter in real.parameters())
     whole = read_network(replace(config, lora=LoraConfig()), torch.device("cpu"))
     add_lora(real, config.lora, seed=0)
     found = read_network(config, torch.device("cpu"))
     assert found.parameters == tuple(p.numel() for p in real.parameters() if p.requires_grad)
-    assert (found.trained, found.frozen) == (2 * 4 * (384 + 384 * 3 + 384 + 384) // 2, frozen)
+    magnitudes = {"lora": 0, "dora": 384 * 3 + 384}[kind]
+    assert (found.trained, found.frozen) == (2 * 4 * (384 + 384 * 3 + 384 + 384) // 2 + magnitudes, frozen)
     assert found.frozen_bytes == frozen_bytes(real, "bf16")
     assert found.buffer_bytes == buffer_bytes(real)
     passes = [network.traced(config.performance).matmul for network in (found, whole)]

@@ -157,6 +157,7 @@ _DIFFUSERS = {
     "foreach_ema": _AVERAGE,
     "non_ema_revision": Ours("has no counterpart: the UNet is taken from --pretrained.revision, too"),
     "rank": _flag("lora.rank"),
+    "use_dora": Ours("is --lora.kind dora"),
     "validation_prompt": _flag("validation.prompts"),
     "validation_prompts": _flag("validation.prompts"),
     "num_validation_images": _flag(
@@ -198,7 +199,10 @@ _KOHYA = {
     "network_dim": _flag("lora.rank"),
     "network_alpha": _flag("lora.alpha"),
     "network_weights": _flag("lora.init"),
-    "network_module": Ours("has no counterpart: --lora.rank N is what makes a LoRA"),
+    "network_module": Ours(
+        "has no counterpart: --lora.rank N is what makes a LoRA",
+        cases={r"lycoris\..*": "is --lora.kind with --lora.rank N; its dora_wd=True is --lora.kind dora"},
+    ),
     "unet_lr": _flag("optim.lr"),
     "optimizer_type": _Optimizer("is --optim.name {}"),
     "max_train_epochs": _flag("epochs"),

@@ -160,15 +160,16 @@ def test_a_visit_of_every_size_changes_no_bit_and_leaves_nothing_to_compile(
     assert sum(seconds > 0 for seconds in met) == 2, "at the first step of either size"
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize(("stage", "graphs"), [(1, 2), (3, 1)])
 def test_the_first_blocks_of_an_adapted_network_are_compiled_as_they_are_trained(
-    world: World, digits: Path, tmp_path: Path, stage: int, graphs: int
+    world: World, digits: Path, tmp_path: Path, stage: int, graphs: int, kind: Any
 ) -> None:
     """Without a gradient of their input, as a graph of its own; ZeRO-3 gives the input of every block one."""
     base = tmp_path / "base.safetensors"
     config = tiny(digits, tmp_path / "run", performance__compile=True)
     save_file({name: p.detach() for name, p in build_model(config.model).named_parameters()}, base)
-    adapted = {"pretrained": PretrainedConfig(path=str(base), weights=True), "lora": LoraConfig(rank=2)}
+    adapted = {"pretrained": PretrainedConfig(path=str(base), weights=True), "lora": LoraConfig(kind=kind, rank=2)}
     config = replace(config, **adapted)  # type: ignore[arg-type]
     train(config, launch(stage), world)
     first, *others = [record["compile_s"] for record in records(tmp_path / "run")]
