@@ -107,6 +107,10 @@ def test_a_run_and_its_files(title: str, tmp_path: Path, world: World) -> None:
     card = (tmp_path / "adapter" / "README.md").read_text()
     assert f"A {title} adapter of" in card
     assert f"| {title} | {case.size}, alpha 3" in card
+    export(tmp_path / "whole", tmp_path / "half", Choice(format="lora-native", raw=True, dtype="bf16"))
+    for name, value in load_file(tmp_path / "half" / WEIGHTS_FILE).items():
+        exact = name.endswith((".dora_scale", ".alpha"))
+        assert value.dtype == (torch.float32 if exact else torch.bfloat16), name
     for form in case.refused:
         with pytest.raises(ConfigError, match=case.why):
             export(tmp_path / "whole", tmp_path / form, Choice(format=form, raw=True))
