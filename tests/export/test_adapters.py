@@ -274,7 +274,7 @@ def test_each_format_of_a_lokr_is_read_back_or_refused(kind: str, tmp_path: Path
     network = build_model(model)
     add_lora(network, config, seed=1)
     weights, expected = trained(network), changes_of(trained(network), config)
-    run = replace(transformer_run("flux2", config), model=model)
+    run = transformer_run(kind, config) if kind in FAMILIES else text_run(tmp_path, tmp_path, tmp_path, lora=config)
     for form in ("lora", "lora-diffusers", "lora-native", "lora-kohya"):
         card = use_of(run, form, Place(tmp_path))
         if form not in formats:
