@@ -19,6 +19,7 @@ from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import ConfigError
 from fastdiff.models.build import build_model
 from fastdiff.models.cost.flops import forward_flops
+from fastdiff.models.cost.traced import trace
 from fastdiff.models.dit.network import DiT
 
 SEED, WIDTH, WEIGHT = 3, 5, 0.5
@@ -154,6 +155,18 @@ def test_the_head_counts_as_operations() -> None:
     plain, patches = replace(MODEL, aligned_width=0), 9
     head = 2 * patches * (16 * 24 + 24 * 24 + 24 * WIDTH)
     assert forward_flops(MODEL) - forward_flops(plain) == head
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_runs_the_head_without_data(name: str) -> None:
+    """With or without a class token beside it."""
+    model = MODELS[name]
+    config = RunConfig(samples=8, model=model, objective=flow(model, alignment_weight=WEIGHT))
+    data, cpu = batch(model), torch.device("cpu")
+    condition = {name: value for name, value in data.condition.items() if name in ("label", "teacher_token")}
+    found = trace(config, data.latents, condition, cpu)
+    plain = replace(config, model=replace(model, aligned_width=0), objective=flow(model))
+    assert found.matmul > trace(plain, data.latents, condition, cpu).matmul
 
 
 @pytest.mark.parametrize(

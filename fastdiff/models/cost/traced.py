@@ -179,7 +179,7 @@ def record(config: RunConfig, noisy: Tensor, condition: Condition, device: torch
             counter.watch(number, block)
         prediction = network(*inputs, **condition)
         saved = counter.alive
-        outputs = tree_leaves(prediction)
+        outputs = [part for part in tree_leaves(prediction) if part is not None]
         torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
         del outputs
         del prediction
