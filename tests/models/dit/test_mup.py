@@ -1,6 +1,7 @@
 """muP of the DiT: initial weights, the readout, refusals, and activations that do not grow with the width."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ from tests.support.nights import by_day
 HEAD = 16
 WIDTHS = (64, 128, 256, 512)
 BASE = DiTConfig(depth=2, hidden=64, heads=4, patch=2, channels=1, size=8, classes=10, base_width=64)
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rms, swiglu, rotary, qk": {"norm": "rms-weight", "mlp": "swiglu", "rotary": True, "qk_norm": True},
     "single": {"modulation": "adaln-single"},
     "tokens": {"in_context": 2, "teacher_width": 12, "teacher_norm": True, "patch_bottleneck": 8},
+    "sprint": {"depth": 4, "routing": "sprint", "routing_from": 1, "routing_to": 2},
     "values": {"value_residual": True, "rotary": True},
 }
 
@@ -33,7 +35,7 @@ def test_initial_weights_have_the_sizes_of_the_table(name: str) -> None:
     """1 / inputs, 1 for classes, zeros at the output and in the biases (Zheng et al. 2025, arXiv:2505.15270)."""
     config = at(256, **OPTIONS[name])
     model = build_model(config)
-    constant = {"in_context_posemb", "wg_norm.weight"}
+    constant = {"in_context_posemb", "wg_norm.weight", "mask_token"}
     for key, value in model.named_parameters():
         spread = value.detach().std().item() if value.numel() > 1 else 0.0
         if key.startswith(("final_layer.linear", "final_layer.linear_cls")) or key.endswith("bias"):
