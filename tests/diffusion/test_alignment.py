@@ -161,7 +161,7 @@ def test_the_head_counts_as_operations() -> None:
 def test_a_plan_runs_the_head_without_data(name: str) -> None:
     """With or without a class token beside it."""
     model = MODELS[name]
-    config = RunConfig(samples=8, model=model, objective=flow(model, alignment_weight=WEIGHT))
+    config = RunConfig(samples=256, model=model, objective=flow(model, alignment_weight=WEIGHT))
     data, cpu = batch(model), torch.device("cpu")
     condition = {name: value for name, value in data.condition.items() if name in ("label", "teacher_token")}
     found = trace(config, data.latents, condition, cpu)
