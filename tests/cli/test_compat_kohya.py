@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from fastdiff.cli.compat.run import translate
@@ -130,6 +131,33 @@ def test_a_lokr_of_lycoris() -> None:
     )
     lora = run_of(NETWORK, f"{LOKR} --network_weights a.safetensors --dim_from_weights")[0].lora
     assert (lora.kind, lora.rank, lora.factor) == ("lokr", 1, None)
+
+
+DORA = LOKR.replace("algo=lokr", "algo=locon dora_wd=True")
+
+
+@pytest.mark.usefixtures("pictures")
+def test_a_dora_of_lycoris() -> None:
+    config, notes = run_of(NETWORK, f"{DORA} wd_on_output=True factor=8 use_scalar=0 --network_dim 8 --network_alpha 4")
+    lora = config.lora
+    assert (lora.kind, lora.rank, lora.alpha, lora.factor) == ("dora", 8, 4.0, None)
+    assert {"to_q", "conv1"} <= set(lora.targets)
+    assert "the norm of each changed row counts as a constant" in notes
+    assert "--network_args factor changes nothing here" in notes
+    assert "--network_args use_scalar=0: off here; theirs takes this word for on" in notes
+    export = translate(NETWORK, words(DORA), gpus=1).commands[-1]
+    assert "lora-native" in export, "magnitudes of the other forms are lost in some program"
+    config, notes = run_of(NETWORK, DORA.replace("dora_wd=True", "preset=attn-mlp"))
+    assert config.lora.kind == "lora"
+    assert "alpha as a tensor of each layer" in notes
+
+
+@pytest.mark.usefixtures("pictures")
+def test_lycoris_takes_the_kind_of_a_file() -> None:
+    ends = {"lora_down.weight": (2, 64), "lora_up.weight": (64, 2), "dora_scale": (64, 1)}
+    save_file({f"lora_unet_a.{end}": torch.ones(shape) for end, shape in ends.items()}, "d.safetensors")
+    lora = run_of(NETWORK, f"{LOKR} --network_weights d.safetensors --dim_from_weights")[0].lora
+    assert (lora.kind, lora.rank) == ("dora", 2), "theirs does not read algo then"
 
 
 @pytest.mark.usefixtures("pictures")
@@ -285,8 +313,10 @@ def test_prompts_come_from_their_file(tmp_path: Path) -> None:
         (NETWORK, f"{LORA} --network_args conv_dim=8", "--network_args conv_dim=8 conv_alpha=1.0: all layers have"),
         (NETWORK, f"{LORA} --network_args block_dims=1,2", "--network_args block_dims: all layers have one rank"),
         (NETWORK, "--network_train_unet_only --network_module networks.dylora", "--network_module networks.dylora"),
-        (NETWORK, LOKR.replace("lokr", "loha"), "--network_args algo=loha: of lycoris.kohya, lokr alone"),
-        (NETWORK, f"{LOKR} dora_wd=True", "--network_args dora_wd=True: a LoKr has no magnitudes"),
+        (NETWORK, LOKR.replace("lokr", "loha"), "--network_args algo=loha: of lycoris.kohya, lora, locon, lokr alone"),
+        (NETWORK, f"{LOKR} dora_wd=True", "--network_args dora_wd=True: a lokr has no magnitudes"),
+        (NETWORK, f"{DORA} wd_on_output=False", "--network_args dora_wd=True wd_on_output=False: magnitudes here are"),
+        (NETWORK, f"{DORA} bypass_mode=True", "--network_args dora_wd=True bypass_mode=True: theirs then trains no"),
         (
             NETWORK,
             f"{LOKR} use_tucker=1 dropout=0.1 speed=2",

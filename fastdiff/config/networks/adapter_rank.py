@@ -1,4 +1,4 @@
-"""The rank of an adapter file and its layers of text encoders, from its header. This module imports no torch."""
+"""Rank, kind and layers of text encoders of an adapter file, from its header. This module imports no torch."""
 
 import json
 import struct
@@ -24,6 +24,8 @@ _WHOLE = ("lokr_w2", "lokr_w2.default")
 """Endings of matrices without a rank, beside none that has one."""
 TEXT_ENCODERS = ("lora_te", "text_encoder", "lora_prior_te")
 """Beginnings of the names of layers of text encoders."""
+_KINDS = {"lokr_w": "lokr", "dora_scale": "dora", "lora_magnitude_vector": "dora"}
+"""Parts of names of which every file of a kind has one; a LoRA has none."""
 _FUSED = "qkv"
 """End of the names of layers that have the rows of three: their rank may be three times that of the adapter."""
 _LARGEST_HEADER = 64 << 20
@@ -47,6 +49,12 @@ def rank_of(path: Path) -> int:
     if not apart and told:
         return told
     return max(apart or found.values())
+
+
+def kind_of_file(path: Path) -> str:
+    """Return the value of ``--lora.kind`` for a safetensors file, from its names; errors as in ``rank_of``."""
+    names = _header(path)
+    return next((kind for part, kind in _KINDS.items() if any(part in name for name in names)), "lora")
 
 
 def layers_of_text_encoders(path: Path) -> int:

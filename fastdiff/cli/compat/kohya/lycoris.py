@@ -1,9 +1,10 @@
-"""``--network_module lycoris.kohya`` of kohya's scripts with ``algo=lokr``: its ``--network_args`` as our flags.
+"""``--network_module lycoris.kohya`` of kohya's scripts: its ``--network_args`` as our flags.
 
-Source: lycoris/kohya.py, lycoris/config.py and lycoris/modules/lokr.py of LyCORIS at 672e80a.
+Source: lycoris/kohya.py, lycoris/config.py, lycoris/modules/locon.py and lokr.py of LyCORIS at f49d30d.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from fastdiff.cli.compat.translation import flag
 from fastdiff.errors import ConfigError, require
@@ -13,6 +14,23 @@ MODULE = "lycoris.kohya"
 
 _RANK = 4
 """Without ``--network_dim``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Algo:
+    """A value of ``algo``."""
+
+    kind: str
+    """Of ``--lora.kind``."""
+    decomposed: str = ""
+    """That with ``dora_wd=True``; empty: none."""
+    own: frozenset[str] = frozenset()
+    """Arguments that it alone reads."""
+
+
+_LOCON = _Algo(kind="lora", decomposed="dora", own=frozenset({"wd_on_output"}))
+_LOKR = _Algo(kind="lokr", own=frozenset({"factor", "full_matrix", "decompose_both"}))
+_ALGOS: Mapping[str, _Algo] = {"lora": _LOCON, "locon": _LOCON, "lokr": _LOKR}
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 _TRANSFORMERS = (*_ATTENTION, "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2")
 _CONVOLUTIONS = ("conv1", "conv2", "conv_shortcut", "time_emb_proj", "downsamplers.0.conv", "upsamplers.0.conv")
@@ -34,7 +52,6 @@ _OTHERS: Mapping[str, str] = {
     "use_cp": "convolutions are no Tucker decompositions",
     "use_conv_cp": "convolutions are no Tucker decompositions",
     "use_scalar": "the product has no trained factor",
-    "dora_wd": "a LoKr has no magnitudes; --lora.kind dora of `fastdiff train` is DoRA of a LoRA",
     "train_norm": "norms are frozen",
     "rs_lora": "the scale is alpha / rank; give --network_alpha of the same strength",
     "unbalanced_factorization": "the smaller number of rows is that of the first matrix",
@@ -45,12 +62,35 @@ _OTHERS: Mapping[str, str] = {
 }
 """Arguments that are refused unless they are off, and why."""
 _NOTHING = {"bypass_mode", "block_size", "disable_conv_cp", "loraplus_text_encoder_lr_ratio", "train_t5xxl"}
-"""Arguments that change no result of a LoKr of a UNet."""
-_KNOWN = {"algo", "preset", "factor", "full_matrix", "decompose_both", "conv_dim", "conv_alpha"}
+"""Arguments that change no result of these algos of a UNet."""
+_OF_ALGOS = _LOCON.own | _LOKR.own
+_KNOWN = {"algo", "preset", "dora_wd", "conv_dim", "conv_alpha"} | _OF_ALGOS
+_SWITCHES = {
+    "dora_wd", "wd_on_output", "full_matrix", "bypass_mode", "use_tucker", "use_scalar", "train_norm", "rs_lora",
+}  # fmt: skip
+"""Arguments that theirs takes for off at ``false`` alone; ``decompose_both`` it takes for on at any word."""
 _OFF = ("", "0", "0.0", "none", "false", "no")
 
 
-def lokr(arguments: Mapping[str, str], rank: int | None, alpha: float) -> list[str]:
+def kind_of(arguments: Mapping[str, str]) -> str:
+    """Return the value of ``--lora.kind``; ConfigError: the algo has no counterpart."""
+    algo = _algo(arguments)
+    return algo.decomposed if algo.decomposed and _on(arguments, "dora_wd") else algo.kind
+
+
+def told(arguments: Mapping[str, str]) -> list[str]:
+    """Return what to tell of the arguments: those that change nothing, and those that theirs takes for on."""
+    idle = sorted(arguments.keys() & (_NOTHING | _OF_ALGOS - _algo(arguments).own))
+    on = {name for name in _SWITCHES & arguments.keys() if arguments[name].lower() != "false"}
+    on |= {"decompose_both"} & arguments.keys()
+    off = sorted(name for name in on.difference(idle) if not _on(arguments, name))
+    return [
+        *(f"--network_args {name} changes nothing here" for name in idle),
+        *(f"--network_args {name}={arguments[name]}: off here; theirs takes this word for on" for name in off),
+    ]
+
+
+def words(arguments: Mapping[str, str], rank: int | None, alpha: float) -> list[str]:
     """Return our flags.
 
     Args:
@@ -62,25 +102,30 @@ def lokr(arguments: Mapping[str, str], rank: int | None, alpha: float) -> list[s
         ConfigError: an argument has no counterpart.
     """
     rank = rank or _RANK
-    algo, preset = arguments.get("algo", "lora").lower(), arguments.get("preset", "full")
-    require(
-        algo == "lokr",
-        f"--network_args algo={algo}: of {MODULE}, lokr alone has a counterpart; --network_module networks.lora is a "
-        "LoRA",
-    )
+    algo, preset = _algo(arguments), arguments.get("preset", "full")
     require(
         preset in _PRESETS, f"--network_args preset={preset}: layers are those of {', '.join(_PRESETS)}, and no file's"
     )
     _require_known(arguments)
+    _require_magnitudes(arguments, algo)
     _require_one_rank(arguments, rank, alpha)
+    own = {
+        "factor": int(_number(arguments, "factor", -1)),
+        "full_matrix": _on(arguments, "full_matrix") or None,
+        "decompose_both": _on(arguments, "decompose_both") or None,
+    }
     return [
-        *flag("lora.kind", "lokr"),
+        *flag("lora.kind", kind_of(arguments)),
         *flag("lora.rank", rank),
         *flag("lora.targets", _PRESETS[preset]),
-        *flag("lora.factor", int(_number(arguments, "factor", -1))),
-        *flag("lora.full_matrix", True if _on(arguments, "full_matrix") else None),
-        *flag("lora.decompose_both", True if _on(arguments, "decompose_both") else None),
+        *(word for name, value in own.items() if name in algo.own for word in flag(f"lora.{name}", value)),
     ]
+
+
+def _algo(arguments: Mapping[str, str]) -> _Algo:
+    name = (arguments.get("algo") or "lora").lower()
+    require(name in _ALGOS, f"--network_args algo={name}: of {MODULE}, {', '.join(_ALGOS)} alone have a counterpart")
+    return _ALGOS[name]
 
 
 def _on(arguments: Mapping[str, str], name: str) -> bool:
@@ -101,6 +146,23 @@ def _require_known(arguments: Mapping[str, str]) -> None:
     unknown = sorted(arguments.keys() - _KNOWN - _OTHERS.keys() - _NOTHING)
     refused += [f"{name}: {MODULE} has no such argument" for name in unknown]
     require(not refused, f"--network_args {'; '.join(refused)}; leave it out")
+
+
+def _require_magnitudes(arguments: Mapping[str, str], algo: _Algo) -> None:
+    """Refuse a DoRA that computes something else than ours."""
+    if not _on(arguments, "dora_wd"):
+        return
+    given = f"--network_args dora_wd={arguments['dora_wd']}"
+    require(bool(algo.decomposed), f"{given}: a {algo.kind} has no magnitudes here; leave it out, or give algo=lora")
+    require(
+        "wd_on_output" not in arguments or _on(arguments, "wd_on_output"),
+        f"{given} wd_on_output={arguments.get('wd_on_output')}: magnitudes here are of the outputs, as theirs are by "
+        "default; leave wd_on_output out",
+    )
+    require(
+        not _on(arguments, "bypass_mode"),
+        f"{given} bypass_mode={arguments.get('bypass_mode')}: theirs then trains no magnitudes; leave one of them out",
+    )
 
 
 def _require_one_rank(arguments: Mapping[str, str], rank: int, alpha: float) -> None:

@@ -36,7 +36,8 @@ class KohyaScript:
     """Words of every training command, besides those of the flags."""
     export: Callable[[argparse.Namespace], str]
     """Format in which it leaves its weights, by the flags."""
-    notes: tuple[str, ...] = ()
+    notes: Callable[[argparse.Namespace], Sequence[str]] = lambda flags: ()
+    """Differences that it alone has, by the flags."""
 
     @cached_property
     def meanings(self) -> dict[str, Meaning]:
@@ -77,7 +78,7 @@ class KohyaScript:
                 training(gpus, *self.always, words),
                 [*self._export(given)],
             ],
-            [*_ALWAYS, *self.notes],
+            [*_ALWAYS, *self.notes(flags)],
         )
         for condition, text in _differences(given):
             done.note(condition, text)

@@ -1,6 +1,9 @@
 """sdxl_train_network.py and sdxl_train.py; defaults are theirs."""
 
 import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 from fastdiff.cli.compat.kohya import lycoris
 from fastdiff.cli.compat.kohya.given import Given
@@ -9,6 +12,7 @@ from fastdiff.cli.compat.kohya.script import KohyaScript
 from fastdiff.cli.compat.table import SWITCH, Defaults, Meaning
 from fastdiff.cli.compat.translation import absolute, flag
 from fastdiff.config.arguments.types import count
+from fastdiff.config.networks.adapter_rank import kind_of_file
 from fastdiff.errors import ConfigError, require
 
 _OFF = {name: False for name, meaning in MEANINGS.items() if meaning.kind is SWITCH}
@@ -50,17 +54,30 @@ def _network(given: Given, module: str | None) -> list[str]:
     if module not in ("networks.lora", lycoris.MODULE):
         raise ConfigError(
             f"--network_module {module}: networks here are those of networks.lora, and of {lycoris.MODULE} with "
-            "algo=lokr; for DoRA see --lora.kind of `fastdiff train --help`"
+            "algo=lora, locon or lokr"
         )
-    arguments = dict(_pair(word) for word in given.flags.network_args or ())
+    arguments = _arguments(given.flags)
     if given.flags.dim_from_weights:
         require(bool(given.flags.network_weights), "--dim_from_weights: of which file? Theirs needs --network_weights")
-        return [*flag("lora.kind", "lokr" if module == lycoris.MODULE else None), *flag("lora.rank", 0)]
+        return [*flag("lora.kind", _kind(given.flags)), *flag("lora.rank", 0)]
     if module == lycoris.MODULE:
-        return lycoris.lokr(arguments, given.flags.network_dim, given.flags.network_alpha)
+        return lycoris.words(arguments, given.flags.network_dim, given.flags.network_alpha)
     rank = given.flags.network_dim or _RANK
     layers = [*_LAYERS, *(_CONVOLUTIONS if _adapts_convolutions(given, arguments, rank) else ())]
     return [*flag("lora.rank", rank), *flag("lora.targets", layers)]
+
+
+def _kind(flags: argparse.Namespace) -> str:
+    """Return the kind of adapter; with --dim_from_weights LyCORIS takes that of the file."""
+    if flags.network_module != lycoris.MODULE:
+        return "lora"
+    if flags.dim_from_weights:
+        return kind_of_file(Path(absolute("--network_weights", flags.network_weights)))
+    return lycoris.kind_of(_arguments(flags))
+
+
+def _arguments(flags: argparse.Namespace) -> dict[str, str]:
+    return dict(_pair(word) for word in flags.network_args or ())
 
 
 def _pair(word: str) -> tuple[str, str]:
@@ -93,6 +110,41 @@ def _format(flags: argparse.Namespace) -> str:
     folder = not str(flags.pretrained_model_name_or_path).endswith((".safetensors", ".ckpt", ".pt"))
     named = flags.save_model_as or ("diffusers" if folder else "safetensors")
     return "diffusers" if named.startswith("diffusers") else "single-file"
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What the run leaves, by the kind of adapter."""
+
+    format: str
+    notes: tuple[str, ...]
+    """How it differs from theirs."""
+
+
+_BEGIN = (
+    "A of each added layer begins normal with the deviation 1 / rank; theirs uniform by Kaiming's rule; B at 0 in both"
+)
+_NAME = "its name is pytorch_lora_weights.safetensors"
+_ALPHA_BESIDE = f"the file has alpha as a tensor of each layer, as theirs has; {_NAME}"
+_WRITTEN: Mapping[str, _Written] = {
+    "lora": _Written("lora", (_BEGIN, _ALPHA_BESIDE)),
+    "dora": _Written(
+        "lora-native",
+        (
+            _BEGIN,
+            "the norm of each changed row counts as a constant in the gradient (section 4.3 of the paper of DoRA); "
+            "theirs differentiates it",
+            "the file is for ComfyUI, which has another rule for magnitudes than theirs; `fastdiff export --format "
+            f"lora-diffusers` writes one for diffusers; {_NAME}",
+        ),
+    ),
+    "lokr": _Written("lora", (_ALPHA_BESIDE,)),
+}
+
+
+def _notes(flags: argparse.Namespace) -> list[str]:
+    own = lycoris.told(_arguments(flags)) if flags.network_module == lycoris.MODULE else []
+    return [*_WRITTEN[_kind(flags)].notes, *own]
 
 
 _SAFE = "files are safetensors: pickles are not written"
@@ -155,12 +207,8 @@ SDXL_NETWORK = KohyaScript(
     defaults={**_ALL, **_own(_NETWORK, network_alpha=1, save_model_as="safetensors"), **_OF_NETWORKS},
     own=_NETWORK,
     always=(flag("preset", "sdxl-lora"), flag("validation.captions", 0), flag("ema.rates", ())),
-    export=lambda _: "lora",
-    notes=(
-        "A of each added layer begins normal with the deviation 1 / rank; theirs uniform by Kaiming's rule; B at 0 in "
-        "both",
-        "the file has alpha as a tensor of each layer, as theirs has; its name is pytorch_lora_weights.safetensors",
-    ),
+    export=lambda flags: _WRITTEN[_kind(flags)].format,
+    notes=_notes,
 )
 SDXL_FULL = KohyaScript(
     defaults={**_BOTH, **_own(_FULL)},
