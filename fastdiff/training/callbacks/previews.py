@@ -16,6 +16,7 @@ from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.console import log
 from fastdiff.models.load import build_network
 from fastdiff.parallel.fragments import Room, assemble
+from fastdiff.plurals import counted
 from fastdiff.progress import Every
 from fastdiff.sampling.class_names import ClassNames
 from fastdiff.sampling.guidance import with_path_drop
@@ -143,7 +144,7 @@ def draw_together(
 
     told = world.is_first and sampler.steps > 1
     if told:
-        log.info(f"drawing {count} pictures of {sampler.steps} steps to {path or path_of(state)}")
+        log.info(f"drawing {counted(count, 'picture')} of {sampler.steps} steps to {path or path_of(state)}")
 
     def draw() -> None:
         with memory_beside_training(state, halves=True):
