@@ -2,7 +2,7 @@
 
 import argparse
 
-from fastdiff.config.arguments.types import Subcommands, local_path
+from fastdiff.config.arguments.types import Subcommands, local_path, positive
 from fastdiff.live_line import live_line
 
 
@@ -16,11 +16,18 @@ def add(commands: Subcommands) -> None:
     )
     parser.add_argument("file", type=local_path, metavar="FILE", help=".pt, .ckpt or .safetensors")
     parser.add_argument("out", type=local_path, metavar="OUT", help="folder to write; must be new or empty")
-    parser.add_argument(
+    known = parser.add_mutually_exclusive_group()
+    known.add_argument(
+        "--scale",
+        type=positive,
+        metavar="F",
+        help="factor of its latents, which become x0: 0.3099 for REPA-E's e2e-invae in SR-DiT",
+    )
+    known.add_argument(
         "--statistics",
         metavar="PATH",
         help="file with mean and std of its latents per channel (latents_stats.pt), or a data set that measured them; "
-        "without it `fastdiff encode` measures them",
+        "without both `fastdiff encode` measures them",
     )
     parser.set_defaults(run=_convert)
 
@@ -29,4 +36,4 @@ def _convert(arguments: argparse.Namespace) -> None:
     with live_line.during("importing torch ..."):
         from fastdiff.export.ldm_autoencoder import convert_autoencoder
 
-    convert_autoencoder(arguments.file, arguments.out, arguments.statistics)
+    convert_autoencoder(arguments.file, arguments.out, arguments.statistics, arguments.scale)

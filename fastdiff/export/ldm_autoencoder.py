@@ -33,14 +33,15 @@ _GROUPS = 32
 _PLACE = re.compile(r"(encoder\.down|decoder\.up)\.(\d+)\.(block|attn)\.(\d+)\.")
 
 
-def convert_autoencoder(file: Path, out: Path, statistics: str | None = None) -> None:
+def convert_autoencoder(file: Path, out: Path, statistics: str | None = None, scale: float | None = None) -> None:
     """Write a folder that ``fastdiff encode --pretrained`` and diffusers read.
 
     Args:
         file: The published file.
         out: New or empty folder.
         statistics: File with mean and deviation of its latents per channel, which become ``latents_mean`` and
-            ``latents_std``; None: it has none, so that they are measured while encoding.
+            ``latents_std``; None: it has none, so that they are measured while encoding, unless ``scale`` is given.
+        scale: Factor of its latents, which become x0 without a shift (``scaling_factor``).
 
     Raises:
         ConfigError: The file is no such autoencoder, or ``out`` is taken.
@@ -48,7 +49,7 @@ def convert_autoencoder(file: Path, out: Path, statistics: str | None = None) ->
     """
     require(is_free(out), f"{out} exists; choose another folder, or delete it")
     found, others = _weights(file)
-    config = _configuration(found, file)
+    config = _configuration(found, file) | {"scaling_factor": scale}
     module = _module(config, found, file)
     try:
         with unfinished_folder(out) as folder:
@@ -66,7 +67,7 @@ def convert_autoencoder(file: Path, out: Path, statistics: str | None = None) ->
         named = ", ".join(f"{name} ({count})" for name, count in others.items())
         log.info(f"{file}: weights of other parts were left out: {named}")
     levels, channels = len(config["block_out_channels"]), config["latent_channels"]
-    told = "" if statistics else "; its latents are measured by `fastdiff encode`"
+    told = "" if statistics or scale else "; its latents are measured by `fastdiff encode`"
     show(f"{out} is an AutoencoderKL of {channels} channels and {2 ** (levels - 1)} pixels per latent{told}")
 
 
@@ -120,7 +121,6 @@ def _configuration(weights: Mapping[str, Tensor], file: Path) -> dict[str, Any]:
         "layers_per_block": blocks,
         "latent_channels": weights["decoder.conv_in.weight"].shape[1],
         "norm_num_groups": _GROUPS,
-        "scaling_factor": None,
         "use_quant_conv": "quant_conv.weight" in weights,
         "use_post_quant_conv": "post_quant_conv.weight" in weights,
         "mid_block_add_attention": "encoder.mid.attn_1.q.weight" in weights,

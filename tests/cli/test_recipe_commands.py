@@ -28,6 +28,11 @@ INPUTS: dict[str, dict[str, Callable[[Path], None]]] = {
         "IMAGENET": of_classes,
         "nyu-visionx/RAE-dinov2-wReg-small-ViTXL-n08": recipes.features_of_dino,
     },
+    "sr-dit-b-1-256": {
+        "IMAGENET": of_classes,
+        "e2e-invae-400k.pt": recipes.va_vae,
+        "facebook/dinov2-base": recipes.dinov2_base,
+    },
 }
 """What the commands of each preset read; a folder in place of a name of the hub."""
 

@@ -33,6 +33,15 @@ def test_another_network_rate_or_process_is_named_with_the_value_of_the_recipe()
     assert "objective.schedule linear instead of None" in process
 
 
+def test_what_a_preset_itself_has_otherwise_is_named_before_the_flags() -> None:
+    name = "sr-dit-b-1-256"
+    recipe = preset(name)
+    itself = departure(recipe, name)
+    assert itself.startswith(f"not the recipe of {name}: a contrastive term of the pairs by position instead of ")
+    shorter = departure(replace(recipe, samples=1024), name)
+    assert shorter == f"{itself}, samples 1024 instead of 102400000"
+
+
 def test_a_recipe_and_what_does_not_change_it_are_not_named() -> None:
     recipe = preset(NAME)
     machine = replace(

@@ -17,7 +17,7 @@ from fastdiff.models.build import build_model
 
 DIT = [f"dit-{letter.lower()}-{patch}-256" for letter in DIT_SIZES for patch in DIT_PATCHES]
 PUBLISHED = [*DIT, "sit-xl-2-256"]
-IMAGENET = ["lightningdit-xl-1-256", "jit-b-16-256", "rit-xl-256"]
+IMAGENET = ["lightningdit-xl-1-256", "jit-b-16-256", "rit-xl-256", "sr-dit-b-1-256"]
 
 # Millions, as table 4 of Peebles & Xie 2023 has them: without the embedding of positions, which has no gradient.
 TABLE_4 = {
@@ -149,10 +149,45 @@ def test_jit_and_rit_are_trained_as_their_scripts_say(
     assert config.time_shift == pytest.approx(4.899 if name.startswith("rit") else 1.0, abs=1e-3)
 
 
+def test_sr_dit_is_trained_as_its_script_says() -> None:
+    """train.sh and the defaults of train.py, models/sit.py and loss.py of SpeedrunDiT."""
+    name = "sr-dit-b-1-256"
+    config = preset(name)
+    assert (config.steps, config.batch.samples, config.data.random_flip) == (400_000, 256, False)
+    assert config.optim == AdamWConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, clip=1.0)
+    assert (config.optim.schedule, config.optim.warmup_steps) == ("constant", 0)
+    assert (config.ema.rates, config.ema.warmup) == ((0.9999,), False)
+    objective = config.objective
+    assert isinstance(objective, FlowConfig)
+    assert (objective.path, objective.predicted, objective.convention) == ("linear", "flow", "repa")
+    assert (objective.weighted, objective.cosine_weight, objective.condition_dropout) == ("none", 0.0, 0.1)
+    weights = (objective.teacher_weight, objective.alignment_weight, objective.contrastive_weight)
+    assert weights == (0.03, 0.5, 0.05), "--cls --proj-coeff --cfm-coeff"
+    assert objective.alignment_steps == 0, "never stopped"
+    assert config.timesteps == TimestepConfig(density="uniform", shift="latent")
+    assert config.time_shift == pytest.approx(2**0.5), "sqrt(32 * 16 * 16 / 4096)"
+    model = config.model
+    assert isinstance(model, DiTConfig)
+    assert (model.depth, model.hidden, model.heads, model.patch) == (12, 768, 12, 1), "SiT-B/1"
+    assert (model.channels, model.size, model.classes, model.learn_sigma) == (32, 16, 1000, False)
+    assert (model.norm, model.norm_eps, model.qk_norm_eps) == ("rms", 1e-6, pytest.approx(2**-23, rel=1e-6))
+    assert (model.mlp, model.positions, model.modulation) == ("gelu", "sincos", "adaln")
+    route = model.route
+    assert route is not None
+    assert (route.blocks, route.tokens, route.kept) == (range(2, 10), 257, 64), "int(257 * 0.25) of all tokens"
+    assert (route.path_drop, route.dense_share) == (0.05, 0.0)
+    assert (model.aligned_width, model.aligned_hidden) == (768, 2048)
+    with torch.device("meta"):
+        names = dict(build_model(model).named_parameters())
+    assert all(f"blocks.{block}.attn.v1_lambda" in names for block in range(1, 12))
+    assert names["wg_norm.weight"].shape == (768,)
+    assert model.aligned_block == len(range(route.blocks.start)), "behind the last block in front of the sparse path"
+
+
 def test_the_samplers_of_the_recipes_are_those_of_their_evaluations() -> None:
     """In our time, which is 1 for noise: an interval of guidance [a, b] of theirs is [1 - b, 1 - a]; JiT's is open."""
     samplers = {name: preset(name).sampling for name in ["sit-xl-2-256", *IMAGENET]}
-    lightning, jit, rit, sit = (samplers[name] for name in (*IMAGENET, "sit-xl-2-256"))
+    lightning, jit, rit, sr, sit = (samplers[name] for name in (*IMAGENET, "sit-xl-2-256"))
     assert (sit.scheduler, sit.steps, sit.cfg) == ("euler-maruyama", 250, 1.0)
     assert (lightning.scheduler, lightning.steps) == ("euler", 249)
     assert {(one.labels, one.protocol) for one in (sit, lightning)} == {("random", "adm")}
@@ -167,6 +202,8 @@ def test_the_samplers_of_the_recipes_are_those_of_their_evaluations() -> None:
         assert (one.cfg_channels, one.labels, one.protocol) == (None, "balanced", "torch-fidelity")
         assert one.shift is None, "as in training"
     assert (rit.coupled_noise, jit.coupled_noise) == (True, False)
+    assert (sr.scheduler, sr.steps, sr.cfg, sr.cfg_interval) == ("euler-maruyama", 250, 2.5, (0.0, 0.85))
+    assert (sr.shift, sr.labels, sr.protocol) == (None, "balanced", "adm")
     assert jit.clip is False, "its estimates of the image are not clamped"
 
 

@@ -73,6 +73,19 @@ def test_repa_e_is_measured_while_encoding(
     same_as(published, tmp_path / "out")
 
 
+def test_repa_e_with_the_factor_of_a_recipe_is_not_measured(
+    published: LdmAutoencoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file(dict(published.state_dict()), tmp_path / "e2e.safetensors")
+    files = [str(tmp_path / name) for name in ("e2e.safetensors", "out")]
+    assert main(["convert", *files, "--scale", "0.3099"]) == 0
+    assert "4 pixels per latent\n" in capsys.readouterr().out
+    space = Pretrained(files[1]).latent_space
+    assert space.has_statistics
+    assert (tuple(space.shift), tuple(space.scale)) == ((0.0,) * CHANNELS, (0.3099,) * CHANNELS)
+    same_as(published, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

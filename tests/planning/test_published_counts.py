@@ -13,6 +13,8 @@ from fastdiff.cli.main import main
 FREQUENCIES = 256
 CLASSES = 1001
 """Of ImageNet, with that of no class."""
+HEAD = 2048
+"""Width inside of REPA's head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,12 @@ class Transformer:
     class_tokens_from: int = 0
     teacher: int = 0
     """Width of a class token of a teacher beside the patches; 0: none."""
+    teacher_norm: bool = False
+    value_residual: bool = False
+    sparse: tuple[range, int] | None = None
+    """Blocks of SPRINT that leave tokens out, and the tokens that they have."""
+    aligned: int = 0
+    """Width of the features of a teacher, to which a head of three layers projects the patches; 0: no head."""
     bottleneck: int = 0
     text: tuple[int, int] | None = None
     """Tokens of a caption and width of their embeddings: one modulation for all blocks, and cross-attention."""
@@ -52,7 +60,9 @@ class Transformer:
         block += 2 * d * self.norm_weights + 2 * self.head * self.qk_norm
         outside = linear(FREQUENCIES, d) + linear(d, d) + linear(d, self.outputs) + self.class_tokens * d
         outside += self.inputs * self.bottleneck + linear(self.bottleneck or self.inputs, d)
-        outside += d * self.norm_weights
+        outside += d * self.norm_weights + d * self.teacher_norm + (self.depth - 1) * self.value_residual
+        outside += d + linear(2 * d, d) if self.sparse else 0
+        outside += linear(d, HEAD) + linear(HEAD, HEAD) + linear(HEAD, self.aligned) if self.aligned else 0
         outside += linear(self.teacher, d) + linear(d, self.teacher) if self.teacher else 0
         if self.text is None:
             block += linear(d, 6 * d)
@@ -70,6 +80,8 @@ class Transformer:
         forward = 0
         for block in range(self.depth):
             tokens = self.tokens + bool(self.teacher) + (self.class_tokens if block >= self.class_tokens_from else 0)
+            if self.sparse and block in self.sparse[0]:
+                tokens = self.sparse[1]
             forward += tokens * matrices + 2 * tokens**2 * d
             if self.text is None:
                 forward += 6 * d * d
@@ -77,6 +89,8 @@ class Transformer:
                 forward += 2 * tokens * d * d + 2 * self.text[0] * d * d + 2 * tokens * self.text[0] * d
         patch = self.inputs * self.bottleneck + (self.bottleneck or self.inputs) * d
         forward += self.tokens * (patch + d * self.outputs) + 2 * self.teacher * d + FREQUENCIES * d + d * d
+        forward += (self.tokens + bool(self.teacher)) * 2 * d * d if self.sparse else 0
+        forward += self.tokens * HEAD * (d + HEAD + self.aligned) if self.aligned else 0
         forward += 2 * d * d if self.text is None else self.text[0] * (self.text[1] * d + d * d) + 6 * d * d
         return 3.0 * 2.0 * forward
 
@@ -96,6 +110,12 @@ PUBLISHED = {
         **XL, inputs=384, outputs=384, swiglu=True, norm_weights=True, qk_norm=True, class_tokens=32,
         class_tokens_from=8, teacher=384,
     ),
+    # SR-DiT's models/sit.py: SiT-B/1 on 32 channels, with the class token and the features of DINOv2-B; a quarter of
+    # 257 tokens in blocks 2 to 9.
+    "sr-dit-b-1-256": Transformer(
+        depth=12, width=768, head=64, inputs=32, outputs=32, qk_norm=True, teacher=768, teacher_norm=True,
+        value_residual=True, sparse=(range(2, 10), 64), aligned=768,
+    ),
     # JiT-B/16: patches of 16 x 16 x 3 through 128 channels.
     "jit-b-16-256": Transformer(
         depth=12, width=768, head=64, inputs=768, outputs=768, swiglu=True, norm_weights=True, qk_norm=True,
@@ -106,9 +126,10 @@ PUBLISHED = {
 }  # fmt: skip
 MILLIONS = {
     "sit-xl-2-256": 675, "lightningdit-xl-1-256": 675.26, "rit-xl-256": 676, "jit-b-16-256": 131, "pixart-256": 611,
+    "sr-dit-b-1-256": 140,
 }  # fmt: skip
 """As published: table 1 of arXiv:2401.08740, the training log of LightningDiT (with 0.3 M of fixed positions), the
-table of RiT's README, that of arXiv:2511.13720, the checkpoint PixArt-Sigma-XL-2-256x256."""
+table of RiT's README, that of arXiv:2511.13720, the README of SpeedrunDiT, the checkpoint PixArt-Sigma-XL-2-256x256."""
 
 
 def planned(name: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, float]:

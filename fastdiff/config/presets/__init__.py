@@ -254,6 +254,7 @@ PRESETS: dict[str, Preset] = {
     "lightningdit-xl-1-256": imagenet.lightningdit_xl_1_256,
     "jit-b-16-256": imagenet.jit_b_16_256,
     "rit-xl-256": imagenet.rit_xl_256,
+    "sr-dit-b-1-256": imagenet.sr_dit_b_1_256,
     "iddpm-imagenet64": iddpm.imagenet64,
     "iddpm-imagenet64-cond": iddpm.imagenet64_cond,
     "iddpm-cifar10": iddpm.cifar10,

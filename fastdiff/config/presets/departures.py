@@ -1,6 +1,6 @@
 """How a run departs from the published recipe of its preset, by flags or by its data set."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -11,9 +11,19 @@ from fastdiff.config.run import RunConfig
 _COMPARED = ("samples", "model", "objective", "timesteps", "data.random_flip", "batch.samples", "optim", "ema.rates")
 """Fields and sections that make a recipe; the others are matters of the machine, of files and of more averages."""
 
+_OF_PRESETS: Mapping[str, tuple[str, ...]] = {
+    "sr-dit-b-1-256": (
+        "a contrastive term of the pairs by position instead of the next sample in the batch of a rank",
+        "an alignment of the patches instead of the patches and the class token",
+    ),
+}
+"""What a preset itself has otherwise."""
+
 
 def departure(config: RunConfig, preset: str | None) -> str:
     """Return in one line what of a run is not as in the published recipe of its preset; empty: nothing, or no recipe.
+
+    First what the preset itself has otherwise.
 
     Names and numbers of classes follow from the data set, and so do channels and size: latents of another autoencoder
     make another network.
@@ -21,7 +31,8 @@ def departure(config: RunConfig, preset: str | None) -> str:
     if preset is None or preset not in REPORTED:
         return ""
     ours, theirs = (dict(_fields(asdict(one))) for one in (config, PRESETS[preset]()))
-    found = [
+    found = list(_OF_PRESETS.get(preset, ()))
+    found += [
         f"{name} {ours.get(name)} instead of {theirs.get(name)}"
         for name in dict.fromkeys([*theirs, *ours])
         if ours.get(name) != theirs.get(name)

@@ -27,6 +27,15 @@ REPORTED: Mapping[str, tuple[Reported, ...]] = {
             source="README of github.com/hustvl/LightningDiT (2725fed): about 10 hours on 8 GPUs for 64 epochs",
         ),
     ),
+    "sr-dit-b-1-256": (
+        Reported(
+            gpu="H100",
+            gpu_hours=120,
+            samples=400_000 * 256,
+            source="README of github.com/SwayStar123/SpeedrunDiT (c24c2ff): about 15 hours on 8 GPUs, with a pass of "
+            "DINOv2-B in every step and without torch.compile",
+        ),
+    ),
     "sit-xl-2-256": (),
     "jit-b-16-256": (),
     "rit-xl-256": (),

@@ -46,6 +46,17 @@ def sigma(folder: Path) -> None:
     sd_vae(folder / "vae")
 
 
+def dinov2_base(folder: Path) -> None:
+    """Write a teacher of the width of DINOv2-B, one layer deep."""
+    from transformers import BitImageProcessor, Dinov2Config, Dinov2Model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        network = Dinov2Model(Dinov2Config(num_hidden_layers=1, mlp_ratio=1, image_size=28))
+    network.save_pretrained(folder)
+    BitImageProcessor().save_pretrained(folder)
+
+
 def features_of_dino(folder: Path, side: int = 16) -> None:
     """Write an AutoencoderRAE of the width of DINOv2-S, one layer deep, with ``side`` squared patches."""
     from diffusers import AutoencoderRAE

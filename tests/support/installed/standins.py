@@ -49,6 +49,7 @@ _WORDS = (
     (r"--shape 4,32,32 --samples \d+", "--shape 4,32,32 --samples 16"),
     (r"--resolution (512|1024)\b", f"--resolution {tiny_pipeline.IMAGE_SIZE}"),
     (r"--resolution 256\b", "--resolution 128"),  # the small autoencoder divides by 4 instead of 8
+    (r"--teacher-side 16\b", "--teacher-side 8"),  # of these 128 pixels
     (r"--batch\.samples \d+", "--batch.samples 4"),
     (r"(?<=[ .])steps \d+", "steps 2"),
     (r"--steps \d+", "--steps 2"),
@@ -60,6 +61,7 @@ _NETWORKS = {
     r"--preset (dit|sit|lightningdit)-\w+-\d": _DIT,
     r"--preset jit-": "--model.depth 5 --model.hidden 32 --model.heads 2",
     r"--preset rit-": "--model.depth 9 --model.hidden 32 --model.heads 2",
+    r"--preset sr-dit-": "--model.depth 5 --model.hidden 32 --model.heads 2",
     r"--preset pixart-": "--model.depth 1 --model.hidden 48 --model.heads 4",
     r"--preset sd(15|2)-512": (
         "--model.block-out-channels 32 64 --model.attention-heads 2 4 --model.transformer-layers 1 1 "
@@ -114,6 +116,7 @@ def fill_hub(home: Path) -> None:
         tiny_pipeline.build(_snapshot(home, name), kind=kind)
     tiny_pixart.build(_snapshot(home, "PixArt-alpha/PixArt-Sigma-XL-2-512-MS"))
     recipes.features_of_dino(_snapshot(home, "nyu-visionx/RAE-dinov2-wReg-small-ViTXL-n08"), side=8)
+    recipes.dinov2_base(_snapshot(home, "facebook/dinov2-base"))
     vae = _snapshot(home, next(iter(_PIPELINES))) / "vae"
     shutil.copytree(vae, _snapshot(home, _AUTOENCODER), dirs_exist_ok=True)
 
@@ -188,7 +191,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "shop": captioned, "shards/{00000..00001}.tar": in_tars, "volume/imagenet/train": of_classes,
     "imagenet/train": of_classes, "cifar10/train": of_classes, "cifar_train": of_classes_by_name, "hosts": _hosts,
     "net.py:MLP": write_network, "vavae-imagenet256-f16d32-dinov2.pt": recipes.va_vae,
-    "latents_stats.pt": recipes.latent_statistics,
+    "latents_stats.pt": recipes.latent_statistics, "e2e-invae-400k.pt": recipes.va_vae,
 }  # fmt: skip
 """Inputs that a user has, by the name that the documents give them."""
 
