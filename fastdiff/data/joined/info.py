@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from fastdiff.conditions import FEATURES
 from fastdiff.config.data_sets import DataSet, Member, samples_per_epoch
 from fastdiff.data.shards.format import LATENT, LOSS_MASK, Column, DatasetInfo, canonical_json, loss_mask_column
 from fastdiff.errors import ConfigError
@@ -118,6 +119,7 @@ def join(sets: Sequence[DataSet], members: Sequence[Member], infos: Sequence[Dat
         _require_alike(members[0], first, member, info)
     counts = samples_per_epoch(sets, members, [info.samples for info in infos])
     sizes = [info.buckets or (_size(info.latent),) for info in infos]
+    flipped = any(info.flipped for info in infos)
     buckets = tuple(dict.fromkeys(itertools.chain(*sizes)))
     shards = tuple(
         dataclasses.replace(shard, bucket=buckets.index(own[shard.bucket]))
@@ -127,11 +129,9 @@ def join(sets: Sequence[DataSet], members: Sequence[Member], infos: Sequence[Dat
     longest = [info.longest_caption for info in infos]
     known = [rows for rows in longest if rows is not None]
     latent = dataclasses.replace(first.latent, shape=(first.latent.shape[0], *buckets[0]))
-    columns = {**first.columns, LATENT: latent}
-    if any(LOSS_MASK in info.columns for info in infos):
-        columns[LOSS_MASK] = loss_mask_column(latent)
+    mask = {LOSS_MASK: loss_mask_column(latent)} if any(LOSS_MASK in info.columns for info in infos) else {}
     return JoinedInfo(
-        columns=columns,
+        columns={**first.columns, LATENT: latent, **mask},
         normalisation=first.normalisation,
         normalisations=first.normalisations,
         provenance=dataclasses.replace(first.provenance, source=", ".join(info.provenance.source for info in infos)),
@@ -139,7 +139,7 @@ def join(sets: Sequence[DataSet], members: Sequence[Member], infos: Sequence[Dat
         class_names=first.class_names,
         kind=first.kind,
         buckets=buckets if len(buckets) > 1 or first.buckets else (),
-        flipped=any(info.flipped for info in infos),
+        flipped=flipped,
         captions=max(info.captions for info in infos),
         null=first.null,
         longest_caption=max(known) if len(known) == len(longest) else None,
@@ -154,7 +154,7 @@ def join(sets: Sequence[DataSet], members: Sequence[Member], infos: Sequence[Dat
                 per_epoch=count,
                 loss_weight=member.loss_weight,
                 condition_dropout=member.condition_dropout,
-                flipped=info.flipped or info.in_pixels,
+                flipped=info.flipped if flipped else info.in_pixels,
             )
             for member, info, count in zip(members, infos, counts, strict=True)
         ),
@@ -168,11 +168,14 @@ def _size(latent: Column) -> tuple[int, int]:
 
 
 def _require_alike(one: Member, first: DatasetInfo, other: Member, info: DatasetInfo) -> None:
+    taught = FEATURES in first.columns and FEATURES in info.columns
+    basis = f", the second with --teacher-basis {address(one.path)}" if taught else ""
     for what, (here, there) in _compared(first, info):
         if here != there:
             raise ConfigError(
                 f"--data.sets: {address(one.path)} and {address(other.path)} differ in {what} ({_short(here)} and "
-                f"{_short(there)}), so they have no common batches; encode both with the same pipeline and options"
+                f"{_short(there)}), so they have no common batches; encode both with the same pipeline and "
+                f"options{basis}"
             )
 
 
@@ -182,7 +185,7 @@ def _compared(one: DatasetInfo, other: DatasetInfo) -> Iterator[tuple[str, tuple
     def pair(value: str) -> tuple[Any, Any]:
         return getattr(one, value), getattr(other, value)
 
-    for part in ("autoencoder", "text_encoder"):
+    for part in ("autoencoder", "text_encoder", "teacher"):
         name = f"{part}_digest"
         yield (
             f"the {part.replace('_', ' ')} (digest)",

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from fastdiff.batch import Batch
 from fastdiff.conditions import FEATURES, TEACHER_TOKEN
+from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.encoding.teacher_features import BASIS_FILE, Basis
+from fastdiff.data.joined.reader import JoinedReader
+from fastdiff.data.joined.reading import open_shards, read_info
 from fastdiff.data.loading.batches import Normaliser
 from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
@@ -124,6 +127,29 @@ def test_two_data_sets_share_a_map(source: Path, teacher: Path, tmp_path: Path) 
         pixels(source, tmp_path / "third", other, teacher_width=6, teacher_basis=str(tmp_path / "first"))
     with pytest.raises(ConfigError, match=rf"no map of a teacher's features .*{BASIS_FILE}"):
         pixels(source, tmp_path / "third", teacher, teacher_basis=str(source))
+
+
+def test_data_sets_with_maps_of_their_own_do_not_join(source: Path, teacher: Path, tmp_path: Path) -> None:
+    first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
+    pixels(source, Path(first), teacher, teacher_width=6)
+    pixels(source, Path(second), teacher, teacher_width=6, max_samples=6)
+    with pytest.raises(ConfigError, match=f"the normalisation of features .*, the second with --teacher-basis {first}"):
+        read_info(DataConfig(sets=(first, second)))
+    pixels(source, Path(third), tiny_teacher(tmp_path / "clip", "clip"), teacher_width=6)
+    with pytest.raises(ConfigError, match=r"differ in the teacher \(digest\)"):
+        read_info(DataConfig(sets=(first, third)))
+
+
+def test_pixels_without_mirrored_features_are_not_mirrored_beside_others(
+    source: Path, teacher: Path, tmp_path: Path
+) -> None:
+    """Their features would be those of another picture."""
+    pixels(source, tmp_path / "first", teacher, teacher_width=6, flip=True)
+    pixels(source, tmp_path / "second", teacher, teacher_width=6, teacher_basis=str(tmp_path / "first"))
+    with open_shards(DataConfig(sets=(str(tmp_path / "first"), str(tmp_path / "second")))) as both:
+        assert isinstance(both, JoinedReader)
+        assert both.can_mirror([0, IMAGES]).tolist() == [True, False]
+        assert "not mirrored" in both.info.lines(mirrors=True)[1]
 
 
 @pytest.mark.parametrize(
