@@ -59,6 +59,7 @@ _KEEPS_WEIGHTS = (
     "model.routing_to",
     "model.path_drop",
     "model.dense_share",
+    "model.aligned_block",
 )
 """Fields of a network that leave the shapes of its weights as they are."""
 _OF_LORA: Mapping[Literal["base", "adapter"], str] = {
