@@ -176,6 +176,11 @@ class RunConfig:
             "the head that it trains; the width is that of the features in the data (`fastdiff encode --teacher`), "
             "and a weight of 0.5 is usual",
         )
+        require(
+            not (width and self.pretrained.weights),
+            f"--model.aligned_width {width} with --pretrained.weights: published and exported weights have no head for "
+            "the features of a teacher; align a training from random weights, or leave the alignment out",
+        )
 
     def _check_pretrained(self) -> None:
         wants = {"--data.online": self.data.online, "--validation.prompts": self.validation.draws_prompts}

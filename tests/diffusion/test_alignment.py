@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastdiff.batch import Batch, Outputs, split
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import DdpmConfig, FlowConfig, ObjectiveConfig
@@ -190,6 +191,13 @@ def test_options_that_contradict_are_refused() -> None:
         replace(MODEL, aligned_block=4)
     with pytest.raises(ConfigError, match=r"--model.aligned_block 2, counted from 1, is among the blocks that leave"):
         replace(MODEL, routing="tread", routing_from=1, routing_to=1)
+    with pytest.raises(ConfigError, match=r"--model.aligned_width 5 with --model.base_width 8: how the gradient"):
+        replace(MODEL, base_width=8)
+    with pytest.raises(ConfigError, match=r"--model.aligned_width 5 with --pretrained.weights: .* have no head"):
+        RunConfig(
+            samples=8, model=MODEL, objective=FlowConfig(alignment_weight=WEIGHT),
+            pretrained=PretrainedConfig(path="dit.safetensors", weights=True),
+        )  # fmt: skip
     with pytest.raises(ConfigError, match=r"--objective.alignment_steps 5 without --objective.alignment_weight"):
         FlowConfig(alignment_steps=5)
     with pytest.raises(ConfigError, match=r"--objective.alignment_weight nan"):

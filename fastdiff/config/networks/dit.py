@@ -101,7 +101,6 @@ class DiTConfig(ModelConfig):
     hidden_matrices: ClassVar[tuple[str, ...]] = (
         "attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight", "mlp.w12.weight", "mlp.w3.weight",
         "t_embedder.mlp.2.weight", "adaLN_modulation.1.weight", "t_block.1.weight", "fusion_proj.weight",
-        "projectors.0.0.weight",  # only its inputs grow, which decides the size of an update
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -148,6 +147,12 @@ class DiTConfig(ModelConfig):
             not self.aligned_width or self.route is None or self.aligned_block - 1 not in self.route.blocks,
             f"--model.aligned_block {self.aligned_block}, counted from 1, is among the blocks that leave tokens out; "
             "choose one in front of them or behind",
+        )
+        require(
+            not (self.aligned_width and self.base_width),
+            f"--model.aligned_width {self.aligned_width} with --model.base_width {self.base_width}: how the gradient "
+            "of the alignment grows with the width beside that of the loss is not known, so a learning rate may not "
+            "carry over; leave one of them out",
         )
 
     def _check_positions(self) -> None:
