@@ -13,13 +13,14 @@ import torch
 
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.objective import FlowConfig
 from fastdiff.errors import NoMemoryError, OutOfMemoryRestart
 from fastdiff.ledger.reader import read_ledger
 from fastdiff.parallel.heartbeat import MICRO_LIMIT
 from fastdiff.parallel.world import World
 from fastdiff.training.loop import train
 from fastdiff.training.memory.explanation import explaining_memory
-from fastdiff.training.memory.smaller_batch import FILE, limited
+from fastdiff.training.memory.smaller_batch import FILE, halve, limited
 from tests.support.injected.lack_of_memory import Lack, environment
 from tests.support.processes import deepspeed
 from tests.support.runs import distance, flags, held_out, intact, launch, losses, newest, tiny
@@ -205,6 +206,18 @@ def test_at_one_sample_the_run_ends_and_says_what_helps(tmp_path: Path) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
     assert ended.value.exit_code == 70
     assert not (tmp_path / FILE).exists()
+
+
+def test_a_smaller_micro_batch_holds_whole_pairs(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A contrastive loss refuses another one, at which the supervisor would start it again and again."""
+    contrastive = {"objective": FlowConfig(contrastive_weight=0.05), "batch__samples": 12}
+    state = state_of(tmp_path, 6, "cpu", **contrastive)
+    with pytest.raises(OutOfMemoryRestart, match="of 2 samples per rank instead of 6"), explaining_memory(state):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    (tmp_path / FILE).unlink()
+    monkeypatch.setenv(MICRO_LIMIT, "3")
+    assert limited(state.config, state.engine.ds_config, world).batch.micro == 2
+    assert halve(state_of(tmp_path, 2, "cpu", **contrastive), "a pass") is None
 
 
 def test_a_lack_of_host_memory_beside_a_gpu_does_not_halve(tmp_path: Path) -> None:

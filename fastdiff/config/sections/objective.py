@@ -149,6 +149,11 @@ class _OfEveryProcess:
         """Refuse inconsistent values of the process's own fields."""
 
     @property
+    def samples_together(self) -> int:
+        """Samples that one micro-batch holds, since their losses depend on each other: it has a multiple of them."""
+        return 1
+
+    @property
     def predicted(self) -> Prediction:
         """Prediction target; ``auto`` is the first of the process, unless a pretrained pipeline decides it later."""
         return self.predictions[0] if self.prediction == "auto" else self.prediction
@@ -358,6 +363,11 @@ class FlowConfig(_OfEveryProcess):
     """Weight of the loss of the class token of a teacher, which a network with --model.teacher_width predicts beside
     the latents (0.2 in RiT, 0.03 in SR-DiT). The token has the noise level of its sample and plain noise of its own;
     plug-in, cosine distance and extra noise act on the latents alone."""
+
+    @property
+    def samples_together(self) -> int:
+        """Those of a pair, with a contrastive loss."""
+        return 2 if self.contrastive_weight else 1
 
     @property
     def usual_weighting(self) -> Weighting:

@@ -58,6 +58,8 @@ class Setup:
     """Whether a step adds up several gradients."""
     stored: float = 0.0
     """Share of the blocks that keep their activations although the others are recomputed."""
+    together: int = 1
+    """Samples of which a micro-batch has a multiple (``ObjectiveConfig.samples_together``)."""
     captured: bool = False
     """Whether CUDA graphs hold the passes of the flat engine."""
 
@@ -142,6 +144,7 @@ def setup_of(
         recompute=performance.recompute,
         several=ranks * config.batch.accumulation(ranks) > 1,
         stored=performance.stored_blocks / max(blocks, 1),
+        together=config.objective.samples_together,
         captured=performance.cuda_graph,
     )
 
@@ -214,8 +217,8 @@ def _changes(setup: Setup, activations: float) -> Iterator[tuple[str, float]]:
     def total(changed: Setup, activations: float = activations) -> float:
         return sum(changed.static().values()) + activations
 
-    half = half_of(setup.micro)
-    if setup.micro > 1:
+    half, least = half_of(setup.micro, setup.together), setup.together
+    if half < setup.micro:
         yield f"--batch.micro {half}", total(replace(setup, several=True), activations * half / setup.micro)
     flag, part = _recomputation(setup)
     if part < 1:
@@ -228,8 +231,8 @@ def _changes(setup: Setup, activations: float) -> Iterator[tuple[str, float]]:
             yield f"--deepspeed_config zero{stage}", total(changed)
     if not setup.offload:
         yield _OFFLOAD, total(replace(setup, stage=3, offload=True))
-    if half > 1:
-        yield "--batch.micro 1", total(replace(setup, several=True), activations / setup.micro)
+    if least < half < setup.micro:
+        yield f"--batch.micro {least}", total(replace(setup, several=True), activations * least / setup.micro)
     if setup.several and BYTES[setup.sums] > BYTES[setup.precision]:
         flags = f"--performance.grad_accum_dtype {setup.precision} --allow-change performance.grad_accum_dtype"
         yield flags, total(replace(setup, sums=setup.precision))
@@ -246,18 +249,23 @@ def _with_optimizer(name: str) -> str:
     return f"--optim.name {name} {_OTHER_OPTIMIZER}"
 
 
-def half_of(micro: int) -> int:
-    """Return the largest divisor of a micro-batch that is at most its half: the global batch stays divisible."""
-    return max((size for size in range(1, micro // 2 + 1) if micro % size == 0), default=1)
+def half_of(micro: int, together: int = 1) -> int:
+    """Return the largest divisor of a micro-batch that is at most its half: the global batch stays divisible.
+
+    It is a multiple of ``together``; itself, if there is none.
+    """
+    halves = range(together, micro // 2 + 1, together)
+    return max((size for size in halves if micro % size == 0), default=micro)
 
 
 def _combined(setup: Setup, activations: float) -> Iterator[tuple[str, float]]:
     """Yield the strongest remedies together, without those that the run has."""
     flags: list[str] = []
+    least = setup.together
     smaller = optimizer_family(setup.optimizer).smaller or setup.optimizer
     recompute, left = _recomputation(setup)
     for missing, flag, changed, part in (
-        (setup.micro > 1, "--batch.micro 1", {"several": True}, 1 / setup.micro),
+        (setup.micro > least, f"--batch.micro {least}", {"several": True}, least / setup.micro),
         (left < 1, recompute, {}, left),
         (setup.optimizer != smaller, _with_optimizer(smaller), {"optimizer": smaller}, 1.0),
         (not (setup.offload and setup.stage == 3), _OFFLOAD, {"stage": 3, "offload": True}, 1.0),

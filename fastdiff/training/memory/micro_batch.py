@@ -102,7 +102,8 @@ def largest(
     """
     share = config.batch.samples // ranks
     network = _network(config, ds_config, info, device)
-    sizes = [size for size in range(share, 0, -1) if share % size == 0]
+    together = config.objective.samples_together
+    sizes = [size for size in range(share, 0, -1) if share % size == 0 and size % together == 0] or [1]
     if device.type == "cpu":
         sizes = [size for size in sizes if size <= _MOST_ON_CPU]
     bucket = int(ds_config.get("zero_optimization", {}).get("reduce_bucket_size", _BUCKET))
@@ -117,7 +118,7 @@ def largest(
 
     if kept is not None and need(kept) <= room:
         return kept
-    micro = next((size for size in sizes if need(size) <= room), 1)
+    micro = next((size for size in sizes if need(size) <= room), sizes[-1])
     if kept not in (None, micro):
         log.warning(
             f"--batch.micro auto: the {kept} of the run that is resumed needs {_gib(need(kept))} GiB, and a rank has "

@@ -70,11 +70,11 @@ def halve(state: TrainState, what: str) -> OutOfMemoryRestart | None:
     config, world = state.config, state.world
     micro = config.batch.per_rank(world.size)
     path = state.folder / FILE
-    if micro == 1:
+    half = half_of(micro, config.objective.samples_together)
+    if half == micro:
         with suppress(OSError):
             path.unlink(missing_ok=True)  # less did not help: a run that needs less elsewhere may take more again
         return None
-    half = half_of(micro)
     found = _found(config.optim, config.performance, state.engine.ds_config, world.size, half)
     try:
         publish(path, json.dumps(asdict(found), indent=1).encode() + b"\n")
@@ -100,7 +100,9 @@ def limited(config: RunConfig, ds_config: DsConfig, world: World) -> RunConfig:
     most = min(remembered, handed)
     if own <= most:
         return config
-    micro = max(size for size in range(1, most + 1) if own % size == 0)  # the batch may be another than that run's
+    together = config.objective.samples_together
+    sizes = [size for size in range(together, own + 1, together) if own % size == 0] or [own]
+    micro = max((size for size in sizes if size <= most), default=sizes[0])  # the batch may be another than that run's
     if world.is_first:
         file = f", see {Path(config.output.folder) / FILE}; to try {own} again delete that file"
         log.warning(

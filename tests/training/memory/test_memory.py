@@ -218,6 +218,15 @@ def test_half_a_micro_batch_divides_the_batch() -> None:
         assert BatchConfig(samples=micro * 4, micro=half).accumulation(4) == micro // half
 
 
+def test_a_smaller_micro_batch_holds_whole_pairs() -> None:
+    """A contrastive loss has terms of both samples of a pair."""
+    for micro, half in ((12, "--batch.micro 6"), (6, "--batch.micro 2"), (2, "--performance.recompute")):
+        [first, *_] = remedies(replace(SETUP, micro=micro, together=2), activations=8 * GIB, room=100 * GIB)
+        assert first[0] == half
+    for given, _ in remedies(replace(SETUP, micro=12, together=2), activations=8 * GIB, room=0):
+        assert "--batch.micro 1" not in given
+
+
 def test_frozen_parameters_are_counted_as_they_are_cast_and_buffers_as_they_are() -> None:
     module = nn.Linear(8, 4).requires_grad_(False)
     module.register_buffer("packed", torch.zeros(100, dtype=torch.uint8))

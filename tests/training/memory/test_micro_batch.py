@@ -14,6 +14,7 @@ from fastdiff.config.command_line.config_file import from_mapping
 from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.objective import FlowConfig
 from fastdiff.console import log
 from fastdiff.data.shards.format import Column, DatasetInfo, Normalisation, Provenance
 from fastdiff.errors import ConfigError
@@ -68,6 +69,12 @@ def test_frozen_layers_save_less_than_trained_ones(stage: int, expected: int) ->
     config = replace(config, batch=replace(config.batch, samples=64), samples=64)
     ds_config = deepspeed.resolve(deepspeed.read(f"zero{stage}"), config, 1)
     assert micro_batch.largest(config, ds_config, latents(config), 1, torch.device("cuda"), 23 * GIB) == expected
+
+
+def test_it_holds_whole_pairs_of_a_contrastive_loss() -> None:
+    config = replace(preset("digits"), objective=FlowConfig(contrastive_weight=0.05))
+    ds_config = deepspeed.resolve(None, config, 1)
+    assert micro_batch.largest(config, ds_config, latents(config), 1, torch.device("cpu"), 0) == 2
 
 
 def test_a_network_that_asks_for_values_needs_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
