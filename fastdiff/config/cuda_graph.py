@@ -39,6 +39,11 @@ _REASONS: tuple[tuple[Callable[[Circumstances], object], str], ...] = (
         "profile names; profile the run without the graph",
     ),
     (
+        lambda run: run.config.performance.in_order,
+        "with --performance.grad_accum_order micro_batches, whose messages after each micro-batch were not tried "
+        "beside graphs; leave one of them out",
+    ),
+    (
         lambda run: run.config.timesteps.of(run.config.objective) == "importance",
         "with --timesteps.density importance: its table follows from the losses of each step, and a graph holds that "
         f"of its capture; use another density, {_LEAVE}",

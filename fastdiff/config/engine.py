@@ -12,6 +12,7 @@ from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import require
 
 Kind = Literal["deepspeed", "flat"]
+IN_ORDER = "--performance.grad_accum_order micro_batches"
 _OWNED = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16",
     "fp16", "data_types", "communication_data_type", "zero_optimization", "zero_allow_untested_optimizer",
@@ -33,10 +34,14 @@ def choose(
             keeps its engine, if it can: the losses of two engines differ by rounding.
 
     Raises:
-        ConfigError: the flat engine is asked for, and cannot train this run.
+        ConfigError: the flat engine, or sums that only it has, are asked for, and it cannot train this run.
     """
     wanted, reason = performance.engine, unsupported(optim, performance, ds_config)
     require(wanted != "flat" or reason is None, f"--performance.engine flat {reason}")
+    if performance.in_order:
+        lacks = "with --performance.engine deepspeed: leave it out" if wanted == "deepspeed" else reason
+        require(not lacks, f"{IN_ORDER} needs the flat engine, and there is none {lacks}")
+        return "flat"
     if wanted != "auto":
         return wanted
     return "deepspeed" if reason is not None or _keeps_deepspeed(saved) else "flat"

@@ -81,6 +81,12 @@ class RunConfig:
         self._check_base_width()
         self._check_objective()
         require_static_config(self)
+        require(
+            isinstance(self.batch.micro, int) or not self.performance.in_order,
+            "--performance.grad_accum_order micro_batches needs a micro-batch that is the same on any number of ranks; "
+            f"given --batch.micro {self.batch.micro}: set it to a number that, multiplied by each number of ranks, "
+            "divides --batch.samples, for example 1",
+        )
         if self.samples < 1 or self.samples % self.batch.samples:
             steps = max(1, round(self.samples / self.batch.samples))
             raise ConfigError(

@@ -301,7 +301,8 @@ def work_of(config: RunConfig, raw: deepspeed_config.DsConfig, network: Network,
     if zero.offload:
         raise ConfigError("the DeepSpeed JSON offloads the optimizer, whose time on the host plan does not predict")
     performance = config.performance
-    zero = replace(zero, overlap=zero.overlap and not performance.cuda_graph)  # no graph holds a message
+    alone = performance.cuda_graph or performance.in_order  # no graph holds a message, and sums in order follow a pass
+    zero = replace(zero, overlap=zero.overlap and not alone, in_order=performance.in_order)
     accumulation = config.batch.accumulation(ranks)
     several = ranks * accumulation > 1
     traced = network.traced(performance)

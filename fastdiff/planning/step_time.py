@@ -133,7 +133,7 @@ def _device(work: Work, gpus: Gpus, shares: Shares, factors: Factors) -> tuple[f
     overlap, cost = work.zero.overlap, _cost(gpus)
     last = step_seconds(compute, sent, cost, overlap=overlap)
     last += _NCCL_SMS * _overlapped(compute, sent, cost) if overlap else 0.0
-    before = step_seconds(compute, _repeated(sent, work.zero.stage), cost, overlap=overlap)
+    before = step_seconds(compute, _repeated(sent, work.zero), cost, overlap=overlap)
     return last + update + (work.accumulation - 1) * before, work.accumulation * one, update
 
 
@@ -148,8 +148,14 @@ def _cost(gpus: Gpus) -> Callable[[Message], float]:
     return lambda message: cluster.seconds(message.kind, message.bytes, gpus.count)
 
 
-def _repeated(messages: Sequence[Message], stage: int) -> list[Message]:
-    """Return the messages of a micro-batch that is not the last: ZeRO-2 and 3 send gradients after each."""
+def _repeated(messages: Sequence[Message], zero: Zero) -> list[Message]:
+    """Return the messages of a micro-batch that is not the last: ZeRO-2 and 3 send gradients after each.
+
+    So does stage 0 if it adds them up in order.
+    """
+    stage = zero.stage
+    if zero.in_order:
+        return [message for message in messages if message.kind == "reduce-scatter"]
     if stage < 2:
         return []
     kinds = {"all-reduce", "reduce-scatter"} if stage == 2 else {"all-gather", "reduce-scatter"}

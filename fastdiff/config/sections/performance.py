@@ -8,6 +8,7 @@ from fastdiff_kernels.names import BACKENDS, OPS, AttentionBackend, Backend
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Device = Literal["auto", "cuda", "cpu"]
+SumOrder = Literal["ranks", "micro_batches"]
 EngineName = Literal["auto", "deepspeed", "flat"]
 _MOST_PROFILED = 50
 """Steps of a profile at most: the host holds all of its events until the end."""
@@ -34,6 +35,12 @@ class PerformanceConfig:
     """Dtype in which the gradients of the micro-batches and ranks of a step are added up. None: fp32 in a new run, and
     in a resumed run the dtype that it has. The value of --performance.precision, bf16 or fp16, needs half the memory
     and traffic for them; bf16 sums of 256 micro-batches are 2 % off."""
+    grad_accum_order: SumOrder = "ranks"
+    """Order in which the gradients of a step are added up. ranks: each rank adds up its micro-batches, then the ranks
+    add up their sums, which is fastest; losses on another number of ranks differ by rounding. micro_batches: one
+    micro-batch after the other, so that a run and its resume are equal to the bit on any number of ranks with the same
+    --batch.micro. The ranks then exchange gradients after every micro-batch, and keep two more of the network. For the
+    flat engine (--deepspeed_config ddp); on a GPU with --performance.deterministic."""
     engine: EngineName = "auto"
     """flat: gradients, weights and moments in flat buffers, updated in one pass per step without DeepSpeed, for ZeRO
     stage 0 (--deepspeed_config ddp); deepspeed: DeepSpeed, for every stage. auto: flat where it can train the run;
@@ -102,6 +109,11 @@ class PerformanceConfig:
     def sums(self) -> Precision:
         """Dtype in which gradients are added up."""
         return self.grad_accum_dtype or "fp32"
+
+    @property
+    def in_order(self) -> bool:
+        """Whether gradients are added up in the order of the micro-batches."""
+        return self.grad_accum_order == "micro_batches"
 
     @property
     def profiled(self) -> range:

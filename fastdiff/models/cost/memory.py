@@ -62,6 +62,8 @@ class Setup:
     """Samples of which a micro-batch has a multiple (``ObjectiveConfig.samples_together``)."""
     captured: bool = False
     """Whether CUDA graphs hold the passes of the flat engine."""
+    in_order: bool = False
+    """Whether the ranks exchange the gradient of every micro-batch, which needs room for two."""
 
     @property
     def state_bytes(self) -> int:
@@ -73,7 +75,7 @@ class Setup:
         n, share = self.trained, 1 / self.ranks
         cut = {kind: share if self.stage >= stage else 1.0 for kind, stage in _CUT_FROM.items()}
         own, sums = BYTES[self.precision], BYTES[self.sums if self.several else self.precision]
-        beside = own if self.flat and self.stage == 0 else 0
+        beside = own * (1 + self.in_order * (2 if self.ranks > 1 else 1)) if self.flat and self.stage == 0 else 0
         on_device = 0 if self.offload else 1
         masters = 4 if self.stage or own < 4 else 0  # ZeRO has them also in fp32
         return {
@@ -146,6 +148,7 @@ def setup_of(
         stored=performance.stored_blocks / max(blocks, 1),
         together=config.objective.samples_together,
         captured=performance.cuda_graph,
+        in_order=performance.in_order,
     )
 
 

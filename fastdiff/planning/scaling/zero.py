@@ -49,6 +49,8 @@ class Zero:
     """Whether messages overlap the passes; DeepSpeed's default is True at stage 3, and so does the flat engine."""
     offload: bool = False
     """Whether the optimizer's states and its step are on the host."""
+    in_order: bool = False
+    """Whether stage 0 adds up gradients in the order of the micro-batches (``training.engines.ordered_sum``)."""
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any]) -> Zero:
@@ -76,6 +78,7 @@ class Zero:
             stage=stage,
             overlap=stage in (0, 3) if overlap is None else bool(overlap),
             offload=_on_host(section, "offload_optimizer"),
+            in_order=False,  # the run says it
             **given,
         )
 
@@ -99,6 +102,8 @@ class Zero:
         if self.stage == 0:
             when: Part = "backward" if self.overlap else "step"
             padded = [_padded(size, _ALIGNED_FLAT) for size in parameters]
+            if self.in_order:  # all-to-all and broadcasts of slices, of which a rank sends as many bytes as of these
+                return [Message("reduce-scatter", width * sum(padded)), Message("all-gather", sums * sum(padded))]
             buckets = [*_filled(padded, _WHOLE_BUCKET // width)]
             return [Message("all-reduce", sums * size, when) for size in reversed(buckets)]
         if self.stage < 3:

@@ -26,6 +26,7 @@ from fastdiff.training.ema import Ema
 from fastdiff.training.engines.base import Engine
 from fastdiff.training.engines.data_parallel import DataParallel
 from fastdiff.training.engines.flat_sum import FlatSum
+from fastdiff.training.engines.ordered_sum import OrderedSum
 from fastdiff.training.optimizer.build import (
     base_lr,
     build_lr_schedule,
@@ -70,9 +71,12 @@ class FlatEngine(Engine):
         assert family.flat_update is not None
         self._update: Update = resolve_name(family.flat_update)(config.optim, self._parts, self._gradients)
         self._update.create_state(self.optimizer, self.shapes, self.matrices, world)
-        captured, several = config.performance.cuda_graph, world.size > 1
+        self._ordered = (
+            OrderedSum(self._places, self._gradients, DTYPES[precision], world) if config.performance.in_order else None
+        )
+        captured, several = config.performance.cuda_graph, world.size > 1 and self._ordered is None
         self._ranks = DataParallel(model, self._places, self._gradients) if several and not captured else None
-        self._sum = FlatSum(self._gradients.buffer) if several and captured else None
+        self._sum = FlatSum(self._gradients.buffer) if several and captured else self._ordered
         self._schedule = build_lr_schedule(self.optimizer, config.optim, config.steps)
         self._micro = self._applied = self._steps = 0
         self.lr = 0.0
@@ -134,12 +138,16 @@ class FlatEngine(Engine):
     def add_gradient(self, loss: Tensor) -> None:
         """Add the gradient of ``loss`` by the device alone: the part of ``backward`` that a CUDA graph can hold."""
         (loss * (1.0 / self._summands)).backward()  # type: ignore[no-untyped-call]
-        if self._ranks is None or not self._is_last:
+        if self._ordered is not None:
+            self._ordered.collect()
+        elif self._ranks is None or not self._is_last:
             self._gradients.collect()
         self._gradients.release()
 
     def end_micro_batch(self) -> None:
-        """Count a micro-batch whose gradient is added."""
+        """Count a micro-batch whose gradient is added; in their order, the ranks add theirs here."""
+        if self._ordered is not None:
+            self._ordered.add()
         self._gradients.has_some = True
         self._micro += 1
 

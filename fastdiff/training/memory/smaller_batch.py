@@ -65,9 +65,12 @@ def halve(state: TrainState, what: str) -> OutOfMemoryRestart | None:
         what: ran out of memory where, for the message.
 
     Returns:
-        None if there is no smaller one, or the run folder cannot be written.
+        None if there is no smaller one, or the run folder cannot be written; or the order of sums follows from the
+        micro-batch (``--performance.grad_accum_order``), which only the user can change.
     """
     config, world = state.config, state.world
+    if config.performance.in_order:
+        return None
     micro = config.batch.per_rank(world.size)
     path = state.folder / FILE
     half = half_of(micro, config.objective.samples_together)
@@ -92,10 +95,14 @@ def halve(state: TrainState, what: str) -> OutOfMemoryRestart | None:
 def limited(config: RunConfig, ds_config: DsConfig, world: World) -> RunConfig:
     """Return the run with the micro-batch for which the memory suffices, if its own is larger; called by all ranks.
 
+    A run whose sums have the order of the micro-batches keeps its own.
+
     Raises:
         ConfigError: on every rank, if the file of the folder is damaged.
     """
     own = config.batch.per_rank(world.size)
+    if config.performance.in_order:
+        return config
     remembered, handed = world.on_rank0(lambda: (_remembered(config, ds_config, world.size), _handed(own)))
     most = min(remembered, handed)
     if own <= most:

@@ -1,0 +1,184 @@
+"""Sums in the order of the micro-batches: the same bits on 1, 2, 3 and 4 ranks, and what they send."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastdiff.config.command_line.config_file import with_optimizer
+from fastdiff.config.deepspeed import resolve
+from fastdiff.config.engine import choose
+from fastdiff.config.run import RunConfig
+from fastdiff.errors import ConfigError
+from fastdiff.parallel.fragments import Fragment
+from fastdiff.parallel.world import World
+from fastdiff.training.buffers import Gradients, places_of
+from fastdiff.training.engines.ordered_sum import OrderedSum, sent_bytes
+from tests.support.forked import Ranks, forked_ranks, values
+from tests.support.nights import by_day
+from tests.support.runs import hexes, intact, launch, newest, tiny, train_losses
+from tests.support.waiting import wait_until
+
+STEPS = 6
+ARMS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
+    "adamw": ("adamw", {}, {}),
+    "adamw-bf16": ("adamw", {}, {"precision": "bf16"}),
+    "adamw8bit": ("adamw8bit", {}, {}),
+    "muon": ("muon", {"iterations_dtype": "fp32"}, {}),
+    "muon-bf16": ("muon", {"iterations_dtype": "bf16"}, {"precision": "bf16"}),
+}
+"""Optimizer, its options, and those of the performance."""
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "adamw8bit": (), "muon": ("momentum", "exp_avg", "exp_avg_sq")}
+
+
+def run_of(
+    digits: Path, folder: Path, arm: str, *, steps: int = STEPS, micro: int = 1, **performance: Any
+) -> RunConfig:
+    """A run of 12 samples per step, of which every step is clipped."""
+    name, options, precision = ARMS[arm]
+    config = with_optimizer(tiny(digits, folder), name, "this test")
+    return replace(
+        config,
+        samples=12 * steps,
+        batch=replace(config.batch, samples=12, micro=micro),
+        optim=replace(config.optim, clip=0.05, weight_decay=0.01, **options),
+        performance=replace(
+            config.performance, **{"grad_accum_order": "micro_batches", **precision, **performance}
+        ),
+    )  # fmt: skip
+
+
+def trained(world: World, configs: Mapping[str, RunConfig]) -> dict[str, list[str]]:
+    """Losses of every run."""
+    return {name: hexes(train_losses(world, config, launch(0))) for name, config in configs.items()}
+
+
+def state(folder: Path, arm: str) -> dict[str, Tensor]:
+    """Weights, averages and moments of the newest checkpoint, whole."""
+    saved = newest(folder)
+    kinds, held = ("master", "ema/0.9", "ema/0.5", *MOMENTS[ARMS[arm][0]]), {key for _, key in saved.keys("")}
+    return {
+        f"{kind}/{name}": saved.slice(kind, Fragment(name, 0, math.prod(shape), 0))
+        for kind in kinds
+        for name, shape in saved.manifest["parameters"].items()
+        if f"{kind}/{name}" in held  # a parameter has the moments of Muon or of AdamW
+    }
+
+
+def assert_same_bits(folder: Path, expected: Path, arm: str) -> None:
+    found, theirs = state(folder, arm), state(expected, arm)
+    assert found.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(found[name], value), f"{folder.name} {name}"
+
+
+@pytest.mark.parametrize("arms", by_day([("adamw", "muon")], (("adamw-bf16", "adamw8bit", "muon-bf16"),)))
+def test_runs_are_equal_to_the_bit_on_any_number_of_ranks(digits: Path, tmp_path: Path, arms: Sequence[str]) -> None:
+    """Losses, weights, averages and moments; micro-batches of 2 do not divide 12 samples on 4 ranks."""
+    found: dict[int, dict[str, list[str]]] = {}
+    for ranks in (1, 2, 3, 4):
+        configs = {
+            f"{arm}-{micro}": run_of(digits, tmp_path / f"{ranks}-{arm}-{micro}", arm, micro=micro)
+            for arm in arms
+            for micro in (1, 2)
+            if 12 % (micro * ranks) == 0
+        }
+        found[ranks] = values(forked_ranks(trained, configs, ranks=ranks))[0]
+        for name, own in found[ranks].items():
+            assert own == found[1][name], f"{ranks} ranks, {name}"
+            assert_same_bits(tmp_path / f"{ranks}-{name}", tmp_path / f"1-{name}", name.rpartition("-")[0])
+
+
+def test_without_them_the_bits_depend_on_the_ranks(digits: Path, tmp_path: Path) -> None:
+    """Otherwise the test above would show nothing."""
+    found = [
+        values(
+            forked_ranks(
+                trained, {"": run_of(digits, tmp_path / str(ranks), "adamw", grad_accum_order="ranks")}, ranks=ranks
+            )
+        )[0]
+        for ranks in (1, 3)
+    ]
+    assert found[0] != found[1]
+
+
+def test_one_rank_adds_up_as_without_them(digits: Path, tmp_path: Path) -> None:
+    configs = {
+        order: run_of(digits, tmp_path / order, "adamw", grad_accum_order=order) for order in ("ranks", "micro_batches")
+    }
+    found = values(forked_ranks(trained, configs, ranks=1))[0]
+    assert found["micro_batches"] == found["ranks"]
+
+
+@pytest.mark.parametrize("arm", by_day(["muon"], "adamw", "adamw8bit"))
+def test_a_killed_run_goes_on_to_the_bit_on_another_number_of_ranks(digits: Path, tmp_path: Path, arm: str) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    long = run_of(digits, killed, arm, steps=1000)
+    long = replace(long, output=replace(long.output, checkpoint_every=1))
+    with Ranks(trained, {"": long}, ranks=2):
+        wait_until(lambda: bool(intact(killed)), "a checkpoint")
+    steps = intact(killed)[0] + 3
+    ends = {folder.name: run_of(digits, folder, arm, steps=steps) for folder in (killed, whole)}
+    gone_on = values(forked_ranks(trained, {"": replace(long, samples=12 * steps)}, ranks=3))[0]
+    expected = values(forked_ranks(trained, {"": ends["whole"]}, ranks=1))[0]
+    assert gone_on == expected
+    assert_same_bits(killed, whole, arm)
+
+
+def entry(number: int) -> float:
+    """Entry of the gradient of a micro-batch; fp32 sums of these depend on their order."""
+    return {5: 1e8, 7: -1e8}.get(number, 0.7)
+
+
+def summed(world: World) -> tuple[Tensor, int, int]:
+    """Sum of two micro-batches per rank, the bytes that this rank has sent, and the elements."""
+    network = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))  # 58 elements in 4 places of 64: slices cut them
+    places = places_of(network)
+    sums = Gradients(places, torch.float32, world.device)
+    ordered = OrderedSum(places, sums, torch.float32, world)
+    for micro in range(12 // world.size):
+        number = micro * world.size + world.rank
+        for place in places:
+            place.parameter.grad = torch.full_like(place.parameter, entry(number))
+        ordered.collect()
+        ordered.add()
+        sums.has_some = True
+    assert list(ordered.arrived()) == [sums.buffer.numel()]
+    return torch.stack([view.flatten()[0] for view in sums.views]), ordered.sent_bytes, sums.buffer.numel()
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_every_rank_has_the_sum_in_order_and_sends_what_is_counted(ranks: int) -> None:
+    expected = torch.zeros(())
+    for number in range(12):
+        expected = expected + entry(number)
+    found = values(forked_ranks(summed, ranks=ranks))
+    for sums, _, _ in found:
+        assert torch.equal(sums, expected.expand(4))
+    elements = found[0][2]
+    assert sum(sent for _, sent, _ in found) == pytest.approx(ranks * sent_bytes(elements, ranks, 12 // ranks, 4, 4))
+
+
+def test_what_cannot_add_up_so_is_refused(digits: Path, tmp_path: Path) -> None:
+    config = run_of(digits, tmp_path, "adamw")
+
+    def chosen(stage: int, **performance: Any) -> str:
+        changed = replace(config, performance=replace(config.performance, **performance))
+        return choose(changed.optim, changed.performance, resolve(launch(stage).deepspeed, changed, 2))
+
+    assert chosen(0) == "flat"
+    order = "--performance.grad_accum_order micro_batches"
+    with pytest.raises(ConfigError, match=f"{order} needs the flat engine.* ZeRO stage 2.*use --deepspeed_config ddp"):
+        chosen(2)
+    with pytest.raises(ConfigError, match=f"{order} needs .* --performance.engine deepspeed: leave it out"):
+        chosen(0, engine="deepspeed")
+    for micro in (None, "auto"):
+        with pytest.raises(ConfigError, match=f"{order} needs .* given --batch.micro {micro}: set it to a number"):
+            replace(config, batch=replace(config.batch, micro=micro))
+    with pytest.raises(ConfigError, match=f"--performance.cuda_graph with {order}"):
+        replace(config, performance=replace(config.performance, cuda_graph=True, device="cuda"))
