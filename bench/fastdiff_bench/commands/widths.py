@@ -25,7 +25,7 @@ from fastdiff_bench.page.width_charts import draw_changes, draw_sweeps
 from fastdiff_bench.records.fingerprint import ROOT
 from fastdiff_bench.records.record import Fact, Log, Measurement
 from fastdiff_bench.records.tables import table
-from fastdiff_bench.trainers import recipes, widths
+from fastdiff_bench.trainers import widths
 from fastdiff_bench.trainers.widths import HEAD, NETWORK, Trained, Trial
 
 _RATES = tuple(2.0**-exponent for exponent in (9, 8, 7, 6, 5))
@@ -66,7 +66,7 @@ def _run(given: argparse.Namespace) -> int:
     if given.seeds < 1 or given.steps < 10:
         raise BenchError(f"--seeds {given.seeds} --steps {given.steps}: at least 1 and 10")
     root = (given.folder or ROOT / "runs" / ("widths-smoke" if given.smoke else "widths")).resolve()
-    recipes.prepare("digits", root, few=given.smoke)
+    widths.prepare(root)
     with open_log(given, "widths") as log:
         _check(chosen, log)
         done, failed = _sweep(chosen, given, root, log)

@@ -27,7 +27,6 @@ from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.objective import FlowConfig
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
-from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.evaluation import validation_files
 from fastdiff.evaluation.digits import evaluate_digits, evaluation_labels
 from fastdiff.evaluation.validation_files import Validated
@@ -38,7 +37,7 @@ from fastdiff.parallel.world import start_world
 from fastdiff.sampling.run import Run
 from fastdiff.training.loop import train
 from fastdiff_bench.measure.speed_up import Curve
-from fastdiff_bench.trainers import crops, pixel_crops
+from fastdiff_bench.trainers import aligned_digits, crops, pixel_crops, teachers
 from fastdiff_bench.trainers.features import in_velocity
 
 HELD_OUT = "held-out"
@@ -49,6 +48,8 @@ SWEEP = 1000
 BASELINE = "AdamW"
 _VALIDATIONS = 20
 """Validations of a run, evenly spread."""
+_TEACHER_STEPS, _FEW = 200, 8
+"""Optimizer steps of a teacher, also of one for a smoke run."""
 _RESULT = "recipe.json"
 """File of a run folder, written last."""
 
@@ -83,9 +84,8 @@ class Arm:
 
 
 def _digits(root: Path, few: bool) -> None:
-    for split, name in (("train", TRAIN), ("test", HELD_OUT)):
-        if not (root / name / "dataset.json").is_file():
-            encode_digits(root / name, split=split)
+    side, steps = TASKS["digits"].network.side, _FEW if few else _TEACHER_STEPS
+    aligned_digits.prepare(root, side=side, teacher_steps=steps, parts=(TRAIN, HELD_OUT))
 
 
 def _draw_digits(run: Run, root: Path) -> dict[str, float]:
@@ -95,7 +95,8 @@ def _draw_digits(run: Run, root: Path) -> dict[str, float]:
 
 
 def _crops(root: Path, few: bool) -> None:
-    pixel_crops.prepare(root, stride=48 if few else 8, parts=(TRAIN, HELD_OUT))
+    side, steps, stride = TASKS["crops"].network.side, *((_FEW, 48) if few else (_TEACHER_STEPS, 8))
+    pixel_crops.prepare(root, stride=stride, side=side, teacher_steps=steps, parts=(TRAIN, HELD_OUT))
 
 
 def _draw_crops(run: Run, root: Path) -> dict[str, float]:
@@ -147,6 +148,13 @@ def _mup(config: RunConfig) -> RunConfig:
     return replace(config, model=replace(model, base_width=model.hidden))
 
 
+def _aligned(config: RunConfig) -> RunConfig:
+    """Align the second block with the stored features, at the weight of REPA."""
+    model = cast(DiTConfig, config.model)
+    aligned = replace(model, aligned_width=teachers.WIDTH, aligned_block=2, aligned_hidden=4 * model.hidden)
+    return replace(config, model=aligned, objective=FlowConfig(alignment_weight=0.5))
+
+
 def _routed(config: RunConfig, name: RoutingName) -> RunConfig:
     """Leave tokens out of all blocks but the first and the last, in all but the last quarter of the steps."""
     model = cast(DiTConfig, config.model)
@@ -170,6 +178,8 @@ ARMS = {
     "8-bit AdamW": Arm(lambda rate: AdamWConfig(name="adamw8bit", lr=rate), _ADAMW_RATES),
     "Muon of fused weights": Arm(_muon_at, _MUON_RATES, around=_fused_as_one),
     "chunked Muon": Arm(_muon_at, _MUON_RATES),
+    f"{BASELINE} + alignment": Arm(_adamw_at, _ADAMW_RATES, _aligned),
+    "chunked Muon + alignment": Arm(_muon_at, _MUON_RATES, _aligned),
     "x-prediction": Arm(_adamw_at, _ADAMW_RATES, _x_prediction),
     "TREAD": Arm(_adamw_at, _ADAMW_RATES, partial(_routed, name="tread"), ("crops",)),
     "SPRINT": Arm(_adamw_at, _ADAMW_RATES, partial(_routed, name="sprint"), ("crops",)),
@@ -254,6 +264,11 @@ class Trained:
 def prepare(task: str, root: Path, *, few: bool) -> None:
     """Write the data sets of a task below ``root``, as far as they are not there; ``few``: less of them."""
     TASKS[task].prepare(root / task, few)
+
+
+def teacher_of(task: str, root: Path) -> dict[str, float]:
+    """Return how the teacher of a task was trained, and its held-out ``accuracy``."""
+    return teachers.training_of(root / task / "teacher")
 
 
 def finished(trial: Trial, root: Path) -> Trained | None:

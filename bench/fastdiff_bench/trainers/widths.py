@@ -18,6 +18,8 @@ from fastdiff.config.sections.data import DataConfig, ValidationConfig
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.objective import FlowConfig
 from fastdiff.config.sections.output import OutputConfig
+from fastdiff.data.encoding.builtin import encode_digits
+from fastdiff.data.shards.format import INFO_FILE
 from fastdiff.evaluation import validation_files
 from fastdiff.files import publish
 from fastdiff.parallel.world import start_world
@@ -100,6 +102,13 @@ class Trained:
     """Held-out loss of the averaged weights at the end."""
     commit: str | None
     """Of the code that trained it; None: not known."""
+
+
+def prepare(root: Path) -> None:
+    """Write the digits below ``root``, as far as they are not there."""
+    for split, name in (("train", TRAIN), ("test", HELD_OUT)):
+        if not (root / "digits" / name / INFO_FILE).is_file():
+            encode_digits(root / "digits" / name, split=split)
 
 
 def finished(trial: Trial, root: Path) -> Trained | None:

@@ -15,7 +15,8 @@ from fastdiff_bench.records.record import Log
 from fastdiff_bench.trainers.recipes import ARMS, BASELINE, SWEEP, TASKS, Trained, Trial
 
 OTHER = "8-bit AdamW"
-RUN = ("recipes", "--smoke", "--task", "digits", "--only", OTHER, "--seeds", "2")
+ALIGNED = f"{BASELINE} + alignment"
+RUN = ("recipes", "--smoke", "--task", "digits", "--only", OTHER, ALIGNED, "--seeds", "2")
 
 
 def trained(arm: str, rate: float, seed: int, losses: list[float]) -> Trained:
@@ -86,15 +87,19 @@ def test_the_record_the_table_and_the_picture_agree(tmp_path: Path, capsys: pyte
 def test_runs_are_trained_and_not_anew_at_a_second_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = (*RUN, "--folder", str(tmp_path / "runs"), "--out", str(tmp_path))
     assert main(flags) == 0
-    rows = [m for m in record.read(tmp_path / "recipes.jsonl").measurements if m.quantity.startswith("validation loss")]
-    assert {m.provider.rpartition(", ")[0] for m in rows} == {BASELINE, OTHER}
+    measured = record.read(tmp_path / "recipes.jsonl").measurements
+    assert [m.facts["trained on"] for m in measured if "saw labels" in m.provider] == ["labels of the training half"]
+    rows = [m for m in measured if m.quantity.startswith("validation loss")]
+    assert {m.provider.rpartition(", ")[0] for m in rows} == {BASELINE, OTHER, ALIGNED}
     compared = [m for m in rows if m.quantity.endswith(("seed 0", "seed 1"))]
-    assert len({m.provider for m in compared}) == 2, "each at one rate"
+    assert len({m.provider for m in compared}) == 3, "each at one rate"
     losses = {m.quantity: [o.value for o in compared if o.quantity == m.quantity] for m in compared}
-    for first, second in losses.values():
-        assert first != second, "the optimizers differ"
-        assert first == pytest.approx(second, rel=1e-3), "the data, the noise and the initial weights do not"
+    for found in losses.values():
+        assert len(set(found)) == 3, "the methods differ"
+        assert found == pytest.approx([found[0]] * 3, rel=2e-3), "the data, the noise and the initial weights do not"
     folders = sorted(tmp_path.glob("runs/runs/*/*/*/metrics.jsonl"))
+    aligned = {folder for folder in folders if "loss_alignment" in folder.read_text()}
+    assert aligned == {folder for folder in folders if "alignment" in folder.parent.name}
     written = [folder.stat().st_mtime_ns for folder in folders]
     assert main(flags) == 0
     assert [folder.stat().st_mtime_ns for folder in folders] == written
