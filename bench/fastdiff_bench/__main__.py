@@ -25,6 +25,7 @@ COMMANDS = {
     "emit": "count Inductor's code for the compiled blocks, without a GPU",
     "objectives": "train the digits with each objective",
     "features": "train on features as latents: int8 and bfloat16, x and velocity",
+    "alignment": "measure what stored features of a teacher, the head and the teacher add to a step",
     "recipes": "train with each method at its own rate: how many fewer steps, with standard errors",
     "fp8": "train the digits in FP8 and in bf16, and test whether they differ",
     "widths": "train the digits at several widths and learning rates, with muP and without it",

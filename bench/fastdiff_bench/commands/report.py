@@ -26,6 +26,7 @@ _TITLES = {
     "scale": "Many GPUs",
     "plan": "Predicted and measured steps",
     "checkpoint": "Cost of checkpoints",
+    "alignment": "Cost of an alignment with a teacher",
     "objectives": "The digits with each objective",
     "emit": "Code of the compiled blocks",
     "aot": "Registers of the compiled kernels",

@@ -24,6 +24,8 @@ from fastdiff_bench.measure.session import Fact
 
 _STEPS = 1_000_000
 """Length of the run; no benchmark reaches it."""
+_ALIGNMENT = 0.5
+"""Weight of the alignment of a network that is given its head, that of REPA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +85,10 @@ class Workload:
             validation=ValidationConfig(),
             output=OutputConfig(folder=str(folder), checkpoint_every=0, sample_every=0, report_to=()),
         )
-        fields = asdict(config)
-        return from_mapping(fields | {"model": fields["model"] | self._model()}, "bench")  # validates the choices
+        fields, model = asdict(config), self._model()
+        if model.get("aligned_width"):
+            fields["objective"] |= {"alignment_weight": _ALIGNMENT}
+        return from_mapping(fields | {"model": fields["model"] | model}, "bench")  # validates the choices
 
     def _model(self) -> dict[str, Any]:
         for text in self.model:

@@ -45,7 +45,7 @@ class Measurement:
 
     bench: str
     """The command: op, step, peer, scripts, startup, data, scale, checkpoint, aot, emit, objectives, features, fp8,
-    recipes."""
+    recipes, alignment."""
     case: str
     """Measured case, in words that are stable between runs: ``dit-s-2-256, batch 8, fp32``."""
     provider: str
