@@ -70,7 +70,7 @@ _OF_LORA: Mapping[Literal["base", "adapter"], str] = {
 _MOST = 12
 """Changes that a message lists."""
 _SUMS = "performance.grad_accum_dtype"
-_OPTIMIZER = "optim.name"
+_OPTIMIZER, _NETWORK = "optim.name", "model.kind"
 _OBJECTIVE = {f"objective.{name}": value for name, value in DEFAULTS.items()}
 
 
@@ -207,8 +207,10 @@ def config_changes(saved: dict[str, Any], now: dict[str, Any], allowed: Sequence
     old[_SUMS] = old.get(_SUMS) or old["performance.precision"]  # runs older than the field added up in their precision
     new[_SUMS] = new.get(_SUMS) or old[_SUMS]
     compared = old.keys() | new.keys()
-    if old[_OPTIMIZER] != new[_OPTIMIZER]:  # hyper-parameters that only one of them has differ with the name
-        compared -= {key for key in old.keys() ^ new.keys() if key.startswith("optim.")}
+    for name in (_OPTIMIZER, _NETWORK):  # fields that only one of them has differ with the name
+        if old[name] != new[name]:
+            section = name.partition(".")[0] + "."
+            compared -= {key for key in old.keys() ^ new.keys() if key.startswith(section)}
     return {
         key: f"{json.dumps(old.get(key))} -> {json.dumps(new.get(key))}"
         for key in sorted(compared)

@@ -183,8 +183,11 @@ def _set_up() -> None:
     import torch
 
     from fastdiff.console import log, quieten
+    from fastdiff.parallel.launcher import VARIABLES
 
     os.environ["OMP_NUM_THREADS"] = "1"  # for libraries that have not started theirs
+    for name in VARIABLES:  # of ranks of the calling process, whose port is taken
+        os.environ.pop(name, None)
     torch.set_num_threads(1)
     quieten()
     log.setLevel(logging.WARNING)
