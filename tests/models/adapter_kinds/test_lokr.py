@@ -278,6 +278,14 @@ def test_what_the_run_could_not_hold_is_refused(given: dict[str, object], messag
         with_values_of_file(replace(LoraConfig(kind="lokr", init=str(file)), **given), MODELS["sd15"])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", ["lokr", "dora"])
+def test_a_convolution_with_groups_is_refused(kind: str) -> None:
+    model = build_model(UNETS["sd15"])
+    model.get_submodule("conv_in").groups = 2  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"--lora.targets conv_in: a \w+ is for convolutions without groups"):
+        add_lora(model, LoraConfig(kind=kind, rank=2, targets=("conv_in",)), seed=0)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
