@@ -26,10 +26,11 @@ def font_for(text: str, size: int) -> Font:
     from PIL import ImageFont
 
     letters = set(unicodedata.normalize("NFC", text))
-    best, least = ImageFont.load_default(size), len(letters) + 1
-    for font in (best, *(_opened(name, size) for name in _OF_MACHINES)):
-        lacking = least if font is None else sum(_lacks(font, letter) for letter in letters)
-        if font is not None and lacking < least:
+    best: Font = ImageFont.load_default(size)
+    least = _count_lacking(best, letters)
+    for name in _OF_MACHINES:
+        font = _opened(name, size) if least else None
+        if font is not None and (lacking := _count_lacking(font, letters)) < least:
             best, least = font, lacking
     return best
 
@@ -53,6 +54,10 @@ def _drawable(letter: str, font: Font) -> str:
         return letter
     bare = "".join(part for part in unicodedata.normalize("NFKD", letter) if not unicodedata.combining(part))
     return "".join("?" if _lacks(font, part) else part for part in bare)
+
+
+def _count_lacking(font: Font, letters: set[str]) -> int:
+    return sum(_lacks(font, letter) for letter in letters)
 
 
 def _lacks(font: Font, letter: str) -> bool:

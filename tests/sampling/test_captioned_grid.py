@@ -73,6 +73,15 @@ def test_another_script_is_drawn_by_a_font_of_the_machine(monkeypatch: pytest.Mo
     assert len({each.tobytes() for each in pictures}) == 3
 
 
+def test_a_text_that_the_first_font_has_opens_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(lettering, "_opened", lambda name, size: opened.append(name))
+    font_for("two birds", 14)
+    assert not opened
+    font_for("猫", 14)
+    assert opened == list(lettering._OF_MACHINES)
+
+
 def test_a_prompt_without_a_letter_of_a_font_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lettering, "_OF_MACHINES", ())
     pixels = {"base": colours(2, 64, 0)}
