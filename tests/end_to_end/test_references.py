@@ -173,3 +173,5 @@ def test_as_many_files_as_references(tmp_path: Path, world: World, pipeline: Pat
         train_losses(world, run_of(pipeline, data["two"], tmp_path / "run", validation=shown), launch(0))
     with pytest.raises(ConfigError, match=r"--validation.references needs an edit model; a UNet of Stable Dif"):
         replace(preset("sd15-lora"), validation=shown)
+    with pytest.raises(ConfigError, match=r"--validation.references needs --validation.prompts or"):
+        ValidationConfig(references=(file,))

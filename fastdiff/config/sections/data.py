@@ -181,6 +181,10 @@ class ValidationConfig:
             require(getattr(self, name) >= least, f"--validation.{name} {getattr(self, name)}: at least {least}")
         for path in self.references:
             require_local("--validation.references", path)
+        require(
+            not self.references or bool(self.prompts or self.captions),
+            "--validation.references needs --validation.prompts or --validation.captions, which refer to them",
+        )
         require(self.steps is None or self.steps >= 1, f"--validation.steps {self.steps}: at least 1")
         require(self.first is None or self.first >= 1, f"--validation.first {self.first}: at least 1, or None")
         require(self.first is None or self.every > 0, f"--validation.first {self.first} needs --validation.every")
