@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from math import prod
 
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.optimizers.registry import family_of as optimizer_of
@@ -26,6 +27,11 @@ def matrices_of(config: RunConfig, shapes: Shapes) -> Matrices:
     if not optimizer_of(config.optim).by_matrix:
         return {}
     return declared_matrices(config.model, shapes, f"--optim.name {config.optim.name}")
+
+
+def elements_in(matrices: Matrices, shapes: Shapes) -> int:
+    """Return the elements of the trained parameters in which there are matrices."""
+    return sum(prod(shapes[name]) for name in matrices)
 
 
 def declared_matrices(model: ModelConfig, shapes: Shapes, flag: str) -> Matrices:

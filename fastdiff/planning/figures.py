@@ -73,8 +73,8 @@ def figures(
         return None
     network = read_network(config, torch.device("cuda"))
     setup = setup_of(
-        config, ds_config, ranks, flat=flat, trained=network.trained, frozen_bytes=network.frozen_bytes,
-        buffer_bytes=network.buffer_bytes, blocks=network.blocks,
+        config, ds_config, ranks, flat=flat, trained=network.trained, in_matrices=network.in_matrices,
+        frozen_bytes=network.frozen_bytes, buffer_bytes=network.buffer_bytes, blocks=network.blocks,
     )  # fmt: skip
     held = memory(
         setup, network.traced(config.performance), accumulates=config.batch.accumulation(ranks) > 1,
@@ -87,7 +87,9 @@ def figures(
     return Figures(held.peak, step_time(work_of(config, ds_config, network, ranks), gpus).whole, config.batch.samples)
 
 
-def held_on_cpu(config: RunConfig, ds_config: DsConfig, ranks: int, trained: int, *, flat: bool) -> str:
+def held_on_cpu(
+    config: RunConfig, ds_config: DsConfig, ranks: int, trained: int, in_matrices: int, *, flat: bool
+) -> str:
     """Return the memory of a rank on a CPU in words, for a log: what follows from the parameters, at no cost.
 
     A pass is not traced there: on small networks that takes longer than it is worth.
@@ -97,9 +99,13 @@ def held_on_cpu(config: RunConfig, ds_config: DsConfig, ranks: int, trained: int
         ds_config: the resolved DeepSpeed JSON.
         ranks: of the job.
         trained: parameters.
+        in_matrices: of them those in matrices that the network declares to the optimizer.
         flat: the run has the flat engine.
     """
-    setup = setup_of(config, ds_config, ranks, flat=flat, trained=trained, frozen_bytes=0, buffer_bytes=0, blocks=0)
+    setup = setup_of(
+        config, ds_config, ranks, flat=flat, trained=trained, in_matrices=in_matrices, frozen_bytes=0, buffer_bytes=0,
+        blocks=0,
+    )  # fmt: skip
     parts = {name: size for name, size in setup.static().items() if size}
     told = ", ".join(f"{name} {_mib(size)}" for name, size in parts.items())
     return f"planned: each rank holds {_mib(sum(parts.values()))} MiB ({told}) and the activations of a micro-batch"

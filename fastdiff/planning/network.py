@@ -2,18 +2,22 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 from torch import Tensor
 
 from fastdiff.batch import Condition
 from fastdiff.config.networks.routing import SCORES
+from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.cost.dry_network import dry_inputs, dry_network
+from fastdiff.models.cost.flops import update_flops
 from fastdiff.models.cost.memory import buffer_bytes, frozen_bytes
 from fastdiff.models.cost.traced import Recording, Traced, record
+from fastdiff.models.matrices import Shapes, elements_in, matrices_of
 from fastdiff.models.quantized import quantized_weights
 
 TRACED = 2
@@ -26,6 +30,10 @@ class Network:
 
     parameters: tuple[int, ...]
     """Elements of each trained parameter: with a LoRA those of the adapter."""
+    in_matrices: int
+    """Elements of those in which the network declares matrices to the optimizer of the run."""
+    update_flops: tuple[int, ...]
+    """Operations of that optimizer on the matrices in each trained parameter; 0: it has none."""
     frozen_parameters: tuple[int, ...]
     """Elements of each frozen parameter; those that a LoRA quantises are buffers."""
     frozen: int
@@ -92,6 +100,8 @@ def read_network(
     from torch._subclasses import fake_tensor  # its import takes a second
 
     network = dry_network(config)
+    shapes = {name: tuple(p.shape) for name, p in network.named_parameters() if p.requires_grad}
+    in_matrices, flops = _of_matrices(config, shapes)
     frozen_parameters = tuple(p.numel() for p in network.parameters() if not p.requires_grad)
     noisy, condition = inputs or dry_inputs(config.model, network.inputs, TRACED)
     precision, blocks = config.performance.precision, len(network.blocks_in_order())
@@ -117,7 +127,9 @@ def read_network(
             f"this network does not run without data ({reason}): it cannot be planned; measure it with `bench step`"
         ) from error
     return Network(
-        parameters=tuple(p.numel() for p in network.parameters() if p.requires_grad),
+        parameters=tuple(map(prod, shapes.values())),
+        in_matrices=in_matrices,
+        update_flops=flops,
         frozen_parameters=frozen_parameters,
         frozen=sum(frozen_parameters) + sum(quantized_weights(network)),
         frozen_bytes=frozen_bytes(network, precision),
@@ -127,6 +139,13 @@ def read_network(
         dense_recorded=with_all,
         dense_share=dense,
     )
+
+
+def _of_matrices(config: RunConfig, shapes: Shapes) -> tuple[int, tuple[int, ...]]:
+    """Return the elements of trained parameters with matrices, and the operations of an update on each parameter."""
+    matrices = matrices_of(config, shapes)
+    flops = update_flops(family_of(config.optim), matrices)
+    return elements_in(matrices, shapes), tuple(flops.get(name, 0) for name in shapes)
 
 
 def _recomputations(

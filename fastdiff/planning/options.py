@@ -27,6 +27,7 @@ from fastdiff.planning.kernels import of_traced
 from fastdiff.planning.memory import RESERVED, Memory, memory
 from fastdiff.planning.network import Network
 from fastdiff.planning.rates import Interval
+from fastdiff.planning.scaling.owners import WholeWeights
 from fastdiff.planning.scaling.zero import Zero, width_of
 from fastdiff.planning.step_time import StepTime, Work
 
@@ -284,6 +285,7 @@ def setup_for(config: RunConfig, raw: deepspeed_config.DsConfig, network: Networ
         ranks,
         flat=choose(config.optim, config.performance, resolved) == "flat",
         trained=network.trained,
+        in_matrices=network.in_matrices,
         frozen_bytes=network.frozen_bytes,
         buffer_bytes=network.buffer_bytes,
         blocks=network.blocks,
@@ -318,10 +320,18 @@ def work_of(config: RunConfig, raw: deepspeed_config.DsConfig, network: Network,
         frozen=network.frozen_parameters,
         width=width_of(performance.precision),
         sums=width_of(performance.sums if several else performance.precision),
-        state_bytes=family_of(config.optim).state_bytes,
+        state_bytes=family_of(config.optim).state_bytes(network.in_matrices / max(network.trained, 1)),
         recomputed=traced.recomputed,
+        whole=_whole_weights(config, network),
         captured=performance.cuda_graph,
     )
+
+
+def _whole_weights(config: RunConfig, network: Network) -> WholeWeights | None:
+    if (step := family_of(config.optim).matrix_step) is None:
+        return None
+    dtype = step.dtype(config.optim)
+    return WholeWeights(flops=network.update_flops, dtype=dtype, width=width_of(dtype))
 
 
 def _no_memory(gpus: Gpus, lacking: Sequence[Planned]) -> Refused:

@@ -3,6 +3,9 @@
 This is the model of ``fastdiff plan``, ``bench scale --from`` and ``bench emit --budget``. A pass takes the time of its
 kernels, row by row. The update moves the bytes that the engine counts per parameter. Messages overlap the last backward
 pass of a step and take streaming multiprocessors (SMs) from it. The step is the slower of device and host.
+
+An optimizer that treats matrices whole adds the products of the rank with the most of them, and the messages between
+the owners and the other ranks, which overlap nothing; the host's launches of these products are not counted.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +15,7 @@ from fastdiff.planning.gpus import CPU, Gpus
 from fastdiff.planning.kernels import Kernels
 from fastdiff.planning.rates import FAST, MIDDLE, SLOW, Interval, Shares
 from fastdiff.planning.scaling.communication import Compute, Message, step_seconds
+from fastdiff.planning.scaling.owners import WholeWeights
 from fastdiff.planning.scaling.zero import Zero
 
 _CPU_LAUNCH_S = 40e-6
@@ -51,10 +55,12 @@ class Work:
     """Bytes per element of the network's weights."""
     sums: int
     """Bytes per element of the gradients when they are added up."""
-    state_bytes: int
+    state_bytes: float
     """Bytes of optimizer state per parameter."""
     recomputed: float
     """Share of the forward pass that runs again in the backward pass."""
+    whole: WholeWeights | None = None
+    """Weights that the optimizer updates whole; None: it has none."""
     captured: bool = False
     """Whether CUDA graphs hold passes and update: the host launches a few graphs, not every kernel."""
 
@@ -106,7 +112,11 @@ def messages(work: Work, gpus: Gpus) -> list[Message]:
     """Return the messages of a step with one micro-batch."""
     if gpus.count == 1:
         return []
-    return work.zero.messages(work.parameters, work.width, gpus.count, work.sums, frozen=work.frozen)
+    found = work.zero.messages(work.parameters, work.width, gpus.count, work.sums, frozen=work.frozen)
+    if work.whole is not None:
+        _, sent = work.whole.spread(work.parameters, work.zero.slices(work.parameters, gpus.count))
+        found.append(Message("all-to-all", sent // (gpus.count - 1)))
+    return found
 
 
 def pass_seconds(work: Work, gpus: Gpus, shares: Shares) -> float:
@@ -121,7 +131,16 @@ def update_seconds(work: Work, gpus: Gpus, shares: Shares) -> float:
     whole, divided = COPIES[stage]
     saved = 2.0 * (_STATE_BYTES - work.state_bytes) / (ranks if stage else 1)  # read and written
     moved = sum(work.parameters) * (whole + divided / ranks - saved)
-    return moved / (shares.update * gpus.kind.bandwidth)
+    return moved / (shares.update * gpus.kind.bandwidth) + _product_seconds(work, gpus, shares)
+
+
+def _product_seconds(work: Work, gpus: Gpus, shares: Shares) -> float:
+    """Return the seconds of the products of the optimizer, on the rank that has the most."""
+    if work.whole is None:
+        return 0.0
+    flops, _ = work.whole.spread(work.parameters, work.zero.slices(work.parameters, gpus.count))
+    dtype = work.whole.dtype if work.whole.dtype in gpus.kind.rates else "fp32"
+    return Kernels(kind="matmul", operations=flops, dtype=dtype).seconds(gpus.kind, work.dtype, shares)
 
 
 def _device(work: Work, gpus: Gpus, shares: Shares, factors: Factors) -> tuple[float, float, float]:

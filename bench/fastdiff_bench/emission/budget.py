@@ -179,7 +179,7 @@ def work_of(network: Emission, batch: int, engine: str) -> Work:
     return Work(
         kernels=tuple(rows), dtype="bf16", micro=batch, accumulation=1, zero=Zero.of(OF_STAGE[stage]),
         parameters=(size,) * (network.tensors - 1) + (network.parameters - size * (network.tensors - 1),), frozen=(),
-        width=width_of("bf16"), sums=width_of("bf16"), state_bytes=optimizer_family(optimizer).state_bytes,
+        width=width_of("bf16"), sums=width_of("bf16"), state_bytes=optimizer_family(optimizer).state_bytes(),
         recomputed=0.0,
     )  # fmt: skip
 

@@ -97,7 +97,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         found = {
             "network": {
                 "kind": config.model.kind, "trained": network.trained, "frozen": network.frozen,
-                "flops_per_image": run_flops(config),
+                "flops_per_image": run_flops(config), "flops_per_update": sum(network.update_flops),
             },
             "options": [table.figures(one, config.samples, arguments.price) for one in best],
             "not_possible": [{"gpus": one.gpus.name, "reason": one.reason} for one in refused],
@@ -130,8 +130,10 @@ def _heading(config: RunConfig, network: Network) -> str:
             f"{kind_of(config.lora).title} of {kind_of(config.lora).size(config.lora)}, "
             f"{_millions(network.trained)} trained and {_millions(network.frozen)} frozen parameters{stored}"
         )
+    update = sum(network.update_flops)
     return (
-        f"{config.model.title}, {counted}, {_giga(run_flops(config))} per image, {config.performance.precision}, "
+        f"{config.model.title}, {counted}, {_giga(run_flops(config))} per image, "
+        f"{f'{_giga(update)} per update by {config.optim.name}, ' if update else ''}{config.performance.precision}, "
         f"{config.samples:,} samples in {config.steps:,} steps of {config.batch.samples}"
     )
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from fastdiff.data.shards.remote import is_remote, resource
 from fastdiff.errors import StorageError, require
 from fastdiff.models import load
 from fastdiff.models.build import build_model
+from fastdiff.models.matrices import elements_in, matrices_of
 from fastdiff.parallel.devices import require_gpu, usable_gpus
 from fastdiff.version import PACKAGE
 
@@ -138,18 +140,19 @@ def checkpoint_bytes(config: RunConfig) -> int:
         return sum(int(entry["bytes"]) for entry in read_manifest(newest)["files"].values())
     averages = len(config.ema.rates) + len(config.ema.power_stds)
     resolved = load.resolve(config)
-    parameters = _trained_parameters(resolved.model, resolved.lora)
-    return parameters * (4 + family_of(config.optim).state_bytes + 4 * averages)
+    shapes = _trained_shapes(resolved.model, resolved.lora)
+    trained, inside = sum(map(prod, shapes.values())), elements_in(matrices_of(resolved, shapes), shapes)
+    return round(trained * (4 + family_of(config.optim).state_bytes(inside / trained) + 4 * averages))
 
 
-def _trained_parameters(network: ModelConfig, lora: LoraConfig) -> int:
+def _trained_shapes(network: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         model = build_model(network)
         if lora.rank:
             from fastdiff.models.lora import add_lora  # needs peft, which is optional
 
             add_lora(model, replace(lora, quantize="none"), seed=0)
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
 
 
 class SharedFolder:

@@ -4,7 +4,7 @@ No module outside ``config/optimizers`` and ``training/optimizer`` compares the 
 record. The record imports no torch. It names code as ``module:NAME``, which is imported on first use.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
@@ -48,6 +48,16 @@ class StateTensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixStep:
+    """What a step costs on each matrix that the network declares, of which one rank makes the update."""
+
+    flops: Callable[[int, int], int]
+    """Returns the floating-point operations on a matrix of these rows and columns: two per multiply-add of products."""
+    dtype: Callable[[Any], str]
+    """Returns the dtype of these products and of what the ranks send, fp32 or bf16, by the configuration."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerFamily:
     """Properties of an optimizer."""
 
@@ -68,6 +78,8 @@ class OptimizerFamily:
     whole_matrices: bool = False
     """Whether it needs whole parameters in their shapes. Otherwise it gets flat tensors with slices of parameters, as
     ZeRO cuts them, and updates each element by itself."""
+    matrix_step: MatrixStep | None = None
+    """What a step costs on the matrices that the network declares; None: it does not ask for them."""
     sliced: bool = True
     """Whether checkpoints hold its state in slices of parameters, which any number of ranks and any ZeRO stage reads.
     Otherwise they hold it as raw memory (``checkpoint.bitsandbytes_state``)."""
@@ -113,14 +125,14 @@ class OptimizerFamily:
         """State with one entry per element."""
         return tuple(tensor for tensor in self.state if tensor.unit == "element")
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of state per trained element.
+    def state_bytes(self, matrices: float = 0.0) -> float:
+        """Return the bytes of state per trained element; entries of blocks, matrices and parameters do not count.
 
-        Entries of blocks, matrices and parameters, below 2 %, do not count. With other state for matrices it is theirs:
-        other parameters are about a hundredth of a network.
+        Args:
+            matrices: share of the trained elements that lie in matrices which the network declares.
         """
-        return sum(BYTES[tensor.dtype] for tensor in self.elements if tensor.of != "others")
+        shares = {"all": 1.0, "matrices": matrices, "others": 1.0 - matrices}
+        return sum(shares[tensor.of] * BYTES[tensor.dtype] for tensor in self.elements)
 
     @property
     def bits(self) -> int:

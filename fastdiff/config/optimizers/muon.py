@@ -5,11 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fastdiff.config.optimizers.family import OptimizerFamily, StateTensor
+from fastdiff.config.optimizers.family import MatrixStep, OptimizerFamily, StateTensor
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import require
 
 _LEAST_EPS = 2.0**-126
+ITERATIONS = 5
+"""Newton-Schulz iterations of a step (Jordan et al. 2024)."""
 SCALES: Mapping[str, Callable[[int, int], float]] = {
     "keller": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -65,6 +67,15 @@ class MuonConfig(OptimConfig):
         )
 
 
+def newton_schulz_flops(rows: int, columns: int) -> int:
+    """Return the floating-point operations on a matrix; of the wide one X they are X Xᵀ, its square, and that times X.
+
+    ``training.optimizer.orthogonalise`` makes no use of the symmetry of the first two.
+    """
+    short, long = sorted((rows, columns))
+    return ITERATIONS * 2 * (2 * short**2 * long + short**3)
+
+
 _OF_OTHERS = (StateTensor(name="exp_avg", of="others"), StateTensor(name="exp_avg_sq", of="others"))
 MUON = OptimizerFamily(
     name="muon",
@@ -73,6 +84,7 @@ MUON = OptimizerFamily(
     state=(StateTensor(name="momentum", of="matrices"), *_OF_OTHERS),
     counts="int",
     whole_matrices=True,
+    matrix_step=MatrixStep(flops=newton_schulz_flops, dtype=lambda config: config.iterations_dtype),
     library="fastdiff",
     smaller="muon-bf16",
 )

@@ -5,8 +5,10 @@ inputs, which need no gradient. (The "119 Gflops" of the DiT paper for XL/2 are 
 """
 
 from fastdiff.config.networks.registry import ModelConfig
+from fastdiff.config.optimizers.family import OptimizerFamily
 from fastdiff.config.run import RunConfig
 from fastdiff.models.family import family_of
+from fastdiff.models.fused import Matrices
 
 
 def forward_flops(config: ModelConfig) -> float:
@@ -44,6 +46,19 @@ def run_flops(config: RunConfig, model: ModelConfig | None = None, *, dense: flo
     dense = 1.0 - config.dense_from / config.samples if dense is None else dense
     own = config.model if model is None else model
     return training_flops(own, adapter=config.lora.rank > 0, dream=dream, dense=dense)
+
+
+def update_flops(family: OptimizerFamily, matrices: Matrices) -> dict[str, int]:
+    """Return the operations of an optimizer step on the matrices in each weight, by name; empty: it asks for none.
+
+    They are no part of ``run_flops``, so that MFU counts what the network needs whatever the optimizer is.
+    """
+    if (step := family.matrix_step) is None:
+        return {}
+    return {
+        name: sum(step.flops(matrix.groups * height, matrix.columns) for height in matrix.heights)
+        for name, matrix in matrices.items()
+    }
 
 
 def self_attention_multiply_adds(width: int, positions: int) -> int:

@@ -56,6 +56,8 @@ class Setup:
     recompute: bool
     several: bool
     """Whether a step adds up several gradients."""
+    in_matrices: int = 0
+    """Of the trained parameters those in matrices that the network declares to the optimizer."""
     stored: float = 0.0
     """Share of the blocks that keep their activations although the others are recomputed."""
     together: int = 1
@@ -66,9 +68,9 @@ class Setup:
     """Whether the ranks exchange the gradient of every micro-batch, which needs room for two."""
 
     @property
-    def state_bytes(self) -> int:
+    def state_bytes(self) -> float:
         """Bytes of optimizer state per trained parameter."""
-        return optimizer_family(self.optimizer).state_bytes
+        return optimizer_family(self.optimizer).state_bytes(self.in_matrices / max(self.trained, 1))
 
     def static(self) -> dict[str, float]:
         """Return the bytes by kind that a step needs whatever its batch."""
@@ -125,13 +127,14 @@ def _exhausted(error: BaseException) -> Literal["host", "gpu"] | None:
 
 
 def setup_of(
-    config: RunConfig, ds_config: DsConfig, ranks: int, *, flat: bool, trained: int, frozen_bytes: int,
-    buffer_bytes: int, blocks: int,
+    config: RunConfig, ds_config: DsConfig, ranks: int, *, flat: bool, trained: int, in_matrices: int,
+    frozen_bytes: int, buffer_bytes: int, blocks: int,
 ) -> Setup:  # fmt: skip
     """Return the setup of a run; ``flat``: with the flat engine, ``blocks``: number of those of the network."""
     performance = config.performance
     return Setup(
         trained=trained,
+        in_matrices=in_matrices,
         frozen_bytes=frozen_bytes,
         buffer_bytes=buffer_bytes,
         ranks=ranks,

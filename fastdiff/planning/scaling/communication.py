@@ -5,6 +5,8 @@ byte that a rank sends. In a ring every rank sends ``(W - 1) / W * n`` bytes in 
 or an all-gather, and both for an all-reduce. No algorithm sends fewer bytes (Thakur, Rabenseifner and Gropp,
 "Optimization of collective communication operations in MPICH", 2005).
 
+In an all-to-all every rank sends ``n / W`` bytes to each other one.
+
 Between nodes every GPU has a link of its own. A collective then consists of one within the node and one between GPUs of
 equal number in all nodes, each on the share ``n / g`` of one of ``g`` GPUs. An all-reduce between nodes uses the ring
 or, with fewer sequential messages, two trees (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth
@@ -27,7 +29,7 @@ class Message:
     """One collective."""
 
     kind: str
-    """``all-reduce``, ``reduce-scatter`` or ``all-gather``."""
+    """``all-reduce``, ``reduce-scatter``, ``all-gather`` or ``all-to-all``."""
     bytes: int
     """Size of the whole vector, which every rank has before or after it."""
     part: Part = "step"
@@ -70,6 +72,10 @@ class Cluster:
     def seconds(self, kind: str, size: float, ranks: int) -> float:
         """Return the seconds of one collective; ``ranks`` fill whole nodes, or lie within one."""
         near = min(ranks, self.per_node)
+        if kind == "all-to-all":  # one message to each other rank
+            part = size / ranks
+            within, without = ((link.latency + part / link.bandwidth) for link in (self.inside, self.between))
+            return (near - 1) * within + (ranks - near) * without
         nodes = math.ceil(ranks / near)
         share = size / near
         far = self.between.ring(kind, share, nodes)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -117,6 +117,20 @@ class Zero:
             ]
         messages = self._stage_3(parameters, frozen, width, ranks, sums)
         return [message if self.overlap else replace(message, part="step") for message in messages]
+
+    def slices(self, parameters: Sequence[int], ranks: int) -> Iterator[list[int]]:
+        """Yield of each trained parameter, in the order of the model, the elements that each rank updates."""
+        part, start = _padded(sum(parameters), _ALIGNED * ranks) // ranks, 0
+        for size in parameters:
+            if self.stage == 0:
+                yield [size] * ranks
+            elif self.stage < 3:
+                borders = (min(max(part * rank, start), start + size) for rank in range(ranks + 1))
+                yield [last - first for first, last in pairwise(borders)]
+            else:
+                own = _padded(size, ranks) // ranks
+                yield [max(0, min(own, size - own * rank)) for rank in range(ranks)]
+            start += size
 
     def _stage_3(
         self, parameters: Sequence[int], frozen: Sequence[int], width: int, ranks: int, sums: int

@@ -17,6 +17,7 @@ from fastdiff.json_lines import Record
 from fastdiff.models.compile_clock import compiled
 from fastdiff.models.cost.flops import run_flops
 from fastdiff.models.kernel_choice import compiles
+from fastdiff.models.matrices import elements_in
 from fastdiff.planning.gpus import of_device
 from fastdiff.progress import Every
 from fastdiff.progress_bar import Bar
@@ -159,7 +160,8 @@ def planned(state: TrainState) -> Figures | None:
     if world.device.type == "cpu":
         if not config.lora.rank:  # whose frozen weights no engine counts
             trained = sum(math.prod(shape) for shape in engine.shapes.values())
-            log.info(held_on_cpu(config, engine.ds_config, world.size, trained, flat=engine.kind == "flat"))
+            inside = elements_in(engine.matrices, engine.shapes)
+            log.info(held_on_cpu(config, engine.ds_config, world.size, trained, inside, flat=engine.kind == "flat"))
         return None
 
     per_node = int(os.environ.get("LOCAL_SIZE", world.size))

@@ -14,6 +14,7 @@ from fastdiff.config.run import RunConfig
 from fastdiff.errors import FastdiffError, NoMemoryError
 from fastdiff.models.cost import memory
 from fastdiff.models.cost.dry_network import dry_network
+from fastdiff.models.matrices import elements_in, matrices_of
 from fastdiff.parallel.world import World
 from fastdiff.training.memory.smaller_batch import halve
 from fastdiff.training.metrics import peak_bytes
@@ -68,12 +69,14 @@ def explaining_construction(config: RunConfig, ds_config: DsConfig, world: World
         if whose == "host" and world.device.type == "cuda":
             raise _of_host(error, phase, config, ds_config) from error
         network, precision = dry_network(config), config.performance.precision
+        shapes = {name: tuple(p.shape) for name, p in network.named_parameters() if p.requires_grad}
         setup = memory.setup_of(
             config,
             ds_config,
             world.size,
             flat=flat,
-            trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
+            trained=sum(map(math.prod, shapes.values())),
+            in_matrices=elements_in(matrices_of(config, shapes), shapes),
             frozen_bytes=memory.frozen_bytes(network, precision),
             buffer_bytes=memory.buffer_bytes(network),
             blocks=len(network.blocks_in_order()),
@@ -140,6 +143,7 @@ def _setup(state: TrainState) -> memory.Setup:
         state.world.size,
         flat=engine.kind == "flat",
         trained=sum(math.prod(shape) for shape in engine.shapes.values()),
+        in_matrices=elements_in(engine.matrices, engine.shapes),
         frozen_bytes=engine.frozen_bytes,
         buffer_bytes=engine.buffer_bytes,
         blocks=len(dry_network(state.config).blocks_in_order()),

@@ -111,8 +111,8 @@ def largest(
     def need(size: int) -> float:
         own = replace(config, batch=replace(config.batch, micro=size))
         setup = setup_of(
-            own, ds_config, ranks, flat=flat, trained=network.trained, frozen_bytes=network.frozen_bytes,
-            buffer_bytes=network.buffer_bytes, blocks=network.blocks,
+            own, ds_config, ranks, flat=flat, trained=network.trained, in_matrices=network.in_matrices,
+            frozen_bytes=network.frozen_bytes, buffer_bytes=network.buffer_bytes, blocks=network.blocks,
         )  # fmt: skip
         return encoders + memory_of(own, setup, network, bucket=bucket, on_cpu=device.type == "cpu").peak
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fastdiff.config.optimizers.family import OptimizerFamily
 from fastdiff.config.optimizers.muon import SCALES
-from fastdiff.models.fused import Matrices, Matrix
+from fastdiff.models.cost.flops import update_flops
+from fastdiff.models.fused import Matrices
 from fastdiff.parallel.fragments import Flat, Shapes
 from fastdiff.parallel.world import World
 from fastdiff.training.optimizer.orthogonalise import orthogonalise
@@ -67,8 +68,7 @@ class Muon(OverRanks):
         """Create the state and choose the owners; see ``OverRanks``."""
         self._flats, self._matrices, self._device = flats, matrices, world.device
         pieces = pieces_of(family, flats, shapes, matrices)
-        work = {name: _work(matrix) for name, matrix in matrices.items()}
-        self._exchange = Exchange(flats, shapes, pieces, world, work, shares=True)
+        self._exchange = Exchange(flats, shapes, pieces, world, update_flops(family, matrices), shares=True)
         scale = SCALES[self.defaults["scale"]]
         self._of_matrices = [piece for name, piece in pieces.items() if name in matrices]
         self._of_others = [piece for name, piece in pieces.items() if name not in matrices]
@@ -157,12 +157,6 @@ class Muon(OverRanks):
         torch._foreach_div_(roots, (1 - beta2**steps) ** 0.5)
         torch._foreach_add_(roots, adamw_eps)
         torch._foreach_addcdiv_(weights, means, roots, value=-rate / (1 - beta1**steps))
-
-
-def _work(matrix: Matrix) -> int:
-    """Return the work of the iterations on a weight, up to a factor: multiply-adds of X Xᵀ."""
-    heights = [matrix.groups * height for height in matrix.heights]
-    return sum(height * matrix.columns * min(height, matrix.columns) for height in heights)
 
 
 def _spans(piece: Piece, matrices: Matrices, scale: Callable[[int, int], float]) -> Iterator[_Span]:

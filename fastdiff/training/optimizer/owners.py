@@ -6,7 +6,6 @@ one with the least work so far.
 """
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -21,6 +20,7 @@ from fastdiff.config.optimizers.family import OptimizerFamily
 from fastdiff.models.fused import Matrices
 from fastdiff.parallel.fragments import Flat, Fragment, Shapes
 from fastdiff.parallel.world import World
+from fastdiff.planning.scaling.owners import Loads
 from fastdiff.training.optimizer.empty_state import empty_state, sizes_of
 
 PER_RANK = 1 << 24
@@ -261,10 +261,9 @@ def _owned(
     shares: bool,
 ) -> Iterator[Owned]:
     """Yield the parameters to be updated whole, with their owners."""
-    load: Counter[int] = Counter()
+    loads = Loads()
     for name in work:
         owner = None
         if shares or any(one.numel < prod(shapes[name]) for one in slices[name]):
-            owner = min((one.rank for one in slices[name]), key=lambda rank: (load[rank], rank))
-            load[owner] += work[name]
+            owner = loads.owner((one.rank for one in slices[name]), work[name])
         yield Owned(name, shapes[name], tuple(slices[name]), owner, pieces.get(name))

@@ -32,9 +32,12 @@ def volume(setting: Zero, parameters: Sequence[int], ranks: int, width: int = 2)
         ("reduce-scatter", 8, 7 * (3e-6 + 1e9 / 400e9)),
         ("all-reduce", 8, 14 * (3e-6 + 1e9 / 400e9)),
         ("all-reduce", 2, 2 * (3e-6 + 4e9 / 400e9)),
+        ("all-to-all", 8, 7 * (3e-6 + 1e9 / 400e9)),
         # Two nodes besides: each GPU exchanges an eighth of the vector with its like.
         ("all-gather", 16, 7 * (3e-6 + 1e9 / 400e9) + 10e-6 + 0.5e9 / 40e9),
         ("all-reduce", 16, 14 * (3e-6 + 1e9 / 400e9) + 2 * (10e-6 + 0.5e9 / 40e9)),
+        # Every GPU sends a sixteenth to each of the others.
+        ("all-to-all", 16, 7 * (3e-6 + 0.5e9 / 400e9) + 8 * (10e-6 + 0.5e9 / 40e9)),
     ],
 )
 def test_collectives_cost_what_the_formulas_say(kind: str, ranks: int, seconds: float) -> None:

@@ -359,7 +359,8 @@ def _of_others(ranks: int) -> int:
         if name in MATRICES:
             owner = min((r for r in range(ranks) if held[r]), key=lambda r: (load[r], r))
             height, columns = MATRICES[name].heights, MATRICES[name].columns
-            load[owner] += sum(MATRICES[name].groups * h * columns * min(h, columns) for h in height)
+            for rows in (MATRICES[name].groups * h for h in height):
+                load[owner] += 2 * min(rows, columns) ** 2 * max(rows, columns) + min(rows, columns) ** 3
             found += math.prod(shape) - held[owner]
     return found
 
