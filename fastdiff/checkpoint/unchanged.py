@@ -121,6 +121,9 @@ def check_unchanged(
         raise ConfigError(f"{there} ({_state(manifest)}); {other}{going_on}")
     diff = "\n".join(f"  --{key}: {change}" for key, change in list(changes.items())[:_MOST])
     more = f"\n  and {len(changes) - _MOST} more" if len(changes) > _MOST else ""
+    if _OPTIMIZER in changes:  # whose state no other optimizer takes
+        other += f" (from these weights: `fastdiff export {run} OUT`, then --pretrained.weights --pretrained.path)"
+        accept += " (its state then starts at zero)"
     ways = ["change it back", other, *([f"accept it with {accept}"] if acceptable else [])]
     raise ConfigError(
         f"the run in {run} ({_state(manifest)}) was started with another configuration:\n{diff}{more}\n"

@@ -268,6 +268,11 @@ _IDDPM = {
     "resume_checkpoint": Ours("is --pretrained.path {} --pretrained.weights"),
 }
 _ANY = {
+    "optimizer": _Optimizer("is --optim.name {}"),
+    "adjust_lr_fn": Ours("is --optim.name muon --optim.scale {}", {"original": "keller"}),
+    "adjust_lr": Ours(
+        "is --optim.name muon --optim.scale {}", {"spectral_norm": "dion", "rms_norm": "match_rms_adamw"}
+    ),
     "gpus": _flag("ranks"),
     "num_gpus": _flag("ranks"),
     "nproc_per_node": _flag("ranks"),

@@ -87,8 +87,9 @@ MUON = OptimizerFamily(
     matrix_step=MatrixStep(flops=newton_schulz_flops, dtype=lambda config: config.iterations_dtype),
     library="fastdiff",
     smaller="muon-bf16",
+    aliases=("torch.optim.muon", "muonwithauxadam", "singledevicemuonwithauxadam"),
 )
 MUON_BF16 = replace(
     MUON, name="muon-bf16", state=(StateTensor(name="momentum", of="matrices", dtype="bfloat16"), *_OF_OTHERS),
-    smaller=None,
+    smaller=None, aliases=(),
 )  # fmt: skip

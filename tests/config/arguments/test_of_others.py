@@ -92,6 +92,11 @@ def _number(text: str) -> float | str:
         ("lr_scheduler_type", ["inverse_sqrt"], "has no counterpart for inverse_sqrt: --optim.schedule takes const"),
         ("optimizer_type", ["Lion"], "has no counterpart for Lion: --optim.name takes adamw, adamw8bit, adam"),
         ("optim", ["adamw_torch_fused"], "is --optim.name adamw"),
+        ("optimizer", ["Muon"], "is --optim.name muon"), ("optimizer", ["torch.optim.Muon"], "is --optim.name muon"),
+        ("optimizer", ["dion"], "has no counterpart for dion: --optim.name takes adamw, adamw8bit"),
+        ("optim", ["MuonWithAuxAdam"], "is --optim.name muon"),
+        ("adjust_lr_fn", ["original"], "is --optim.name muon --optim.scale keller"),
+        ("adjust_lr", ["rms_norm"], "is --optim.name muon --optim.scale match_rms_adamw"),
         ("resolution", ["512,512"], "is 512 pixels, the side of a square: `fastdiff encode --resolution 512`"),
         ("resolution", ["512,768"], "has no counterpart: pictures are square, or keep their shape with"),
         ("dtype", ["bfloat16"], "is --performance.precision bf16"),
@@ -130,7 +135,7 @@ def test_our_names_in_the_answers_are_flags() -> None:
         "--caption-extension",
         "--regularisation",
     }
-    known |= {"--buckets", "--resolution", "--data.", "--pretrained", "--performance.no-recompute"}
+    known |= {"--optim.scale", "--buckets", "--resolution", "--data.", "--pretrained", "--performance.no-recompute"}
     for tables in of_others._OF_RUN.values():
         for theirs, ours in tables.items():
             for name in re.findall(r"--[a-z][\w.-]*", " ".join([ours.text, *ours.cases.values()])):
@@ -150,6 +155,7 @@ def test_our_names_in_the_answers_are_flags() -> None:
         ("--output_dir runs/x", "diffusers' --output_dir is --output.folder runs/x"),
         ("--per_device_train_batch_size 4", "HF Trainer's --per_device_train_batch_size is --batch.micro 4, per GPU"),
         ("--network_dim 16", "kohya's --network_dim is --lora.rank 16"),
+        ("--optimizer muon", "--optimizer is --optim.name muon"),
         ("--optimizer_type AdamW8bit", "kohya's --optimizer_type is --optim.name adamw8bit"),
         (
             "--train_data_dir pics",
