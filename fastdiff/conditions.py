@@ -130,7 +130,8 @@ OF_ENCODER = of_source("encoder")
 (FEATURES,) = of_source("teacher")
 """Patch features of a teacher."""
 (TEACHER_TOKEN,) = OF_ENCODER
-"""Class token of a teacher, which an autoencoder gives whose latents are its features, or the teacher itself."""
+"""Class token of a teacher, given by an autoencoder whose latents are its features, or by the teacher itself. In the
+data it is clean; the network gets the noisy one."""
 MASK_OF = {kind.mask_of: name for name, kind in CONDITIONS.items() if kind.mask_of}
 """Mask of each condition that has one: a row that it excludes is zeros, in shards and in batches."""
 MASKS = frozenset(MASK_OF.values())

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
+from fastdiff.conditions import TEACHER_TOKEN
 from fastdiff.diffusion.levels import ALPHA, SIGMA, TARGET_NOISE, TARGET_X0, Levels
 from fastdiff.rng import Stream, normal
-
-NAME = "teacher_token"
-"""Condition of the data that is the clean token, and of the network that is the noisy one."""
 
 
 class ClassToken:
@@ -48,7 +46,7 @@ class ClassToken:
         return self._weight * levels.weights[levels.row] * error
 
     def _mixed(self, batch: Batch, levels: Levels, of_clean: int, of_noise: int) -> Tensor:
-        clean = batch.condition[NAME].float()
+        clean = batch.condition[TEACHER_TOKEN].float()
         noise = normal(self._seed, Stream.TEACHER_TOKEN, batch.position, clean.shape[1:])
         row = levels.table[levels.row]  # [B, 4]
         return row[:, of_clean, None] * clean + row[:, of_noise, None] * noise

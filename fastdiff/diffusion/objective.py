@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch, Condition, Output, split
+from fastdiff.conditions import TEACHER_TOKEN
 from fastdiff.config.sections.objective import DdpmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.diffusion.alignment import Alignment
-from fastdiff.diffusion.class_token import NAME, ClassToken
+from fastdiff.diffusion.class_token import ClassToken
 from fastdiff.diffusion.ddpm import Ddpm
 from fastdiff.diffusion.levels import SIGMA, TARGET_NOISE, TARGET_X0, Corruption, Levels
 from fastdiff.diffusion.noise_shaping import pyramid, small_images, unit_scale
@@ -408,7 +409,7 @@ class Objective:
         """Make the inputs that are no columns of the data: dropout's position, small images, the noisy class token."""
         made: Condition = {} if self.routing is None else self.routing.drawn(batch.position)
         if self._token is not None:
-            made[NAME] = self._token.noisy(batch, levels)
+            made[TEACHER_TOKEN] = self._token.noisy(batch, levels)
         if self.inputs is not None and "position" in self.inputs:
             made["position"] = batch.position
         if self.low_res_size:

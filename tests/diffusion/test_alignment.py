@@ -18,10 +18,10 @@ from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.objective import DdpmConfig, FlowConfig, ObjectiveConfig
 from fastdiff.diffusion.objective import Objective
 from fastdiff.errors import ConfigError
-from fastdiff.models.build import build_model
 from fastdiff.models.cost.flops import forward_flops
 from fastdiff.models.cost.traced import trace
 from fastdiff.models.dit.network import DiT
+from tests.support.references.dit_reference import trained
 
 SEED, WIDTH, WEIGHT = 3, 5, 0.5
 MODEL = DiTConfig(
@@ -35,17 +35,6 @@ MODELS = {
     "in front of blocks that leave tokens out": replace(MODEL, routing="sprint", routing_from=2, routing_to=2),
 }
 POSITION = torch.arange(8, 12)
-
-
-def trained(config: DiTConfig) -> DiT:
-    """A network all of whose weights matter."""
-    model = build_model(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    assert isinstance(model, DiT)
-    return model
 
 
 def batch(config: DiTConfig) -> Batch:

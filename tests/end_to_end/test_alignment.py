@@ -16,12 +16,13 @@ from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.config.sections.objective import FlowConfig
 from fastdiff.config.sections.sampler import SamplerConfig
 from fastdiff.errors import ConfigError
+from fastdiff.evaluation import validation_files
 from fastdiff.models.build import build_model
 from fastdiff.parallel.world import World
 from fastdiff.sampling.run import Run
 from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
-from tests.support.inputs.encoding import encode, picture
+from tests.support.inputs.encoding import classed, encode
 from tests.support.inputs.teachers import tiny_teacher
 from tests.support.killed import train_killed
 from tests.support.runs import assert_same_checkpoint, hexes, intact, launch, records, tiny, train_losses
@@ -37,11 +38,8 @@ OBJECTIVE = FlowConfig(alignment_weight=0.5, alignment_steps=3)
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("aligned")
-    for number in range(24):
-        part = "images" if number < 16 else "others"
-        path = root / part / f"class{number % 2}" / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture(number, (PIXELS, PIXELS)).save(path)
+    classed(root / "images", range(16), PIXELS)
+    classed(root / "others", range(16, 24), PIXELS)
     teacher = str(tiny_teacher(root / "teacher", "clip"))
     pixels: dict[str, Any] = {"autoencoder": "identity", "resolution": PIXELS}
     features = {"teacher": teacher, "teacher_side": PIXELS // 4, "teacher_width": WIDTH, "batch": 4}
@@ -75,8 +73,8 @@ def test_a_run_is_killed_and_goes_on_equal_to_the_bit(root: Path, tmp_path: Path
     for record in found:
         assert record["loss_latents"] + record["loss_alignment"] == pytest.approx(record["loss"], rel=1e-5)
     assert [record["loss_alignment"] != 0 for record in found] == [True, True, True, False], "it ends after 3 steps"
-    (line,) = (tmp_path / "whole" / "validation.jsonl").read_text().splitlines()
-    assert '"alignment_weight": 0.0' in line or "alignment" not in line
+    validated = validation_files.read(tmp_path / "whole", STEPS)
+    assert validated.about["objective"]["alignment_weight"] == 0, "the head takes no part in a validation"
 
 
 def test_what_is_exported_is_the_network_without_the_head(

@@ -22,7 +22,7 @@ from fastdiff.sampling.run import Run
 from fastdiff.training.loop import train
 from tests.support.forked import forked_ranks, values
 from tests.support.inputs.autoencoders import tiny_autoencoder
-from tests.support.inputs.encoding import encode, picture
+from tests.support.inputs.encoding import classed, encode
 from tests.support.killed import train_killed
 from tests.support.runs import assert_same_checkpoint, hexes, intact, launch, records, tiny, train_losses
 
@@ -37,11 +37,8 @@ STEPS = 4
 @pytest.fixture(scope="module")
 def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("features")
-    for number in range(24):
-        part = "images" if number < 16 else "others"
-        path = root / part / f"class{number % 2}" / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture(number, (SIDE, SIDE)).save(path)
+    classed(root / "images", range(16), SIDE)
+    classed(root / "others", range(16, 24), SIDE)
     rae = tiny_autoencoder(root / "rae", "rae", statistics=False)
     encode(root / "images", root / "encoded", rae, resolution=SIDE, flip=True)
     encode(root / "others", root / "held-out", rae, resolution=SIDE, statistics=str(root / "encoded"))

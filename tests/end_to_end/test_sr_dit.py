@@ -7,7 +7,7 @@ import pytest
 
 from fastdiff.cli.main import main
 from tests.support.inputs.autoencoders import tiny_autoencoder
-from tests.support.inputs.encoding import encode, picture
+from tests.support.inputs.encoding import classed, encode
 from tests.support.inputs.teachers import WIDTH, tiny_teacher
 from tests.support.runs import records
 
@@ -23,10 +23,7 @@ def test_a_small_network_is_trained_and_drawn_from_as_the_recipe_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for number in range(8):
-        path = tmp_path / "images" / f"class{number % 2}" / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture(number, (SIDE, SIDE)).save(path)
+    classed(tmp_path / "images", range(8), SIDE)
     encode(
         tmp_path / "images", tmp_path / "encoded", tiny_autoencoder(tmp_path / "vae", "kl32"), resolution=SIDE,
         crop="adm", posterior="once", teacher=str(tiny_teacher(tmp_path / "teacher", "dinov2")), teacher_side=SIDE // 4,

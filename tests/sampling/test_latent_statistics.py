@@ -23,17 +23,14 @@ from fastdiff.sampling.run import Run
 from fastdiff.sampling.text import as_bytes
 from fastdiff.training.loop import train
 from tests.support.inputs.autoencoders import tiny_autoencoder
-from tests.support.inputs.encoding import encode, picture
+from tests.support.inputs.encoding import classed, encode
 from tests.support.runs import launch, tiny
 
 
 @pytest.fixture(scope="module")
 def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("features")
-    for number in range(8):
-        path = folder / "images" / f"class{number % 2}" / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture(number, (64, 64)).save(path)
+    classed(folder / "images", range(8), 64)
     encode(folder / "images", folder / "data", tiny_autoencoder(folder / "rae", "rae", statistics=False), resolution=64)
     model = DiTConfig(size=4, channels=64, patch=1, hidden=32, depth=1, heads=2, classes=2)
     train(tiny(folder / "data", folder / "run", steps=2, model=model), launch(0), world)

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastdiff.conditions import TEACHER_TOKEN
 from fastdiff.errors import ConfigError
 from fastdiff.models.encoders.family import AutoencoderFamily, LatentSpace
 from fastdiff.models.pipeline_files import PipelineFiles
 
 _BEFORE_PATCHES = 5
 """Tokens of DINOv2 before those of the patches: the class token and four registers."""
-_TOKEN = "teacher_token"
 _MEAN, _DEVIATION = "_latents_mean", "_latents_std"
 _DEVIATION_EPS = 1e-5
 """Added to the standard deviation by diffusers; the authors add as much to the variance."""
@@ -45,7 +45,7 @@ def _space(pipeline: PipelineFiles) -> LatentSpace:
         shift=shift,
         scale=scale,
         side=side,
-        columns={_TOKEN: (channels,)},
+        columns={TEACHER_TOKEN: (channels,)},
         measured_per="element",
         variance_eps=_VARIANCE_EPS,
         pixel_channels=int(config.get("num_channels", 3)),
@@ -94,7 +94,7 @@ def _encode_columns(rae: Any, images: Tensor) -> tuple[Tensor, dict[str, Tensor]
     patches = tokens[:, _BEFORE_PATCHES:].transpose(1, 2).float()  # [B, C, N]
     rows = int(patches.shape[-1] ** 0.5)
     latents = patches.reshape(*patches.shape[:2], rows, rows)
-    return latents, {_TOKEN: tokens[:, 0].float()}
+    return latents, {TEACHER_TOKEN: tokens[:, 0].float()}
 
 
 def _decode(rae: Any, latents: Tensor) -> Tensor:

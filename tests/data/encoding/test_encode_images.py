@@ -27,7 +27,7 @@ from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.models.pretrained.tiny_pipeline import build
 from fastdiff.parallel.launcher import VARIABLES, Place, place_in_any_job
 from tests.support.injected.tiny_disk import tiny_disk
-from tests.support.inputs.encoding import captioned, encode, encode_part, files, picture
+from tests.support.inputs.encoding import captioned, classed, encode, encode_part, files, picture
 
 CAPTIONS = ["a cat", "a dog", "a cat", "a seven", "a dog", "a cat"]
 
@@ -177,10 +177,7 @@ def test_buckets_keep_the_aspect_ratio(tmp_path: Path, sd: Path) -> None:
 
 
 def test_classes_need_no_text(tmp_path: Path, sd: Path) -> None:
-    for number in range(4):
-        (tmp_path / "images" / f"class{number % 2}").mkdir(parents=True, exist_ok=True)
-        picture(number).save(tmp_path / "images" / f"class{number % 2}" / f"{number}.png")
-    said = encode(tmp_path / "images", tmp_path / "out", sd)
+    said = encode(classed(tmp_path / "images", range(4)), tmp_path / "out", sd)
     arrays = read(tmp_path / "out")
     assert arrays["label"].tolist() == [0, 0, 1, 1]
     assert set(arrays) == {"latent", "label"}

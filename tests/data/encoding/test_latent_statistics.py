@@ -21,7 +21,7 @@ from fastdiff.models.pretrained.pipeline import Pretrained
 from fastdiff.rng import Stream
 from fastdiff_kernels import philox
 from tests.support.inputs.autoencoders import tiny_autoencoder
-from tests.support.inputs.encoding import encode, encode_part, files, picture
+from tests.support.inputs.encoding import classed, encode, encode_part, files, picture
 
 IMAGES, SIDE = 10, 64
 MEASURED = {"resolution": SIDE, "flip": True, "statistics": "measured"}
@@ -29,12 +29,7 @@ MEASURED = {"resolution": SIDE, "flip": True, "statistics": "measured"}
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sources")
-    for number in range(IMAGES):
-        path = folder / "images" / f"class{number % 2}" / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture(number, (SIDE, SIDE)).save(path)
-    return folder / "images"
+    return classed(tmp_path_factory.mktemp("sources") / "images", range(IMAGES), SIDE)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from fastdiff.data.shards.verify import verify
 from fastdiff.errors import ConfigError
 from fastdiff.models.encoders.teacher import Teacher
 from tests.support.inputs.autoencoders import tiny_autoencoder
-from tests.support.inputs.encoding import encode, encode_part, files, picture
+from tests.support.inputs.encoding import classed, encode, encode_part, files
 from tests.support.inputs.teachers import WIDTH, tiny_teacher
 
 IMAGES, SIDE, PIXELS = 10, 4, 64
@@ -32,12 +32,7 @@ PIXEL_SPACE: dict[str, Any] = {"autoencoder": "identity", "resolution": PIXELS, 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sources") / "images"
-    for number in range(IMAGES):
-        path = folder / f"class{number % 2}" / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture(number, (PIXELS, PIXELS)).save(path)
-    return folder
+    return classed(tmp_path_factory.mktemp("sources") / "images", range(IMAGES), PIXELS)
 
 
 @pytest.fixture(scope="module")

@@ -19,22 +19,12 @@ from fastdiff_kernels.adaln import launches
 from fastdiff_kernels.dispatch import Choice
 from tests.support.dispatch_modes import Strides
 from tests.support.recomputed import calls_of, check_calls
-from tests.support.references.dit_reference import reference_forward, reference_position
+from tests.support.references.dit_reference import reference_forward, reference_position, trained
 
 SMALL = DiTConfig(depth=2, hidden=24, heads=3, patch=2, size=6, channels=3, classes=5, learn_sigma=True)
 
 # Millions, with learn_sigma, 32 x 32 x 4 latents and pos_embed: research/features.md, section 1D.
 PUBLISHED_MILLIONS = {"S": 32.96, "B": 130.51, "L": 458.10, "XL": 675.13}
-
-
-def trained(config: DiTConfig = SMALL, seed: int = 0, **options: Any) -> DiT:
-    """A model all of whose weights matter: the fresh one is zero at its output."""
-    model = build_model(config, **options)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    return model
 
 
 def inputs(config: DiTConfig = SMALL, batch: int = 4) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,7 +68,7 @@ def expected_shapes(config: DiTConfig) -> dict[str, tuple[int, ...]]:
 
 
 def test_forward_equals_the_papers_equations() -> None:
-    model = trained().double()
+    model = trained(SMALL).double()
     noisy, time, label = inputs()
     expected = reference_forward(dict(model.named_parameters()), SMALL, noisy, time, label)
     got = model(noisy, time, label)
@@ -90,13 +80,13 @@ def test_forward_equals_the_papers_equations() -> None:
 
 def test_fp32_is_as_close_as_fp32_allows() -> None:
     noisy, time, label = inputs()
-    exact = trained().double()(noisy, time, label)
-    error = (trained()(noisy, time, label).double() - exact).abs().max() / exact.abs().max()
+    exact = trained(SMALL).double()(noisy, time, label)
+    error = (trained(SMALL)(noisy, time, label).double() - exact).abs().max() / exact.abs().max()
     assert error < 1e-4
 
 
 def test_time_may_be_fractional() -> None:
-    model = trained()
+    model = trained(SMALL)
     noisy, time, label = inputs()
     assert torch.equal(model(noisy, time, label), model(noisy, time.double(), label))
     assert not torch.equal(model(noisy, time, label), model(noisy, time + 0.5, label))
@@ -192,7 +182,7 @@ def test_every_bit_of_the_seed_counts(bit: int) -> None:
 
 
 def test_no_label_is_the_null_class() -> None:
-    model = trained()
+    model = trained(SMALL)
     noisy, time, label = inputs()
     null = torch.full_like(label, SMALL.classes)
     assert torch.equal(model(noisy, time, None), model(noisy, time, null))
@@ -200,7 +190,7 @@ def test_no_label_is_the_null_class() -> None:
 
 
 def test_samples_do_not_mix() -> None:
-    model = trained()
+    model = trained(SMALL)
     noisy, time, label = inputs()
     for i in range(4):
         alone = model(noisy[i : i + 1], time[i : i + 1], label[i : i + 1])
@@ -215,11 +205,11 @@ def test_sides_that_the_patch_does_not_divide_are_refused() -> None:
 
 @pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.float64])
 def test_bf16_weights_take_any_input(given: torch.dtype) -> None:
-    model = trained().bfloat16()
+    model = trained(SMALL).bfloat16()
     noisy, time, label = inputs()
     got = model(noisy.to(given), time, label)
     assert got.dtype == torch.bfloat16
-    exact = trained().double()(noisy, time, label)
+    exact = trained(SMALL).double()(noisy, time, label)
     assert (got.double() - exact).abs().max() < 0.05 * exact.abs().max()
 
 
@@ -238,7 +228,7 @@ def gradients(model: DiT) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("stored", [0, 1, 2])
 def test_recomputation_changes_no_gradient_and_runs_blocks_twice(stored: int) -> None:
-    plain, recomputed = trained(), trained(recompute=True).store_blocks(stored)
+    plain, recomputed = trained(SMALL), trained(SMALL, recompute=True).store_blocks(stored)
     calls = calls_of(recomputed)
     first, second = gradients(plain), gradients(recomputed)
     check_calls(recomputed, calls, stored)
@@ -260,9 +250,9 @@ def test_kernels_give_the_gradients_of_the_reference(
         run(kernel, *args, **options)
 
     monkeypatch.setattr(launches, "run", noted)
-    exact, eager = gradients(trained().double()), gradients(trained())
+    exact, eager = gradients(trained(SMALL).double()), gradients(trained(SMALL))
     assert not launched
-    model = trained(recompute=recompute)
+    model = trained(SMALL, recompute=recompute)
     if compiled:
         torch._dynamo.reset()
         model.compile_blocks(backend="aot_eager")
@@ -280,7 +270,7 @@ def test_kernels_give_the_gradients_of_the_reference(
 def test_the_residual_stream_and_its_gradients_are_contiguous(compiled: bool) -> None:
     """Else every block writes transposed tokens, and copies every gradient that another block hands to it."""
     torch._dynamo.reset()
-    model = trained()
+    model = trained(SMALL)
     if compiled:
         model.compile_blocks(backend="aot_eager")
     streams: list[tuple[int, ...]] = []
@@ -327,10 +317,10 @@ def test_layers_say_what_they_use() -> None:
 
 
 def test_attention_is_what_was_asked_for() -> None:
-    expected = trained()(*inputs())
-    weights = {name: parameter.detach() for name, parameter in trained().named_parameters()}
-    for model in (trained(attention="reference"), load_model(SMALL, weights, attention="reference")):
+    expected = trained(SMALL)(*inputs())
+    weights = {name: parameter.detach() for name, parameter in trained(SMALL).named_parameters()}
+    for model in (trained(SMALL, attention="reference"), load_model(SMALL, weights, attention="reference")):
         torch.testing.assert_close(model(*inputs()), expected, rtol=1e-4, atol=1e-4)
         assert dict(dispatch.explain(model, torch.zeros(1)))["blocks.1.attn"].forward == "reference"
     with pytest.raises(RuntimeError, match="flash"):
-        trained(attention="flash")(*inputs())
+        trained(SMALL, attention="flash")(*inputs())

@@ -30,6 +30,7 @@ from fastdiff.models.fp8 import inner_blocks
 from fastdiff.models.load import build_network
 from fastdiff_kernels import dispatch
 from tests.support.nights import by_day
+from tests.support.references.dit_reference import trained
 from tests.support.references.recipes_reference import Shape, jit, lightning, rit, single, speedrun
 
 PLAIN = DiTConfig(depth=2, hidden=24, heads=2, patch=2, size=6, channels=3, classes=5)
@@ -79,17 +80,6 @@ RECIPES = {
     ),
     "single": Recipe(replace(PLAIN, modulation="adaln-single"), single),
 }  # fmt: skip
-
-
-def trained(config: DiTConfig, **options: Any) -> DiT:
-    """A network all of whose weights matter: the fresh one is zero at its output."""
-    model = build_model(config, **options)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    assert isinstance(model, DiT)
-    return model
 
 
 def inputs(config: DiTConfig) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -27,6 +27,7 @@ from fastdiff.models.fp8 import inner_blocks
 from fastdiff.planning.network import read_network
 from fastdiff_kernels import dispatch
 from tests.support.nights import by_day
+from tests.support.references.dit_reference import trained
 from tests.support.references.recipes_reference import Shape, speedrun
 
 BASE = DiTConfig(
@@ -44,17 +45,6 @@ CONFIGS = {
 }  # fmt: skip
 CPU = torch.device("cpu")
 PLAIN = DiTConfig(depth=4, hidden=24, heads=2, patch=2, size=6, channels=3, classes=5)
-
-
-def trained(config: DiTConfig, **options: Any) -> DiT:
-    """A network all of whose weights matter: the fresh one is zero at its output."""
-    model = build_model(config, **options)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    assert isinstance(model, DiT)
-    return model
 
 
 def given(config: DiTConfig) -> dict[str, Tensor]:

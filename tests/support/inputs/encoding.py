@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +22,15 @@ def picture(number: int, size: tuple[int, int] = (32, 32)) -> Image.Image:
     """Noise of this height and width."""
     generator = np.random.default_rng(number)
     return Image.fromarray(generator.integers(0, 256, (*size, 3), dtype=np.uint8))
+
+
+def classed(folder: Path, numbers: Iterable[int], side: int = 32) -> Path:
+    """A folder of square pictures, PNGs of these numbers in two folders of classes."""
+    for number in numbers:
+        path = folder / f"class{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture(number, (side, side)).save(path)
+    return folder
 
 
 def captioned(folder: Path, captions: Sequence[Any], sizes: Sequence[tuple[int, int]] | None = None) -> Path:

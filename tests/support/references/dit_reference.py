@@ -1,11 +1,25 @@
-"""The equations of the DiT paper in float64 without modules, the reference of ``test_dit.py``."""
+"""A DiT with trained weights, and the equations of the paper in float64 without modules."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.models.build import build_model
+from fastdiff.models.dit.network import DiT
+
+
+def trained(config: DiTConfig, seed: int = 0, **options: Any) -> DiT:
+    """A network all of whose weights matter: the fresh one is zero at its output."""
+    model = build_model(config, **options)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    assert isinstance(model, DiT)
+    return model
 
 
 def reference_position(side: int, hidden: int) -> Tensor:
