@@ -59,6 +59,8 @@ def test_a_run_may_start_from_a_published_adapter(pictures: Path) -> None:
     assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (6, None, ())
     with pytest.raises(ConfigError, match="--dim_from_weights: of which file"):
         run_of(NETWORK, f"{LORA} --dim_from_weights")
+    with pytest.raises(ConfigError, match="--network_args up_lr_weight: all layers have one learning rate"):
+        run_of(NETWORK, f"{LORA} --network_weights s.safetensors --dim_from_weights --network_args up_lr_weight=sine")
 
 
 @pytest.mark.usefixtures("pictures")
@@ -156,8 +158,13 @@ def test_a_dora_of_lycoris() -> None:
 def test_lycoris_takes_the_kind_of_a_file() -> None:
     ends = {"lora_down.weight": (2, 64), "lora_up.weight": (64, 2), "dora_scale": (64, 1)}
     save_file({f"lora_unet_a.{end}": torch.ones(shape) for end, shape in ends.items()}, "d.safetensors")
-    lora = run_of(NETWORK, f"{LOKR} --network_weights d.safetensors --dim_from_weights")[0].lora
-    assert (lora.kind, lora.rank) == ("dora", 2), "theirs does not read algo then"
+    config, notes = run_of(NETWORK, f"{LOKR} --network_weights d.safetensors --dim_from_weights")
+    assert (config.lora.kind, config.lora.rank) == ("dora", 2), "theirs does not read algo then"
+    assert "--network_args changes nothing: the other flags decide" in notes
+    for flags in (f"{LORA} --dim_from_weights", LORA, LOKR):
+        with pytest.raises(ConfigError, match=r"d\.safetensors: an adapter of the kind dora, expected lo"):
+            run_of(NETWORK, f"{flags} --network_weights d.safetensors")
+    assert run_of(NETWORK, f"{DORA} --network_weights d.safetensors --network_dim 2")[0].lora.kind == "dora"
 
 
 @pytest.mark.usefixtures("pictures")

@@ -43,6 +43,8 @@ _CONVOLUTIONS = ("conv1", "conv2", "conv_shortcut", "time_emb_proj", "downsample
 """Layers of residual blocks, which it adapts too with conv_dim."""
 _RANK, _ALPHA = 4, 1.0
 """Of networks.lora without --network_dim and with conv_dim alone."""
+_RATES = {"down_lr_weight", "mid_lr_weight", "up_lr_weight"}
+"""Arguments that networks.lora reads with --dim_from_weights, too."""
 _BASE = "the base is frozen as it is published; merge the files into it first, and give that"
 _TEXT = (
     "text encoders are not trained here; give --network_train_unet_only, as theirs recommends for Stable Diffusion XL"
@@ -59,6 +61,8 @@ def _network(given: Given, module: str | None) -> list[str]:
     arguments = _arguments(given.flags)
     if given.flags.dim_from_weights:
         require(bool(given.flags.network_weights), "--dim_from_weights: of which file? Theirs needs --network_weights")
+        rates = sorted(_RATES & arguments.keys())
+        require(not rates, f"--network_args {', '.join(rates)}: all layers have one learning rate here; leave it out")
         return [*flag("lora.kind", _kind(given.flags)), *flag("lora.rank", 0)]
     if module == lycoris.MODULE:
         return lycoris.words(arguments, given.flags.network_dim, given.flags.network_alpha)
@@ -74,6 +78,21 @@ def _kind(flags: argparse.Namespace) -> str:
     if flags.dim_from_weights:
         return kind_of_file(Path(absolute("--network_weights", flags.network_weights)))
     return lycoris.kind_of(_arguments(flags))
+
+
+def _start(given: Given, path: str | None) -> list[str]:
+    """Return the file of weights to start from; ConfigError: it is here, and of another kind than the run."""
+    if path is None:
+        return []
+    file, kind = absolute("--network_weights", path), _kind(given.flags)
+    found = kind_of_file(Path(file)) if Path(file).is_file() else kind
+    require(
+        found == kind,
+        f"--network_weights {file}: an adapter of the kind {found}, expected {kind}; theirs leaves tensors of another "
+        f"kind out, and so begins with another change. Give a file of this kind, or --network_module {lycoris.MODULE} "
+        "--dim_from_weights, which takes the kind of the file",
+    )
+    return [*flag("lora.init", file), *flag("lora.skip_text_encoders", True)]
 
 
 def _arguments(flags: argparse.Namespace) -> dict[str, str]:
@@ -143,14 +162,17 @@ _WRITTEN: Mapping[str, _Written] = {
 
 
 def _notes(flags: argparse.Namespace) -> list[str]:
-    own = lycoris.told(_arguments(flags)) if flags.network_module == lycoris.MODULE else []
+    read = flags.network_module == lycoris.MODULE and not flags.dim_from_weights
+    own = lycoris.told(_arguments(flags)) if read else []
     return [*_WRITTEN[_kind(flags)].notes, *own]
 
 
 _SAFE = "files are safetensors: pickles are not written"
 _NETWORK: dict[str, Meaning] = {
     "network_module": Meaning(str, _network),
-    "network_dim": Meaning(count, idle=f"networks.lora has {_RANK} without it"),
+    "network_dim": Meaning(
+        count, idle=f"networks.lora has {_RANK} without it, and with --dim_from_weights the rank of the file"
+    ),
     "network_alpha": Meaning(
         float, lambda given, alpha: flag("lora.alpha", None if given.flags.dim_from_weights else alpha or None)
     ),
@@ -158,11 +180,7 @@ _NETWORK: dict[str, Meaning] = {
     "network_dropout": Meaning(float, refused="outputs of the added matrices are not dropped; leave it out"),
     "network_weights": Meaning(
         str,
-        lambda _, path: (
-            []
-            if path is None
-            else [*flag("lora.init", absolute("--network_weights", path)), *flag("lora.skip_text_encoders", True)]
-        ),
+        _start,
         told="the run starts with the change that the file means, without its text encoders; theirs scales it by "
         "--network_alpha anew, unless --dim_from_weights is given",
     ),
