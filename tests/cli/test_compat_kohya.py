@@ -249,6 +249,7 @@ def test_a_configuration_of_data_sets(pictures: Path, tmp_path: Path) -> None:
     assert train[train.index("--epochs") + 1] == "5"
     assert train[train.index("--output.checkpoint_every") + 1] == "3", "6 pictures twice in batches of 4"
     assert train[train.index("--batch.micro") + 1] == "4", "the file goes before the flag"
+    assert train[train.index("--objective.condition_dropout") + 1] == "0.2", "with 0, no guidance is drawn"
     notes = "\n".join(done.notes)
     for word in ("--train_data_dir is not used", "pictures/10_sks dog, named by", "a dropped caption is zeros"):
         assert word in notes, word

@@ -47,9 +47,9 @@ def data(given: Given, _: object) -> list[str]:
     return [*flag("data.path", given.data), *mirrored]
 
 
-def dropout(_: Given, share: float) -> list[str]:
-    """Return the share of dropped captions; those of a configuration are in the encoded data."""
-    return flag("objective.condition_dropout", share)
+def dropout(given: Given, _: float) -> list[str]:
+    """Return the share of dropped captions; where data sets differ in it, the encoded data have that of each."""
+    return flag("objective.condition_dropout", max(subset["caption_dropout_rate"] for subset in given.pictures.subsets))
 
 
 def rate(given: Given, rate: float) -> list[str]:
