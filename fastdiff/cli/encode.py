@@ -283,7 +283,13 @@ def _encode(arguments: argparse.Namespace) -> None:
     own = {name: given[name] for name in names if name in given}
     if "bucket_sides" in own:
         own["bucket_sides"] = tuple(own["bucket_sides"])
-    if (found := _parts(given)) is None:
+    found = _parts(given)
+    require(
+        "prior_loss_weight" not in given or (found is not None and any(p.listed.regularisation for p in found.parts)),
+        f"--prior-loss-weight: {source} has no regularisation pictures; name their folder by --regularisation, or set "
+        "is_reg = true in a subset of a .toml, or leave it out",
+    )
+    if found is None:
         encode_images(EncodeOptions(**own))
     else:
         encode_several(found, own)
@@ -311,9 +317,6 @@ def _parts(given: Mapping[str, Any]) -> Parts | None:
         require(source.is_dir(), f"--layout kohya: {source} is no folder")
         require("caption" not in given, "--caption: the folders N_name give the captions; leave it out")
         return parts_of_folders(source, None if regularisation is None else Path(regularisation), weight)
-    require(
-        "prior_loss_weight" not in given, "--prior-loss-weight is for --regularisation, or for a .toml of data sets"
-    )
     return None
 
 

@@ -1,7 +1,7 @@
 """Encode of several data sets into one folder, which ``--data.path`` of a training then takes as a whole."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from fastdiff.parallel.launcher import place_in_any_job
 def encode_several(found: Parts, options: Mapping[str, Any], say: Callable[[str], None] = show) -> None:
     """Encode each data set into a folder of its own in OUT, and list them in ``sets.json`` at the end.
 
-    As ``encode_images``, it is called by any number of processes, and resumes. Statistics of latents that are measured
-    are those of the first data set, so that all have the same.
+    As ``encode_images``, it is called by any number of processes, and resumes. Statistics of latents that are measured,
+    and the map of a teacher's features, are those of the first data set, so that all have the same.
 
     Args:
         found: the data sets.
@@ -54,17 +54,17 @@ def encode_several(found: Parts, options: Mapping[str, Any], say: Callable[[str]
         )
         for part, masks in zip(found.parts, _masks(options, found.parts), strict=True)
     ]
-    for line in found.told if is_first else ():
+    for line in (*found.told, *_unused(options, found.parts)) if is_first else ():
         say(line)
-    measured: dict[str, Any] = {}
+    of_first: dict[str, Any] = {}
     for part, options_of_part in zip(found.parts, each, strict=True):
-        own = replace(options_of_part, **measured)
+        own = replace(options_of_part, **of_first)
         if is_first:
             what = "regularisation, " if part.listed.regularisation else ""
             whole = ", without masks" if options.get("masks") and not own.masks else ""
             say(f"{own.out}: {what}{part.listed.repeats} x {own.source}{whole}")
         encode_images(own, say)
-        measured = measured or _measured(own.out)
+        of_first = of_first or _shared(own)
     try:
         write_list(out, [part.listed for part in found.parts])
     except OSError as error:
@@ -102,7 +102,18 @@ def _names(folder: Path) -> set[str]:
     return {nfc(Path(image).stem) for image in Listing.beside(folder, [""]).images}
 
 
-def _measured(folder: Path) -> dict[str, Any]:
-    """Return the option of the further data sets if the statistics of this one were measured."""
-    was = DatasetInfo.read(folder).provenance.statistics.startswith(MEASURED)
-    return {"statistics": str(folder)} if was else {}
+def _unused(options: Mapping[str, Any], parts: Sequence[Part]) -> Iterator[str]:
+    """Tell of the options that no data set takes, since what lists the data sets decides them for each."""
+    for name, value in options.items():
+        if all(part.options.get(name, value) != value for part in parts):
+            yield f"--{name.replace('_', '-')} changes nothing: {options['source']} decides it for all data sets"
+
+
+def _shared(first: EncodeOptions) -> dict[str, Any]:
+    """Return the options of the further data sets that take what was measured on the first one."""
+    measured = DatasetInfo.read(first.out).provenance.statistics.startswith(MEASURED)
+    fitted = first.teacher and not first.teacher_basis
+    return {
+        **({"statistics": str(first.out)} if measured else {}),
+        **({"teacher_basis": str(first.out)} if fitted else {}),
+    }

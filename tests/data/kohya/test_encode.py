@@ -11,6 +11,7 @@ from fastdiff.cli.main import main
 from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.encoding.several import encode_several
+from fastdiff.data.encoding.teacher_features import BASIS_FILE
 from fastdiff.data.images.geometry import buckets_within
 from fastdiff.data.joined.info import JoinedInfo
 from fastdiff.data.joined.reading import open_shards, read_info
@@ -20,6 +21,7 @@ from fastdiff.data.shards.format import DatasetInfo
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.errors import ConfigError, Preempted
 from fastdiff.models.pretrained.tiny_pipeline import build
+from tests.support.inputs.teachers import tiny_teacher
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +160,11 @@ def test_a_configuration_becomes_its_subsets(
     """Each subset with its own options, of sizes that a step does not mix; regularisation matches its data set."""
     config, out = tmp_path / "data.toml", tmp_path / "out"
     config.write_text(_TOML.format(root=photos))
-    main(["encode", str(config), str(out), "--pretrained", pipeline, "--shuffle-tags", "3", "--prior-loss-weight", "2"])
+    command = f"encode {config} {out} --pretrained {pipeline} --shuffle-tags 3 --prior-loss-weight 2 --resolution 64"
+    main(command.split())
     told = capsys.readouterr().out
+    assert f"--resolution changes nothing: {config} decides it for all data sets" in told
+    assert "--shuffle-tags changes nothing" not in told, "one data set shuffles"
     assert "batch_size: train with --batch.micro 2" in told
     assert "flip_aug: train with --data.random-flip" in told
     info = joined(out)
@@ -178,6 +183,19 @@ def test_a_configuration_becomes_its_subsets(
     }
     content = json.loads((out / "10_sks dog" / "encode.json").read_text())
     assert content["caption_suffix"] == ", photo"
+
+
+def test_a_loss_weight_without_regularisation_pictures_is_refused(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "data.toml"
+    config.write_text(f"[[datasets]]\nresolution = 32\n[[datasets.subsets]]\nimage_dir = '{photos}/10_sks dog'\n")
+    for source, layout in ((config, ""), (photos, "--layout kohya"), (photos, "--layout plain")):
+        options = f"--pretrained any --prior-loss-weight 2 {layout}"
+        assert main(["encode", str(source), str(tmp_path / "out"), *options.split()]) == ConfigError.exit_code
+        assert f"--prior-loss-weight: {source} has no regularisation pictures" in " ".join(
+            capsys.readouterr().err.split()
+        )
 
 
 def test_the_buckets_are_those_of_kohya() -> None:
@@ -224,13 +242,16 @@ def test_a_killed_encode_of_several_is_not_taken_for_complete(photos: Path, pipe
     assert [each.per_epoch for each in joined(out).sets] == [30, 4]
 
 
-def test_measured_statistics_are_those_of_the_first_data_set(photos: Path, pipeline: str, tmp_path: Path) -> None:
-    """Own ones for each would give the same latents other values."""
-    out = tmp_path / "out"
+def test_what_is_measured_is_that_of_the_first_data_set(photos: Path, pipeline: str, tmp_path: Path) -> None:
+    """Statistics and maps of their own would give the same pictures other values."""
+    out, teacher = tmp_path / "out", tiny_teacher(tmp_path / "teacher", "dinov2")
     command = f"encode {photos} {out} --pretrained {pipeline} --resolution 32"
-    main([*command.split(), "--statistics", "measured"])
+    main([*command.split(), "--statistics", "measured", "--teacher", str(teacher), "--teacher-width", "6"])
     one, other = (DatasetInfo.read(out / name) for name in ("10_sks dog", "2_sks cat"))
     assert one.normalisation == other.normalisation == joined(out).normalisation
+    assert one.normalisations == other.normalisations == joined(out).normalisations
+    maps = {(out / name / BASIS_FILE).read_bytes() for name in ("10_sks dog", "2_sks cat")}
+    assert len(maps) == 1
     assert other.provenance.statistics == f"per channel, of {out / '10_sks dog'}"
     assert main([*command.split(), "--max-samples", "3"]) == 2
 
