@@ -96,7 +96,8 @@ class PartitionEncoder:
         self._out, self._info, self._partition = out, info, partition
         self._encoder, self._threads, self._batch = encoder, threads, batch
         self._stopwatch, self._bad = stopwatch, bad
-        self._on_cuda = encoder.device.type == "cuda"
+        devices = (encoder.device, *([teacher.device] if teacher else []))  # pixels have no autoencoder
+        self._on_cuda = any(device.type == "cuda" for device in devices)
         self._pending: defaultdict[int, list[tuple[ImageItem, Decoded]]] = defaultdict(list)  # by bucket
         self._open, self._computing = _Group(), _Group()
         masked = any(map(info.is_masked, info.columns))

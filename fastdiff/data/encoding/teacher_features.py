@@ -123,7 +123,7 @@ class TeacherColumns:
             "--teacher-token: this teacher has no class token; leave it out",
         )
         self.width = min(_USUAL, teacher.width) if width is None else width or teacher.width
-        self.digest = teacher.digest
+        self.digest, self.device = teacher.digest, teacher.device
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -43,7 +43,9 @@ class Teacher:
         self._options = _options(self._model)
         mean, deviation = _normalisation(source)
         self._mean, self._deviation = (torch.tensor(value, device=device).view(-1, 1, 1) for value in (mean, deviation))
-        self._device, self._dtype = device, dtype
+        self._dtype = dtype
+        self.device = device
+        """Of the model."""
         self._pixels = side * self._pixels_of_patch()
         patches, token = self(torch.zeros(1, len(mean), self._pixels, self._pixels))
         self.width = patches.shape[1]
@@ -61,7 +63,7 @@ class Teacher:
         Returns:
             ``[B, W, side, side]`` of the patches, and ``[B, W]`` of the class token, fp32; None: it has none.
         """
-        images = (images.to(self._device) - self._mean) / self._deviation
+        images = (images.to(self.device) - self._mean) / self._deviation
         size = (self._pixels, self._pixels)
         if images.shape[2:] != size:
             images = F.interpolate(images, size=size, mode="bicubic", align_corners=False, antialias=False)
@@ -86,7 +88,7 @@ class Teacher:
     @torch.no_grad()
     def _pixels_of_patch(self) -> int:
         """Return the pixels per side of a patch; of a convolutional model, its stride."""
-        probe = torch.zeros(1, len(self._mean), _PROBE, _PROBE, device=self._device, dtype=self._dtype)
+        probe = torch.zeros(1, len(self._mean), _PROBE, _PROBE, device=self.device, dtype=self._dtype)
         states = self._model(pixel_values=probe, **self._options).last_hidden_state
         if states.dim() == 4:
             return _PROBE // int(states.shape[-1])
