@@ -194,11 +194,15 @@ class _Metadata:
         """Return alpha of a layer; without metadata of the network it is the rank."""
         own = {key.removeprefix(f"{part}."): value for key, value in self._values.items() if key.startswith(f"{part}.")}
         alpha = own.get("lora_alpha", own.get("alpha", rank))  # alpha is that of peft's LoKr
-        for pattern, value in (own.get("alpha_pattern") or {}).items():
-            if re.fullmatch(rf"(.*\.)?({pattern})", layer):
-                alpha = value
-                break
-        return float(alpha) * (math.sqrt(rank) if own.get("use_rslora") else 1.0)
+        patterns = own.get("alpha_pattern") or {}
+        try:
+            found = (value for pattern, value in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", layer))
+            return float(next(found, alpha)) * (math.sqrt(rank) if own.get("use_rslora") else 1.0)
+        except (re.error, AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"its metadata {_METADATA} gives no alpha of {layer} ({error}); expected a number as lora_alpha, and "
+                "numbers by regular expressions of layers as alpha_pattern"
+            ) from None
 
 
 def named(names: list[str]) -> str:

@@ -116,6 +116,10 @@ def test_rules_of_alpha() -> None:
     assert alphas({"transformer.lora_alpha": 8, "transformer.alpha_pattern": {"0.attn.to_q": 2}}) == [2, 8]
     assert alphas({"transformer.lora_alpha": 8, "transformer.use_rslora": True}) == [16, 16]
     assert alphas({"text_encoder.lora_alpha": 8}) == [4, 4]
+    wrong = [("lora_alpha", "high"), ("alpha_pattern", {"0.attn.(": 2}), ("alpha_pattern", [2])]
+    for name, value in wrong:
+        with pytest.raises(ConfigError, match=f"gives no alpha of {first} .*; expected a number as lora_alpha"):
+            alphas({f"transformer.{name}": value})
 
 
 def test_peft_has_alpha_in_a_file_beside(tmp_path: Path) -> None:
