@@ -42,7 +42,7 @@ class DoraLayer(nn.Module):
         scale: s, alpha / rank.
 
     Raises:
-        ValueError: the layer is a convolution with groups or dilation.
+        ValueError: the layer is a convolution with groups or dilation, or padded by others than zeros.
     """
 
     squares: Tensor
@@ -57,6 +57,8 @@ class DoraLayer(nn.Module):
         if isinstance(layer, nn.Conv2d):
             if layer.groups > 1 or set(layer.dilation) != {1} or not isinstance(layer.padding, tuple):
                 raise ValueError("a DoRA is for convolutions without groups and dilation")
+            if layer.padding_mode != "zeros":
+                raise ValueError("a DoRA is for convolutions padded by zeros")
             self._conv = {"stride": layer.stride, "padding": layer.padding}
         outputs, *inputs = weight.shape
         self.base_layer, self.scale, self.adapts = layer, scale, True

@@ -37,8 +37,8 @@ def _inject(model: Model, config: LoraConfig, layers: list[str]) -> None:
     for name in layers:
         parent, _, child = name.rpartition(".")
         base = cast(nn.Linear | nn.Conv2d, model.get_submodule(name))
-        if isinstance(base, nn.Conv2d) and base.groups > 1:
-            raise ValueError("a LoKr is for convolutions without groups")
+        if isinstance(base, nn.Conv2d) and (base.groups > 1 or base.padding_mode != "zeros"):
+            raise ValueError("a LoKr is for convolutions without groups and padded by zeros")
         setattr(model.get_submodule(parent), child, KroneckerLayer(base, shape_of(config), config.numerator))
 
 
