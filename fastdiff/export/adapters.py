@@ -42,6 +42,8 @@ from fastdiff.models.load import check_base
 WEIGHTS_FILE = "pytorch_lora_weights.safetensors"
 """File name of an adapter in a folder, as diffusers expects it."""
 
+_EACH = "--format lora-diffusers for diffusers or lora-native for ComfyUI"
+"""Formats that lose no layer and no kind, for messages."""
 _MOST = 3
 """Layers that a message names."""
 _IN_COMFYUI = f"Put `{WEIGHTS_FILE}` into `models/loras` of ComfyUI, under a name of its own. "
@@ -110,14 +112,14 @@ def check_readers(
         require(not why, f"{reader.name} would not load this {kind.title}: {why}")
         require(
             kind.applied_by(reader, form, model.diffusers_class),
-            f"{reader.name} would not apply a {kind.title} from a file of this format; use {kind.formats}",
+            f"{reader.name} would not apply a {kind.title} from a file of this format; use {_EACH}",
         )
         dropped = reader.dropped(form, model.diffusers_class, layers)
         if dropped:
             named = ", ".join(dropped[:_MOST]) + (" ..." if len(dropped) > _MOST else "")
             raise ConfigError(
                 f"{reader.name} would drop {len(dropped)} of the {len(layers)} adapted layers from a file of this "
-                f"format: {named}; use {kind.formats}, which lose none, or train again with --lora.targets that leave "
+                f"format: {named}; use {_EACH}, which lose none, or train again with --lora.targets that leave "
                 "them out"
             )
 
@@ -184,17 +186,16 @@ def use_in_diffusers(config: RunConfig, place: Place, step: int) -> str:
     """Return the card's text of diffusers' form for that program."""
     return in_diffusers(config, place) + (
         "\nThe names are those of diffusers and peft, and the scale is in the weights (alpha is the rank). "
-        f"{kind_of(config.lora).for_comfyui}\n"
+        f"ComfyUI reads `fastdiff export --format {kind_of(config.lora).for_comfyui}`.\n"
     )
 
 
 def in_comfyui(config: RunConfig, what: str) -> str:
     """Return the card's text of a file for ComfyUI; ``what``: sentences that tell how its layers are named."""
-    form = forms.DIFFUSERS if DIFFUSERS_READER.reads(forms.DIFFUSERS, config.model.diffusers_class) else forms.KOHYA
     kind = kind_of(config.lora)
     instead = (
-        f"{kind.for_diffusers}\n"
-        if reads(DIFFUSERS_READER, form, config.model, kind)
+        f"diffusers reads `fastdiff export --format {kind.for_diffusers}`.\n"
+        if reads(DIFFUSERS_READER, forms.DIFFUSERS, config.model, kind)
         else f"diffusers reads no {kind.title} of this network; `fastdiff export --format diffusers` writes a whole "
         "pipeline with it.\n"
     )

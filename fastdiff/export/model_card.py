@@ -148,9 +148,7 @@ def _metadata(exported: Exported, dtype: str) -> dict[str, object]:
     if pretrained.path:
         metadata["Base model" if pretrained.weights else "Text encoder and autoencoder"] = f"`{base_name(pretrained)}`"
     if lora.rank:
-        metadata[kind_of(lora).title] = (
-            f"{kind_of(lora).size(lora)}, alpha {lora.numerator:g}, base weights in {_bits(lora)}"
-        )
+        metadata[kind_of(lora).title] = f"{kind_of(lora).size(lora)}, base weights in {_bits(lora)}"
     if lora.init:
         without = ", without its text encoders" if lora.skip_text_encoders else ""
         metadata["Started from"] = f"`{Path(lora.init).name}` (sha256 `{manifest.get('adapter')}`){without}"

@@ -226,8 +226,8 @@ DORA = AdapterKind(
     },
     formula="A layer has the weight m V / ||V|| with V = W + B A and the norm of each row: `lora_magnitude_vector` is "
     "m, `lora_B` times `lora_A` is B A, and the scale alpha / rank is in B.",
-    for_diffusers="diffusers reads `fastdiff export --format lora-diffusers`.",
-    for_comfyui="ComfyUI reads `fastdiff export --format lora-native`.",
+    for_diffusers="lora-diffusers",
+    for_comfyui="lora-native",
     expected="A, B and the magnitudes of each layer, and alpha at most",
     read=_read,
     for_form=_for_form,

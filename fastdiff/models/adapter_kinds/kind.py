@@ -75,13 +75,11 @@ class AdapterKind(Generic[C]):
     weights."""
     formula: str = "A layer changes by B A (`lora_B` times `lora_A`): the scale alpha / rank is in B."
     """How a layer changes by the tensors of diffusers' form, for cards."""
-    for_diffusers: str = "diffusers reads `fastdiff export --format lora`."
-    for_comfyui: str = "ComfyUI and AUTOMATIC1111 read `fastdiff export --format lora`."
-    """Formats for these programs, for the cards of the others."""
-    formats: str = "--format lora-diffusers for diffusers or lora-native for ComfyUI"
-    """Formats of the export in which a program applies it, and drops no layer, for messages."""
-    size: Callable[[LoraConfig], str] = lambda config: f"rank {config.rank}"
-    """Return how large its matrices are in words, for cards and the summary of a run."""
+    for_diffusers: str = "lora"
+    for_comfyui: str = "lora"
+    """Formats of the export that these programs read, for the cards of other formats."""
+    size: Callable[[LoraConfig], str] = lambda config: f"rank {config.rank}, alpha {config.numerator:g}"
+    """Return how large its matrices are in words, and alpha if it has an effect, for cards and the summary of a run."""
     fitted: Callable[[LoraConfig, Mapping[str, C], Mapping[str, tuple[int, ...]]], LoraConfig] = (
         lambda config, changes, weights: config
     )

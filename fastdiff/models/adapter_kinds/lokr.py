@@ -204,10 +204,12 @@ def _divided_by_peft(size: int, factor: int) -> tuple[int, int]:
 
 
 def size(config: LoraConfig) -> str:
-    """Return the size of the factors in words."""
+    """Return the size of the factors in words, with alpha unless all are whole."""
     divisor = "" if config.factor in (None, -1) else f", factor {config.factor}"
+    if config.full_matrix:
+        return f"full factors{divisor}"
     both = ", both factors" if config.decompose_both else ""
-    return "full factors" + divisor if config.full_matrix else f"rank {config.rank}" + divisor + both
+    return f"rank {config.rank}{divisor}{both}, alpha {config.numerator:g}"
 
 
 LOKR = AdapterKind(

@@ -279,11 +279,20 @@ def test_what_the_run_could_not_hold_is_refused(given: dict[str, object], messag
 
 
 @pytest.mark.parametrize("kind", ["lokr", "dora"])
-def test_a_convolution_with_groups_is_refused(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "without"), [("groups", 2, "groups"), ("padding_mode", "circular", "padded by zeros")]
+)
+def test_a_convolution_of_another_kind_is_refused(kind: str, option: str, value: object, without: str) -> None:
     model = build_model(UNETS["sd15"])
-    model.get_submodule("conv_in").groups = 2  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"--lora.targets conv_in: a \w+ is for convolutions without groups"):
+    setattr(model.get_submodule("conv_in"), option, value)
+    with pytest.raises(ConfigError, match=rf"--lora.targets conv_in: a \w+ is for convolutions .*{without}"):
         add_lora(model, LoraConfig(kind=kind, rank=2, targets=("conv_in",)), seed=0)  # type: ignore[arg-type]
+
+
+def test_alpha_is_told_where_it_has_an_effect() -> None:
+    lora = LoraConfig(kind="lokr", rank=2, alpha=3.0, factor=4)
+    assert LOKR.size(lora) == "rank 2, factor 4, alpha 3"
+    assert LOKR.size(replace(lora, full_matrix=True)) == "full factors, factor 4"
 
 
 @pytest.mark.parametrize(
