@@ -87,6 +87,7 @@ class Names:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._folders: dict[str, dict[str, str]] = {}  # by folder: the names that are there, by their form for _find
+        self._pictures: dict[str, dict[str, list[str]]] = {}  # by folder, for _stems
 
     def find(self, path: str) -> str:
         """Return the relative path as it is on the disk.
@@ -104,12 +105,11 @@ class Names:
 
     def picture(self, path: str) -> str:
         """As ``find``; a name without its ending, as kohya's scripts write it, finds the one picture that has it."""
-        if (found := self.find(path)) != path or self._exists(path):
-            return found
+        if (own := self.find(path)) != path or self._exists(path):
+            return own
         folder, _, stem = path.rpartition("/")
-        there = {name for name in self._names(folder).values() if os.path.splitext(nfc(name))[0] == nfc(stem)}
-        pictures = [name for name in there if ending_of(name) in TAKEN]
-        return f"{folder}/{pictures[0]}".lstrip("/") if len(pictures) == 1 else path
+        found = self._stems(folder).get(nfc(stem), [])
+        return f"{folder}/{found[0]}".lstrip("/") if len(found) == 1 else path
 
     def like(self, path: str) -> str | None:
         """Return the name of a file that differs from a missing one only by the case of letters or its ending."""
@@ -141,6 +141,15 @@ class Names:
                 there = []
             self._folders[folder] = {nfc(name): name for name in there} | {name: name for name in there}
         return self._folders[folder]
+
+    def _stems(self, folder: str) -> dict[str, list[str]]:
+        """Return the pictures that are there, by their names without endings."""
+        if folder not in self._pictures:
+            self._pictures[folder] = {}
+            for name in {*self._names(folder).values()}:
+                if ending_of(name) in TAKEN:
+                    self._pictures[folder].setdefault(os.path.splitext(nfc(name))[0], []).append(name)
+        return self._pictures[folder]
 
     @staticmethod
     def _is_below(folder: str) -> bool:
