@@ -141,8 +141,8 @@ def _number(arguments: Mapping[str, str], name: str, default: float) -> float:
 
 
 def _require_known(arguments: Mapping[str, str]) -> None:
-    refused = [f"{name}={value}: {_OTHERS[name]}" for name, value in arguments.items() if name in _OTHERS]
-    refused = [text for text in refused if _on(arguments, text.partition("=")[0])]
+    given = [name for name in arguments if name in _OTHERS and _on(arguments, name)]
+    refused = [f"{name}={arguments[name]}: {_OTHERS[name]}" for name in given]
     unknown = sorted(arguments.keys() - _KNOWN - _OTHERS.keys() - _NOTHING)
     refused += [f"{name}: {MODULE} has no such argument" for name in unknown]
     require(not refused, f"--network_args {'; '.join(refused)}; leave it out")
