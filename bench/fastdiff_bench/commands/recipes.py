@@ -164,6 +164,7 @@ def measured(one: Trained) -> Iterator[Measurement]:
     suffix = f", seed {trial.seed}" if trial.is_compared else ", sweep"
     yield row(f"validation loss{suffix}", "1", one.curve.last, "lower")
     yield row(f"time of a step{suffix}", "ms", one.ms_per_step, "lower")
+    yield row(f"peak memory{suffix}", "GiB", one.peak_gib, "lower")
     for quantity, value in one.drawn.items():
         yield row(f"{quantity}{suffix}", "1", value, "higher" if quantity == "accuracy" else "lower")
 
@@ -193,6 +194,12 @@ class Compared:
         return statistics.median(one.ms_per_step for one in self.runs) / statistics.median(
             one.ms_per_step for one in self.baselines
         )
+
+    @property
+    def more_memory(self) -> float:
+        """Peak memory beyond that of the baseline, in MiB, both at their medians over the seeds."""
+        ours, theirs = (statistics.median(one.peak_gib for one in runs) for runs in (self.runs, self.baselines))
+        return 1024 * (ours - theirs)
 
     def mean(self, quantity: str) -> float | None:
         """Return the mean of a measure of drawn samples; None: it is not measured."""
@@ -230,7 +237,7 @@ def report(done: Sequence[Trained], root: Path, log: Log) -> None:
         if one.runs[0].trial.arm != BASELINE:
             log.write(*differences("recipes", case, name, BASELINE, one.tested(root)))
     print()
-    print(table([_HEAD, *(_cells(case, name, one) for (case, name), one in found.items())], "<<>>>>>>>><"))
+    print(table([_HEAD, *(_cells(case, name, one) for (case, name), one in found.items())], "<<>>>>>>>>><"))
     picture = log.path.with_suffix(".png")
     draw({key: ([r.curve for r in one.runs], one.speed_up) for key, one in found.items()}, picture)
     print(picture)
@@ -246,6 +253,7 @@ def _rows(case: str, name: str, one: Compared) -> Iterator[Measurement]:
     yield row("speed-up in steps", "1", gain.mean, "higher")
     yield row("speed-up in time", "1", gain.mean / one.cost, "higher")
     yield row("time of a step over the baseline's", "1", one.cost, "lower")
+    yield row("peak memory beyond the baseline's", "MiB", one.more_memory, "neither")
     yield row("validation loss", "1", statistics.mean(run.curve.last for run in one.runs), "lower")
     drawn: dict[str, Better] = {"accuracy": "higher", "frechet distance": "lower"}
     for quantity, better in drawn.items():
@@ -253,7 +261,7 @@ def _rows(case: str, name: str, one: Compared) -> Iterator[Measurement]:
             yield row(quantity, "1", value, better)
 
 
-_HEAD = ("case", "", "loss", "speed-up", "2 errors", "least", "step", "in time", "accuracy", "distance", "")
+_HEAD = ("case", "", "loss", "speed-up", "2 errors", "least", "step", "in time", "MiB", "accuracy", "distance", "")
 
 
 def _cells(case: str, name: str, one: Compared) -> tuple[str, ...]:
@@ -262,8 +270,9 @@ def _cells(case: str, name: str, one: Compared) -> tuple[str, ...]:
     accuracy, distance = one.mean("accuracy"), one.mean("frechet distance")
     return (
         case, name, f"{loss:.4f}", f"{gain.mean:.2f}", f"{low:.2f} to {high:.2f}", f"{min(gain.values):.2f}",
-        f"{one.cost:.2f}", f"{gain.mean / one.cost:.2f}", "" if accuracy is None else f"{accuracy:.3f}",
-        "" if distance is None else f"{distance:.3f}", "" if one.runs[0].trial.arm == BASELINE else gain.verdict,
+        f"{one.cost:.2f}", f"{gain.mean / one.cost:.2f}", f"{one.more_memory:+.1f}",
+        "" if accuracy is None else f"{accuracy:.3f}", "" if distance is None else f"{distance:.3f}",
+        "" if one.runs[0].trial.arm == BASELINE else gain.verdict,
     )  # fmt: skip
 
 

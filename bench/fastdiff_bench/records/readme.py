@@ -230,7 +230,7 @@ def _recipes(measurements: Sequence[Measurement]) -> list[Row]:
     """Tabulate the speed-up of each method over the first, in steps and in time, and what it draws."""
     head = (
         "task", "method", "final loss", "speed-up in steps", "two standard errors", "least seed", "time of a step",
-        "speed-up in time", "accuracy", "Fréchet distance", "",
+        "speed-up in time", "more memory, MiB", "accuracy", "Fréchet distance", "",
     )  # fmt: skip
     body: list[Row] = []
     for (case, name), of_one in record.by_provider(measurements).items():
@@ -238,9 +238,13 @@ def _recipes(measurements: Sequence[Measurement]) -> list[Row]:
             continue
         low, high, least = (f"{float(str(gain.facts[key])):.2f}" for key in ("low", "high", "least"))
         ratios = [f"{of_one[key].value:.2f}" for key in ("time of a step over the baseline's", "speed-up in time")]
+        more = of_one.get("peak memory beyond the baseline's")
+        memory = f"{more.value:+.1f}" if more else ""
         drawn = [_value(of_one.get(key)) for key in ("accuracy", "frechet distance")]
         loss, verdict = f"{of_one['validation loss'].value:.4f}", str(gain.facts["verdict"])
-        body.append((case, name, loss, f"{gain.value:.2f}", f"{low} to {high}", least, *ratios, *drawn, verdict))
+        body.append(
+            (case, name, loss, f"{gain.value:.2f}", f"{low} to {high}", least, *ratios, memory, *drawn, verdict)
+        )
     return [head, *body] if body else []
 
 

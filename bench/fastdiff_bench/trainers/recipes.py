@@ -255,6 +255,8 @@ class Trained:
     """The losses at the end, by sample."""
     ms_per_step: float
     """Median over the records of the log."""
+    peak_gib: float
+    """Largest memory, validations included: on a CPU of the whole process."""
     drawn: Mapping[str, float]
     """Measures of drawn samples, of compared runs."""
     commit: str | None
@@ -278,12 +280,13 @@ def finished(trial: Trial, root: Path) -> Trained | None:
         return None
     steps = validation_files.steps_of(folder)
     found = [in_velocity(validation_files.read(folder, step)) for step in steps]
-    times = [line["step_ms"] for line in read_records(folder / "metrics.jsonl")]
+    logged = read_records(folder / "metrics.jsonl")
     return Trained(
         trial,
         Curve(steps, [float(one.loss.mean()) for one in found]),
         found[-1],
-        statistics.median(times),
+        statistics.median(line["step_ms"] for line in logged),
+        max(line["peak_gib"] for line in logged),
         json.loads((folder / _RESULT).read_text(encoding="utf-8")),
         read_record(folder)["git"],
     )

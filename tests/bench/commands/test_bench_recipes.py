@@ -27,7 +27,8 @@ def trained(arm: str, rate: float, seed: int, losses: list[float]) -> Trained:
     validated = Validated(np.arange(320), levels, errors, errors, about)
     trial = Trial("digits", arm, rate, seed, 40)
     drawn = {} if seed == SWEEP else {"accuracy": 0.5, "frechet distance": 2.0}
-    return Trained(trial, Curve([10, 20, 30, 40], losses), validated, 10.0 if arm == BASELINE else 20.0, drawn, None)
+    ms, gib = (10.0, 0.5) if arm == BASELINE else (20.0, 0.5625)
+    return Trained(trial, Curve([10, 20, 30, 40], losses), validated, ms, gib, drawn, None)
 
 
 def sweep(losses: dict[float, float]) -> list[Trained]:
@@ -49,7 +50,7 @@ def test_every_task_has_the_baseline_first() -> None:
 
 
 def made_up() -> list[Trained]:
-    """A method that takes half the steps of the baseline, and twice the time for each."""
+    """A method that takes half the steps of the baseline, twice the time for each, and 64 MiB more."""
     runs = []
     for seed in range(3):
         last = 0.5 + 0.01 * seed
@@ -65,6 +66,7 @@ def test_methods_are_compared_with_the_baseline_by_seeds() -> None:
     assert gain.speed_up.mean == pytest.approx(2, abs=0.05)
     assert gain.speed_up.verdict == "gain"
     assert gain.cost == 2
+    assert gain.more_memory == 64
     assert gain.tested(Path()).total.mean == pytest.approx(-21, abs=2)
 
 
@@ -78,6 +80,7 @@ def test_the_record_the_table_and_the_picture_agree(tmp_path: Path, capsys: pyte
     text = readme.rendered("<!-- bench: recipes . -->\n<!-- end bench -->\n", tmp_path)
     assert f"| {OTHER}, lr 0.002 | {rows[f'{OTHER}, lr 0.002', 'validation loss'].value:.4f} | " in text
     assert f"| {steps.value:.2f} | " in text
+    assert f"| 2.00 | {time.value:.2f} | +64.0 | " in text
     assert "| gain |" in text
     assert "gain" in capsys.readouterr().out
     with Image.open(tmp_path / "recipes.png") as picture:
@@ -97,6 +100,9 @@ def test_runs_are_trained_and_not_anew_at_a_second_start(tmp_path: Path, capsys:
     for found in losses.values():
         assert len(set(found)) == 3, "the methods differ"
         assert found == pytest.approx([found[0]] * 3, rel=2e-3), "the data, the noise and the initial weights do not"
+    peaks = [m.value for m in measured if m.quantity.startswith("peak memory") and m.unit == "GiB"]
+    assert len(peaks) == len(rows)
+    assert all(0.1 < peak < 10 for peak in peaks), "of the process, with its libraries"
     folders = sorted(tmp_path.glob("runs/runs/*/*/*/metrics.jsonl"))
     aligned = {folder for folder in folders if "loss_alignment" in folder.read_text()}
     assert aligned == {folder for folder in folders if "alignment" in folder.parent.name}
