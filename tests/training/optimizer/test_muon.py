@@ -23,21 +23,10 @@ from fastdiff.parallel.world import World
 from fastdiff.training.loop import train
 from fastdiff.training.optimizer.build import build_optimizer, create_state
 from fastdiff.training.optimizer.orthogonalise import COEFFICIENTS
+from tests.support.killed import assert_it_goes_on
 from tests.support.nights import by_day
 from tests.support.processes import run_ranks
-from tests.support.runs import (
-    assert_same_checkpoint,
-    copy_run,
-    hexes,
-    intact,
-    launch,
-    losses,
-    newest,
-    tiny,
-    train_losses,
-)  # fmt: skip
-from tests.support.scripts import TRAIN, Script, run_script
-from tests.support.waiting import wait_until
+from tests.support.runs import assert_same_checkpoint, copy_run, hexes, launch, losses, newest, tiny, train_losses
 
 SHAPES = {
     "qkv": (24, 8),
@@ -254,20 +243,7 @@ def test_any_engine_stage_and_number_of_ranks_goes_on(digits: Path, tmp_path: Pa
 
 
 def test_a_killed_run_goes_on_bitwise(digits: Path, tmp_path: Path) -> None:
-    flags: list[str | Path] = [
-        "--preset", "digits", "--optim.name", "muon", "--data.path", digits, "--batch.samples", "16",
-        "--output.log-every", "1", "--output.checkpoint-every", "1", "--output.sample-every", "0", "--optim.schedule",
-        "constant", "--optim.warmup-steps", "0", "--output.folder",
-    ]  # fmt: skip
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    with Script(TRAIN, *flags, killed, "--samples", "16000"):
-        wait_until(lambda: bool(intact(killed)), "a checkpoint")
-    length = ["--samples", str(16 * (intact(killed)[0] + 2))]
-    for folder in (killed, whole):
-        ended = run_script(TRAIN, *flags, folder, *length)
-        assert ended.code == 0, ended.output
-    assert hexes(losses(killed)) == hexes(losses(whole))
-    assert_same_checkpoint(killed, whole)
+    assert_it_goes_on(digits, tmp_path, "muon")
 
 
 def test_adamw_has_a_rate_of_its_own_that_follows_the_schedule() -> None:

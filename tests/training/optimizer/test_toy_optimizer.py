@@ -3,9 +3,10 @@
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 from unittest.mock import Mock
 
@@ -29,20 +30,10 @@ from fastdiff.training.loop import train
 from fastdiff.training.optimizer import owners
 from fastdiff.training.optimizer.build import build_optimizer
 from tests.support.installed.packages import install
+from tests.support.killed import assert_it_goes_on
 from tests.support.processes import ROOT, Finished, run_ranks
-from tests.support.runs import (
-    assert_same_checkpoint,
-    copy_run,
-    hexes,
-    intact,
-    launch,
-    losses,
-    newest,
-    tiny,
-    train_losses,
-)  # fmt: skip
-from tests.support.scripts import COMMAND, TRAIN, Script, run_job, run_script
-from tests.support.waiting import wait_until
+from tests.support.runs import assert_same_checkpoint, copy_run, hexes, launch, losses, newest, tiny, train_losses
+from tests.support.scripts import COMMAND, TRAIN, run_job, run_script
 
 SUPPORT = ROOT / "tests" / "support"
 
@@ -219,6 +210,19 @@ def norms_of(run: Path) -> dict[str, float]:
     return found
 
 
+@pytest.fixture
+def not_imported() -> Iterator[None]:
+    """Hide the modules of the toy optimizer that earlier tests have imported, and forget those that this one imports."""
+
+    def taken() -> dict[str, ModuleType]:
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("toy_optimizer")}
+
+    before = taken()
+    yield
+    taken()
+    sys.modules.update(before)
+
+
 def installed(site: Path, entry: str = "toy_optimizer.family:TOY") -> Path:
     """A folder for PYTHONPATH with the toy optimizer, as pip leaves it there."""
     return install(site, "toy_optimizer", {"fastdiff.optimizers": f"toy = {entry}"})
@@ -263,21 +267,7 @@ def test_an_installed_optimizer_is_planned_trained_sampled_and_exported(digits: 
 
 
 def test_a_killed_run_goes_on_bitwise(digits: Path, tmp_path: Path) -> None:
-    site = installed(tmp_path / "site")
-    flags: list[str | Path] = [
-        "--preset", "digits", "--optim.name", "toy", "--optim.schedule", "constant", "--optim.warmup-steps", "0",
-        "--data.path", digits, "--batch.samples", "16", "--output.log-every", "1", "--output.checkpoint-every", "1",
-        "--output.sample-every", "0", "--output.folder",
-    ]  # fmt: skip
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    with Script(TRAIN, *flags, killed, "--samples", "16000", PYTHONPATH=str(site)):
-        wait_until(lambda: bool(intact(killed)), "a checkpoint")
-    length = ["--samples", str(16 * (intact(killed)[0] + 2))]
-    for folder in (killed, whole):
-        ended = run_script(TRAIN, *flags, folder, *length, PYTHONPATH=str(site))
-        assert ended.code == 0, ended.output
-    assert hexes(losses(killed)) == hexes(losses(whole))
-    assert_same_checkpoint(killed, whole)
+    assert_it_goes_on(digits, tmp_path, "toy", PYTHONPATH=str(installed(tmp_path / "site")))
 
 
 def test_an_optimizer_that_refuses_vectors_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +278,7 @@ def test_an_optimizer_that_refuses_vectors_can_be_built(monkeypatch: pytest.Monk
     assert optimizer.param_groups[0]["lr"] == 1e-4
 
 
+@pytest.mark.usefixtures("not_imported")
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
@@ -335,6 +326,7 @@ def test_a_fault_of_a_built_in_optimizer_keeps_its_traceback() -> None:
         build_optimizer([3], RunConfig().optim, skip_non_finite=False)  # type: ignore[list-item]
 
 
+@pytest.mark.usefixtures("not_imported")
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -350,8 +342,6 @@ def test_a_dry_run_imports_the_class_of_another_package(
     monkeypatch.syspath_prepend(installed(tmp_path, "toy_optimizer.family:TOY"))
     (tmp_path / "toy_optimizer" / "optimizer.py").write_text(content)
     monkeypatch.setattr(registry, "_installed", registry._installed.__wrapped__)
-    for name in [name for name in sys.modules if name.startswith("toy_optimizer")]:
-        monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(registry._registered, "toy", raising=False)
     assert main(["train", "--preset", "digits", "--optim.name", "toy", "--dry-run"]) == 2
     said = capsys.readouterr().err
