@@ -201,7 +201,7 @@ class RunConfig:
             "added to pretrained weights",
         )
         require(
-            self.lora.rank == 0 or not family_of(self.optim).by_matrix,
+            self.lora.rank == 0 or family_of(self.optim).matrix_step is None,
             f"--optim.name {self.optim.name} is for networks that are trained whole, and --lora.rank {self.lora.rank} "
             "trains an adapter; use --optim.name adamw",
         )

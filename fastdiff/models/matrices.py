@@ -24,7 +24,7 @@ def matrices_of(config: RunConfig, shapes: Shapes) -> Matrices:
     Raises:
         ConfigError: its network does not declare a parameter of two or more dimensions.
     """
-    if not optimizer_of(config.optim).by_matrix:
+    if optimizer_of(config.optim).matrix_step is None:
         return {}
     return declared_matrices(config.model, shapes, f"--optim.name {config.optim.name}")
 

@@ -79,7 +79,8 @@ class OptimizerFamily:
     """Whether it needs whole parameters in their shapes. Otherwise it gets flat tensors with slices of parameters, as
     ZeRO cuts them, and updates each element by itself."""
     matrix_step: MatrixStep | None = None
-    """What a step costs on the matrices that the network declares; None: it does not ask for them."""
+    """What a step costs on the matrices that the network declares; None: it does not ask for them. The class of one
+    that asks derives from ``training.optimizer.owners.OverRanks``."""
     sliced: bool = True
     """Whether checkpoints hold its state in slices of parameters, which any number of ranks and any ZeRO stage reads.
     Otherwise they hold it as raw memory (``checkpoint.bitsandbytes_state``)."""
@@ -114,11 +115,6 @@ class OptimizerFamily:
     continues_adamw: bool = False
     """Whether it has the state and the hyper-parameters of ``torch.optim.AdamW``, so that it continues a published
     training."""
-
-    @property
-    def by_matrix(self) -> bool:
-        """Whether it has other state for the matrices that the network declares than for other parameters."""
-        return any(tensor.of != "all" for tensor in self.state)
 
     @property
     def elements(self) -> tuple[StateTensor, ...]:

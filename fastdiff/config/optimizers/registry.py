@@ -55,6 +55,8 @@ def _require_consistent(family: OptimizerFamily) -> None:
           if one.dtype not in BYTES),
         *(f"{one.name} has an entry per {one.unit}, which needs whole_matrices=True" for one in family.state
           if one.unit in ("matrix", "parameter") and not family.whole_matrices),
+        *(f"{one.name} is of {one.of}, which needs whole_matrices=True and a matrix_step" for one in family.state
+          if one.of != "all" and not (family.whole_matrices and family.matrix_step)),
         *(f"{one.name} is {one.dtype} per {one.unit}, expected float32 per element, matrix or parameter with "
           "whole_matrices=True" for one in family.state
           if family.whole_matrices and one.of == "all" and (one.unit == "block" or one.dtype != "float32")),

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from fastdiff.config.optimizers.family import BYTES, OptimizerFamily
 from fastdiff.config.optimizers.registry import family_of, is_built_in, optimizer_class
 from fastdiff.config.sections.optim import OptimConfig
-from fastdiff.errors import ConfigError
+from fastdiff.errors import ConfigError, require
 from fastdiff.models.cost.memory import exhausted
 from fastdiff.models.fused import Matrices
 from fastdiff.parallel.fragments import Flat, Shapes
@@ -83,6 +83,11 @@ def build_optimizer(
     family = family_of(config)
     base: type[torch.optim.Optimizer] = optimizer_class(config)
     if family.whole_matrices and not issubclass(base, OverRanks):
+        require(
+            family.matrix_step is None,
+            f"--optim.name {family.name} asks for the matrices of a network, and {family.optimizer} does not derive "
+            f"from {OverRanks.__module__}.{OverRanks.__name__}, which gives them; derive it from that class",
+        )
         base = type(f"Whole{base.__name__}", (WholeMatrices,), {"of": base})
     if skip_non_finite:
         base = type(f"Guarded{base.__name__}", (SkipNonFinite, base), {"clip": config.clip})

@@ -21,6 +21,7 @@ from fastdiff.config.command_line.config_file import with_optimizer
 from fastdiff.config.command_line.train_flags import parse
 from fastdiff.config.optimizers import registry
 from fastdiff.config.optimizers.family import OptimizerFamily, StateTensor
+from fastdiff.config.optimizers.muon import MUON
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError
@@ -310,6 +311,8 @@ def test_an_installed_optimizer_that_is_none_is_named(
         (replace(RADAM, optimizer="torch.optim:Radam"), r"needs torch.optim:Radam of torch, .* no attribute 'Radam'\)"),
         (replace(RADAM, optimizer="torch.optim:SparseAdam"),
          "called with the parameters and lr, weight_decay, betas, but got .* 'weight_decay'; let its __init__ take"),
+        (replace(RADAM, whole_matrices=True, matrix_step=MUON.matrix_step),
+         "asks for the matrices of a network, and torch.optim:RAdam does not derive from .*owners.OverRanks"),
         (replace(RADAM, arguments={"eps": -1}), r"RAdam raises ValueError \(Invalid epsilon .*\) at .*radam.py:\d+;"),
     ],
 )  # fmt: skip
@@ -353,6 +356,7 @@ def test_a_dry_run_imports_the_class_of_another_package(
     [
         ({"config": dict}, "its config does not derive from OptimConfig"),
         ({"state": (StateTensor(name="a", unit="row"),)}, "a has the unit row, expected element, block, matrix"),  # type: ignore[arg-type]
+        ({"state": (StateTensor(name="a", of="matrices"),)}, "a is of matrices, which needs .*=True and a matrix_step"),
     ],
 )
 def test_a_wrong_record_is_refused(wrong: dict[str, Any], message: str) -> None:
