@@ -21,8 +21,9 @@ SCALES: Mapping[str, Callable[[int, int], float]] = {
 """Factor of the update of a matrix, by ``--optim.scale`` and its rows and columns.
 
 keller: github.com/KellerJordan/Muon, and ``adjust_lr_fn="original"`` of ``torch.optim.Muon``; match_rms_adamw: Liu et
-al. 2025 (arXiv:2502.16982, section 2.2), and torch; dion: Bernstein and Newhouse 2024 (arXiv:2409.20325), and
-github.com/microsoft/dion; spectral: NVIDIA's Emerging Optimizers, 5 times match_rms_adamw.
+al. 2025 (arXiv:2502.16982, section 2.2), and torch; dion: Yang, Simon and Bernstein 2023 (arXiv:2310.17813), and
+"spectral_norm" of github.com/microsoft/dion; spectral: of github.com/NVIDIA-NeMo/Emerging-Optimizers, 5 times
+match_rms_adamw.
 """
 
 

@@ -41,14 +41,15 @@ class _Span:
 class Muon(OverRanks):
     """Muon for the matrices that the network declares, AdamW (Loshchilov and Hutter 2019) for all else.
 
-    A matrix W with the gradient g and the momentum m, a row of chunks by itself (``orthogonalise``)::
+    Each matrix W of a weight, with its gradient g and momentum m, is updated by itself::
 
         m = momentum * m + (1 - momentum) * g
         u = momentum * m + (1 - momentum) * g, or m without nesterov
         W = W * (1 - lr * weight_decay) - lr * scale(rows, columns) * NewtonSchulz(u)
 
     as in github.com/KellerJordan/Muon. A convolution ``[O, I, H, W]`` is the matrix ``[O, I * H * W]``, and has its
-    scale. The arguments are the fields of ``MuonConfig``; ``adamw_lr`` follows the schedule of ``lr``.
+    scale (there that of ``[H, W]``). The arguments are the fields of ``MuonConfig``; ``adamw_lr`` follows the schedule
+    of ``lr``.
     """
 
     def __init__(self, params: Any, lr: float = 0.02, **options: Any) -> None:

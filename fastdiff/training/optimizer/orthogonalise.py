@@ -11,7 +11,7 @@ from fastdiff.config.optimizers.muon import ITERATIONS
 from fastdiff.models.fused import Matrix
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of Jordan et al. 2024 (kellerjordan.github.io/posts/muon/): the singular values of ``ITERATIONS`` are 0.7 to 1.2."""
+"""Of Jordan et al. 2024 (kellerjordan.github.io/posts/muon/): singular values of 0.01 to 1 become 0.68 to 1.14."""
 EPS = 1e-7
 """Added to the norm."""
 

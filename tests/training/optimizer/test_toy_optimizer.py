@@ -213,7 +213,7 @@ def norms_of(run: Path) -> dict[str, float]:
 
 @pytest.fixture
 def not_imported() -> Iterator[None]:
-    """Hide the modules of the toy optimizer that earlier tests have imported, and forget those that this one imports."""
+    """Hide the modules of the toy optimizer that earlier tests imported, and forget those that this one imports."""
 
     def taken() -> dict[str, ModuleType]:
         return {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("toy_optimizer")}
