@@ -2,7 +2,7 @@
 
 The ranks take consecutive micro-batches at a time, so that the gradients of one round follow those of the round before.
 Each rank adds up one slice of all gradients: it gets that slice from every other rank after each micro-batch, and at
-the end of the step all ranks get all slices. Nothing overlaps the passes.
+the end of the step all ranks get all slices. Nothing overlaps the passes. ``planning.scaling.zero`` counts the bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,21 +13,6 @@ import torch.distributed as dist
 
 from fastdiff.parallel.world import World
 from fastdiff.training.buffers import Gradients, Place
-
-
-def sent_bytes(elements: int, ranks: int, micro_batches: int, width: int, sums: int) -> float:
-    """Return the bytes that each rank sends in a step, on average.
-
-    An all-reduce of the sums, as without this order, sends ``2 * (ranks - 1) / ranks * elements * sums``.
-
-    Args:
-        elements: of the flat gradient.
-        ranks: their number.
-        micro_batches: of each rank in a step.
-        width: bytes per element of the gradient of a micro-batch.
-        sums: bytes per element of the sums.
-    """
-    return (ranks - 1) / ranks * elements * (micro_batches * width + sums)
 
 
 class OrderedSum:

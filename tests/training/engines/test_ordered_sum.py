@@ -17,8 +17,9 @@ from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
 from fastdiff.parallel.fragments import Fragment
 from fastdiff.parallel.world import World
+from fastdiff.planning.scaling.zero import Zero
 from fastdiff.training.buffers import Gradients, places_of
-from fastdiff.training.engines.ordered_sum import OrderedSum, sent_bytes
+from fastdiff.training.engines.ordered_sum import OrderedSum
 from tests.support.forked import Ranks, forked_ranks, values
 from tests.support.nights import by_day
 from tests.support.runs import hexes, intact, launch, newest, tiny, train_losses
@@ -160,8 +161,10 @@ def test_every_rank_has_the_sum_in_order_and_sends_what_is_counted(ranks: int) -
     found = values(forked_ranks(summed, ranks=ranks))
     for sums, _, _ in found:
         assert torch.equal(sums, expected.expand(4))
-    elements = found[0][2]
-    assert sum(sent for _, sent, _ in found) == pytest.approx(ranks * sent_bytes(elements, ranks, 12 // ranks, 4, 4))
+    elements, micro_batches = found[0][2], 12 // ranks
+    sizes = {message.kind: message.bytes for message in Zero(stage=0, in_order=True).messages([elements], 4, ranks, 4)}
+    planned = micro_batches * sizes["reduce-scatter"] + sizes["all-gather"]
+    assert sum(sent for _, sent, _ in found) == (ranks - 1) * planned
 
 
 def test_what_cannot_add_up_so_is_refused(digits: Path, tmp_path: Path) -> None:
