@@ -9,6 +9,7 @@ from fastdiff.cli.compat.kohya.given import Given
 from fastdiff.cli.compat.translation import flag
 from fastdiff.config.arguments.of_others import PRECISIONS
 from fastdiff.config.arguments.types import LARGEST
+from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.optimizers.registry import optimizers
 from fastdiff.errors import ConfigError, require
 
@@ -68,11 +69,12 @@ def optimizer(given: Given, name: str) -> list[str]:
             f"--optimizer_type {name} beside --use_8bit_adam or --use_lion_optimizer: theirs refuses it too"
         )
     wanted = (name or next(iter(shortened), "AdamW")).lower()
-    known = {alias: own for own, family in optimizers().items() for alias in (own, *family.aliases)}
+    families = {own: family for own, family in optimizers().items() if issubclass(family.config, AdamWConfig)}
+    known = {alias: own for own, family in families.items() for alias in (own, *family.aliases)}
     ours = known.get(_PAGED.get(wanted, wanted))
     if ours is None:
         asked = f"--optimizer_type {name}" if name else "--use_lion_optimizer"
-        raise ConfigError(f"{asked}: not known here; known are {', '.join(optimizers())}")
+        raise ConfigError(f"{asked}: AdamW alone is translated, as {', '.join(families)}")
     return flag("optim.name", ours)
 
 
