@@ -15,7 +15,7 @@ from fastdiff.config.launch_options import Launch
 from fastdiff.config.optimizers.registry import family_of, optimizer_family
 from fastdiff.config.presets.reported import REPORTED
 from fastdiff.config.run import RunConfig
-from fastdiff.config.sections.batch import BatchConfig
+from fastdiff.config.sections.batch import micro_batches
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.errors import ConfigError
 from fastdiff.models.cost.flops import run_flops
@@ -38,7 +38,7 @@ OF_STAGE = {stage: deepspeed_config.read(name) for stage, name in NAMES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A choice of everything that changes memory and time but not the losses beyond rounding, except 8-bit moments."""
+    """A choice of all that changes memory and time but not the losses beyond rounding, except smaller moments."""
 
     gpus: Gpus
     stage: int
@@ -122,15 +122,16 @@ def options(
     """Return the options of some GPUs that fit, the fastest first, and why others fall out.
 
     With recomputation, as many blocks as fit keep their activations. What the command line fixes is not varied: a
-    DeepSpeed JSON, a micro-batch, recomputation, the number of those blocks, 8-bit moments. Nor are the moments of a
-    published recipe.
+    DeepSpeed JSON, a micro-batch, recomputation, the number of those blocks, smaller moments. Nor are the moments of an
+    adapter or a published recipe.
     """
-    if reason := _unsuited(config.batch, config.performance, gpus):
+    if reason := _unsuited(config, gpus):
         return [], [Refused(gpus, reason, 1)]
     fitting: list[Planned] = []
     lacking: list[Planned] = []
     without_engine: Counter[str] = Counter()
-    sizes = _micro_batches(config.batch, gpus.count)
+    fixed, share = config.batch.micro, config.batch.samples // gpus.count
+    sizes = [fixed] if isinstance(fixed, int) else micro_batches(share, config.objective.samples_together)
     for stage, recompute, optimizer in _choices(config, launch, gpus):
         if reason := _no_engine(config, json_of(stage, launch), optimizer, gpus.count):
             without_engine[reason] += 1
@@ -165,17 +166,20 @@ def distinct(fitting: Sequence[Planned]) -> list[Planned]:
 
 
 def _changes(option: Option) -> set[str]:
-    return {name for name, has in (("recompute", option.recompute), ("8-bit", option.bits < 32)) if has}
+    return {name for name, has in (("recompute", option.recompute), ("smaller moments", option.bits < 32)) if has}
 
 
-def _unsuited(batch: BatchConfig, performance: PerformanceConfig, gpus: Gpus) -> str | None:
+def _unsuited(config: RunConfig, gpus: Gpus) -> str | None:
     """Return why no option can run on these GPUs."""
-    rates, precision = gpus.kind.rates, performance.precision
-    if _dtype(performance) not in rates:
-        return f"has no {_dtype(performance)}, has {', '.join(rates)}; change --performance.precision {precision}"
-    micro = batch.micro if isinstance(batch.micro, int) else 1
+    batch, rates, dtype = config.batch, gpus.kind.rates, _dtype(config.performance)
+    if dtype not in rates:
+        return f"has no {dtype}, has {', '.join(rates)}; change --performance.precision {config.performance.precision}"
+    least = config.objective.samples_together
+    micro = batch.micro if isinstance(batch.micro, int) else least
     if batch.samples % (gpus.count * micro):
         return f"--batch.samples {batch.samples} is not divisible by {gpus.count} ranks x {micro} samples"
+    if micro % least:
+        return f"--batch.micro {micro} is no multiple of {least}, the samples that the loss compares with each other"
     return None
 
 
@@ -211,14 +215,6 @@ def _choices(config: RunConfig, launch: Launch, gpus: Gpus) -> Iterator[tuple[in
     smaller = None if fixed else family_of(config.optim).smaller
     optimizers = [config.optim.name, *([smaller] if smaller else [])]
     yield from product(stages, again, optimizers)
-
-
-def _micro_batches(batch: BatchConfig, ranks: int) -> Sequence[int]:
-    """Return the micro-batches that are possible, largest first."""
-    if isinstance(batch.micro, int):
-        return [batch.micro]
-    share = batch.samples // ranks
-    return [size for size in range(share, 0, -1) if share % size == 0]
 
 
 def json_of(stage: int, launch: Launch) -> deepspeed_config.DsConfig:

@@ -188,6 +188,23 @@ def test_as_many_blocks_keep_their_activations_as_fit(capsys: pytest.CaptureFixt
     assert found[0][1] / found[-1][1] == pytest.approx(1 + 10 / 12 / 3, rel=0.02), "two of twelve, against none"
 
 
+def test_micro_batches_hold_whole_pairs_of_a_contrastive_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 258 samples a half, which is odd, has room."""
+    run = (
+        "--preset", "dit-s-8-256", "--data.path", "", "--objective.process", "flow", "--objective.prediction", "flow",
+        "--steps", "1000", "--optim.name", "adamw8bit",
+    )  # fmt: skip
+    pairs = (*run, "--objective.contrastive-weight", "0.05")
+    for flags, expected in ((run, 129), (pairs, 86)):
+        found, _, _ = planned(*flags, "--batch.samples", "258", gib=4)
+        assert {one.option.micro for one in found if not one.option.recompute} == {expected}
+    for flags, reason in (
+        (("--batch.samples", "257"), "--batch.samples 257 is not divisible by 1 ranks x 2 samples"),
+        (("--batch.samples", "258", "--batch.micro", "3"), "--batch.micro 3 is no multiple of 2, the samples that"),
+    ):
+        assert reason in plan(capsys, *pairs, *flags, "--gpus", "1xH100")
+
+
 def test_graphs_are_planned_for_the_engine_that_has_them(capsys: pytest.CaptureFixture[str]) -> None:
     for flags in (("--performance.cuda_graph",), ("--performance.engine", "flat")):
         found = json.loads(plan(capsys, *DIT, *flags, "--gpus", "8xH100", "--json"))

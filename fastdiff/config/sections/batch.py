@@ -45,3 +45,13 @@ class BatchConfig:
                 f"--batch.samples {self.samples} is not divisible by {together}{given}; "
                 f"nearest values: {', '.join(near)}"
             )
+
+
+def micro_batches(samples: int, together: int) -> list[int]:
+    """Return the micro-batches into which the samples of a rank can be cut, the largest first.
+
+    Args:
+        samples: of the rank.
+        together: each is a multiple of it (``ObjectiveConfig.samples_together``).
+    """
+    return [size for size in range(samples, 0, -1) if samples % size == 0 and size % together == 0]

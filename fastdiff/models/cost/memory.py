@@ -15,6 +15,7 @@ from torch import nn
 from fastdiff.config.deepspeed import DsConfig, offloads_optimizer, zero_stage
 from fastdiff.config.optimizers.registry import optimizer_family
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.batch import micro_batches
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _ON_HOST = ("can't allocate memory", "not enough memory")
@@ -260,8 +261,7 @@ def half_of(micro: int, together: int = 1) -> int:
 
     It is a multiple of ``together``; itself, if there is none.
     """
-    halves = range(together, micro // 2 + 1, together)
-    return max((size for size in halves if micro % size == 0), default=micro)
+    return next((size for size in micro_batches(micro, together) if size <= micro // 2), micro)
 
 
 def _combined(setup: Setup, activations: float) -> Iterator[tuple[str, float]]:

@@ -15,6 +15,7 @@ from fastdiff.conditions import of_source
 from fastdiff.config.deepspeed import DsConfig
 from fastdiff.config.engine import choose
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.batch import micro_batches
 from fastdiff.console import log
 from fastdiff.data.loading.batches import empty_batch
 from fastdiff.data.loading.training_set import Data
@@ -102,8 +103,7 @@ def largest(
     """
     share = config.batch.samples // ranks
     network = _network(config, ds_config, info, device)
-    together = config.objective.samples_together
-    sizes = [size for size in range(share, 0, -1) if share % size == 0 and size % together == 0] or [1]
+    sizes = micro_batches(share, config.objective.samples_together) or [1]
     if device.type == "cpu":
         sizes = [size for size in sizes if size <= _MOST_ON_CPU]
     bucket = int(ds_config.get("zero_optimization", {}).get("reduce_bucket_size", _BUCKET))

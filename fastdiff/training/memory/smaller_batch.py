@@ -13,6 +13,7 @@ from typing import Any
 
 from fastdiff.config.deepspeed import DsConfig, offloads_optimizer, zero_stage
 from fastdiff.config.run import RunConfig
+from fastdiff.config.sections.batch import micro_batches
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.console import log
@@ -107,9 +108,8 @@ def limited(config: RunConfig, ds_config: DsConfig, world: World) -> RunConfig:
     most = min(remembered, handed)
     if own <= most:
         return config
-    together = config.objective.samples_together
-    sizes = [size for size in range(together, own + 1, together) if own % size == 0] or [own]
-    micro = max((size for size in sizes if size <= most), default=sizes[0])  # the batch may be another than that run's
+    sizes = micro_batches(own, config.objective.samples_together) or [own]
+    micro = next((size for size in sizes if size <= most), sizes[-1])  # the batch may be another than that run's
     if world.is_first:
         file = f", see {Path(config.output.folder) / FILE}; to try {own} again delete that file"
         log.warning(
