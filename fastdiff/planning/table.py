@@ -1,7 +1,7 @@
 """The plan in words and numbers: a table of the best options, why others fall out, and the command that starts one."""
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -128,31 +128,33 @@ def command(planned: Planned, launch: Launch) -> str:
     """Return the command that starts an option, without the credentials of addresses."""
     option = planned.option
     gpus = option.gpus
-    flags = [*map(sanitize.argument, _without_micro(launch.argv)), "--batch.micro", str(option.micro)]
+    given = _without(launch.argv, ("--batch.micro", "--optim.name"))
+    flags = [*map(sanitize.argument, given), "--batch.micro", str(option.micro)]
+    if option.optimizer != RunConfig().optim.name or launch.gives("--optim.name"):
+        flags += ["--optim.name", option.optimizer]
     if launch.deepspeed is None:
         flags += ["--deepspeed_config", NAMES[option.stage]]
     if option.recompute and "--performance.recompute" not in flags:
         flags.append("--performance.recompute")
     if option.stored_blocks and not launch.gives("--performance.stored_blocks"):
         flags += ["--performance.stored_blocks", str(option.stored_blocks)]
-    if option.optimizer != RunConfig().optim.name and option.optimizer not in flags:
-        flags += ["--optim.name", option.optimizer]
     if gpus.nodes == 1:
         return shlex.join(["fastdiff", "train", "--ranks", str(gpus.count), *flags])
     size = ["--nodes", str(gpus.nodes), "--ranks-per-node", str(gpus.per_node)]
     return shlex.join(["fastdiff", "launch", "slurm", *size, "--", *flags])
 
 
-def _without_micro(argv: Sequence[str]) -> list[str]:
-    """Return the flags of a run without its micro-batch."""
+def _without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Return the arguments of a run without some flags of one value."""
     kept: list[str] = []
     skips = False
     for argument in argv:
+        name, equals, _ = argument.partition("=")
         if skips:
             skips = False
-        elif argument == "--batch.micro":
-            skips = True
-        elif not argument.startswith("--batch.micro="):
+        elif name in flags:
+            skips = not equals
+        else:
             kept.append(argument)
     return kept
 

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,17 @@ def test_micro_batches_hold_whole_pairs_of_a_contrastive_loss(capsys: pytest.Cap
         (("--batch.samples", "258", "--batch.micro", "3"), "--batch.micro 3 is no multiple of 2, the samples that"),
     ):
         assert reason in plan(capsys, *pairs, *flags, "--gpus", "1xH100")
+
+
+@pytest.mark.parametrize("given", [("--optim.name", "muon"), ("--optim.name=muon",)])
+def test_the_command_names_one_optimizer(given: tuple[str, ...]) -> None:
+    found, _, launch = planned("--preset", "dit-s-8-256", "--data.path", "", *given, gib=80)
+    named = [
+        [after for word, after in pairwise(shlex.split(command(one, launch))) if word.startswith("--optim.name")]
+        for one in found
+    ]
+    assert named == [[one.option.optimizer] for one in found]
+    assert {one.option.optimizer for one in found} == {"muon", "muon-bf16"}
 
 
 def test_graphs_are_planned_for_the_engine_that_has_them(capsys: pytest.CaptureFixture[str]) -> None:
