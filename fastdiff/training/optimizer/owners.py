@@ -176,21 +176,20 @@ class Exchange:
         sent: list[_Transfer] = []
         received: list[_Transfer] = []
         for one in batch:
-            mine = one.owner == self.rank
-            has = one.piece is not None and (mine or one.gathered)
-            own = [row.to(dtype) for row in rows(one.piece)] if has and one.piece is not None else []
+            mine, piece = one.owner == self.rank, one.piece
+            own = [row.to(dtype) for row in rows(piece)] if piece is not None and (mine or one.gathered) else []
             if not mine:
                 tables.append(None)
                 sent += [(row, one.owner) for row in own]
                 continue
             table = own[0].new_empty(len(own), one.numel)
             tables.append(table)
-            for piece in one.slices:
-                places = table[:, piece.start : piece.start + piece.numel]
-                if piece.rank == self.rank:
+            for part in one.slices:
+                places = table[:, part.start : part.start + part.numel]
+                if part.rank == self.rank:
                     copy(own, places)
                 elif one.gathered:
-                    received += [(place, piece.rank) for place in places]
+                    received += [(place, part.rank) for place in places]
         self._transfer(sent, received)
         return tables
 
