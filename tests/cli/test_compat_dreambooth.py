@@ -149,7 +149,7 @@ def test_prior_preservation() -> None:
         (SD3, "--weighting_scheme cosmap", ("--precondition_outputs 1 with cosmap", "sigma^2 times")),
         (SD3, "--cache_latents --dataset_name a/b --caption_column text", ("beside captions of other pictures",)),
         (Z_IMAGE, "", ("grows until the memory is full",)),
-        (Z_IMAGE, "--optimizer Sophia", ("--optimizer Sophia: theirs does not know it either, and takes AdamW",)),
+        (Z_IMAGE, "--optimizer Muon", ("--optimizer Muon: theirs does not know it, and takes AdamW",)),
     ],
 )
 def test_faults_of_the_scripts_are_told(script: str, flags: str, words: tuple[str, ...]) -> None:

@@ -14,7 +14,7 @@ from fastdiff.cli.compat.diffusers.script import DiffusersScript
 from fastdiff.cli.compat.table import REQUIRED, SWITCH, Defaults, Meaning, to
 from fastdiff.cli.compat.translation import Note, absolute, absolute_or_id, flag
 from fastdiff.config.arguments.types import count
-from fastdiff.config.optimizers.registry import optimizers
+from fastdiff.config.optimizers.adamw import ADAMW
 from fastdiff.errors import ConfigError, FastdiffError, require
 from fastdiff.files import read_bounded
 
@@ -305,8 +305,8 @@ def differences(given: Given) -> list[Note]:
             "picture before the training, and keeps it: --repeats shows it several",
         ),
         (
-            flags.optimizer.lower() not in optimizers(),
-            f"--optimizer {flags.optimizer}: theirs does not know it either, and takes AdamW",
+            flags.optimizer.lower() != ADAMW.name,
+            f"--optimizer {flags.optimizer}: theirs does not know it, and takes AdamW",
         ),
         (
             flags.random_flip,
