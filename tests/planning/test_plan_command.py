@@ -161,7 +161,7 @@ def planned(*argv: str, gib: float) -> tuple[list[Planned], Network, Launch]:
     return options(config, launch, network, small, ASSUMED)[0], network, launch
 
 
-def test_as_many_blocks_keep_their_activations_as_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_many_blocks_keep_their_activations_as_fit() -> None:
     """One more does not fit; each one makes the passes faster; and the command has them."""
     fixed = ("--preset", "dit-s-8-256", "--data.path", "", "--batch.micro", "256", "--optim.name", "adamw8bit")
     found = []
