@@ -163,7 +163,7 @@ def _update(setup: Setup, n: int, own: int, sums: int, *, grown: bool) -> float:
     """Return the temporary bytes of an update on a CPU; ``grown``: with sums of gradients that are not held."""
     part, flat = n / setup.ranks, setup.flat and setup.stage == 0
     sum_bytes = part * sums if grown else 0.0
-    if any(tensor.unit == "block" for tensor in optimizer_family(setup.optimizer).state):
+    if any(tensor.unit == "block" and tensor.of == "all" for tensor in optimizer_family(setup.optimizer).state):
         # Plain torch joins all tensors of a part in rows of blocks.
         beside = 4 * setup.averages + (own if own < 4 else 0) if flat else 0
         return sum_bytes + part * (4 + 2 + (sums if flat else 4) + beside)

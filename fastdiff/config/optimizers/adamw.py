@@ -9,7 +9,7 @@ from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import require
 
 _LEAST_EPS = 2.0**-126
-_BLOCK = 256
+BLOCK = 256
 """``fastdiff_kernels.adamw8bit.BLOCK``, whose import needs torch."""
 
 
@@ -58,8 +58,8 @@ ADAMW8BIT = OptimizerFamily(
     state=(
         StateTensor(name="exp_avg_codes", dtype="int8"),
         StateTensor(name="exp_avg_sq_codes", dtype="uint8"),
-        StateTensor(name="exp_avg_scales", unit="block", block=_BLOCK),
-        StateTensor(name="exp_avg_sq_scales", unit="block", block=_BLOCK),
+        StateTensor(name="exp_avg_scales", unit="block", block=BLOCK),
+        StateTensor(name="exp_avg_sq_scales", unit="block", block=BLOCK),
     ),
     counts="int",
     create_state="fastdiff.training.optimizer.adamw8bit:create_state",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from fastdiff.config.optimizers.adamw import ADAMW8BIT, BLOCK
 from fastdiff.config.optimizers.family import MatrixStep, OptimizerFamily, StateTensor
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import require
@@ -31,9 +32,9 @@ match_rms_adamw.
 class MuonConfig(OptimConfig):
     """Muon for the matrices that the network declares, and AdamW for all other parameters."""
 
-    name: Literal["muon", "muon-bf16"] = "muon"
-    """muon: fp32 momentum, 4 bytes of state per element of a matrix; muon-bf16: 2 bytes. Other parameters have the 8
-    bytes of AdamW."""
+    name: Literal["muon", "muon-bf16", "muon8bit"] = "muon"
+    """muon: fp32 momentum, 4 bytes of state per element of a matrix, and the 8 bytes of AdamW for each other parameter;
+    muon-bf16: 2 and 8 bytes; muon8bit: 1 byte, and the 2 of adamw8bit."""
     lr: float = 0.02
     """Learning rate of the matrices after the warm-up."""
     momentum: float = 0.95
@@ -92,5 +93,17 @@ MUON = OptimizerFamily(
 )
 MUON_BF16 = replace(
     MUON, name="muon-bf16", state=(StateTensor(name="momentum", of="matrices", dtype="bfloat16"), *_OF_OTHERS),
-    smaller=None, aliases=(),
+    smaller="muon8bit", aliases=(),
 )  # fmt: skip
+MUON8BIT = replace(
+    MUON,
+    name="muon8bit",
+    optimizer="fastdiff.training.optimizer.muon8bit:Muon8bit",
+    state=(
+        StateTensor(name="momentum_codes", of="matrices", dtype="int8"),
+        StateTensor(name="momentum_scales", of="matrices", unit="block", block=BLOCK),
+        *(replace(tensor, of="others") for tensor in ADAMW8BIT.state),
+    ),
+    smaller=None,
+    aliases=(),
+)

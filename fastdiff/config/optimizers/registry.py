@@ -18,14 +18,14 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 from fastdiff.config.optimizers.adamw import ADAMW, ADAMW8BIT, ADAMW8BIT_BNB
 from fastdiff.config.optimizers.family import BYTES, OptimizerFamily, Unit
-from fastdiff.config.optimizers.muon import MUON, MUON_BF16
+from fastdiff.config.optimizers.muon import MUON, MUON8BIT, MUON_BF16
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.errors import ConfigError, require
 from fastdiff.plugins.user_code import Group, Installed, load_installed
 
 ENTRY_POINTS: Group = "fastdiff.optimizers"
 """Group of the entry points (``module:FAMILY``) by which other packages register optimizers."""
-_BUILT_IN = (ADAMW, ADAMW8BIT, ADAMW8BIT_BNB, MUON, MUON_BF16)
+_BUILT_IN = (ADAMW, ADAMW8BIT, ADAMW8BIT_BNB, MUON, MUON_BF16, MUON8BIT)
 _registered: dict[str, OptimizerFamily] = {family.name: family for family in _BUILT_IN}
 
 

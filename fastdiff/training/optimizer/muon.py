@@ -5,7 +5,7 @@ where it lies; between them the owner of a matrix gets the slices of what is to 
 results, in the dtype of the iterations. Without ZeRO every rank has all slices, so the owners only send.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,8 +91,8 @@ class Muon(OverRanks):
             if flat.key.grad is not None:
                 flat.key.grad = flat.key.grad.float()
         live = {id(self._flats[index].key) for index in stepped if self._flats[index].key.grad is not None}
-        self._take_adamw([piece for piece in self._of_others if id(piece.flat.key) in live], **group)
-        self._mix([piece for piece in self._of_matrices if id(piece.flat.key) in live], **group)
+        self._take_adamw(live, **group)
+        self._mix(live, **group)
         dtype = _DTYPES[group["iterations_dtype"]]
         for one in exchange.owned:
             if one.owner is None and one.piece is not None and id(one.piece.flat.key) in live:
@@ -106,8 +106,15 @@ class Muon(OverRanks):
             exchange.give_back(batch, results, lambda piece: [piece.gradient], dtype)
         self._move([span for span in self._spans if id(span.piece.flat.key) in live], **group)
 
-    def _mix(self, pieces: Sequence[Piece], momentum: float, nesterov: bool, **_: Any) -> None:
-        """Move the momentum by the gradient, and replace the gradient by what is to be orthogonalised."""
+    def _mix(self, live: Set[int], momentum: float, nesterov: bool, **_: Any) -> None:
+        """Move the momentum by the gradient, and replace the gradient by what is to be orthogonalised.
+
+        Args:
+            live: ids of the keys of the flat tensors to be updated.
+            momentum: decay rate.
+            nesterov: see ``MuonConfig``.
+        """
+        pieces = [piece for piece in self._of_matrices if id(piece.flat.key) in live]
         if not pieces:
             return
         gradients, held = [piece.gradient for piece in pieces], [piece.state("momentum") for piece in pieces]
@@ -136,7 +143,7 @@ class Muon(OverRanks):
 
     def _take_adamw(
         self,
-        pieces: Sequence[Piece],
+        live: Set[int],
         lr: float,
         weight_decay: float,
         adamw_lr: float,
@@ -144,6 +151,8 @@ class Muon(OverRanks):
         adamw_eps: float,
         **_: Any,
     ) -> None:
+        """Update the parameters that are no matrices, in the flat tensors whose keys have the ids ``live``."""
+        pieces = [piece for piece in self._of_others if id(piece.flat.key) in live]
         if not pieces:
             return
         rate, (beta1, beta2), steps = adamw_lr * (lr / self._lr), adamw_betas, pieces[0].flat.state["step"]

@@ -146,7 +146,8 @@ class Exchange:
         """Bytes that this rank has sent to others."""
         # NCCL cannot access host memory, where ZeRO's offload keeps the flat tensors.
         offloaded = world.device.type == "cuda" and any(flat.key.device.type == "cpu" for flat in flats)
-        self._group: ProcessGroup | None = dist.new_group(backend="gloo") if offloaded else None
+        self.group: ProcessGroup | None = dist.new_group(backend="gloo") if offloaded else None
+        """For what is exchanged between the ranks; None: all of them."""
         own = [(index, f.name, f.start, f.numel) for index, flat in enumerate(flats) for f in flat.fragments]
         slices: dict[str, list[Slice]] = {name: [] for name in shapes}
         for rank, found in enumerate(world.gather(own)):
@@ -232,8 +233,8 @@ class Exchange:
     def _transfer(self, sent: Sequence[_Transfer], received: Sequence[_Transfer]) -> None:
         """Send and receive tensors, all at once; two ranks exchange theirs in the order of the parameters."""
         self.sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor, _ in sent)
-        ops = [dist.P2POp(dist.isend, tensor, rank, self._group) for tensor, rank in sent]
-        ops += [dist.P2POp(dist.irecv, tensor, rank, self._group) for tensor, rank in received]
+        ops = [dist.P2POp(dist.isend, tensor, rank, self.group) for tensor, rank in sent]
+        ops += [dist.P2POp(dist.irecv, tensor, rank, self.group) for tensor, rank in received]
         for request in dist.batch_isend_irecv(ops) if ops else ():
             request.wait()
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastdiff_kernels.adamw import step_numbers
 from fastdiff_kernels.adamw8bit.blocks import Blocks, Slice, Whole, build_blocks, find_straddling
 from fastdiff_kernels.adamw8bit.companding import BLOCK
 from fastdiff_kernels.adamw8bit.kernels import adamw8bit, largest
-from fastdiff_kernels.adamw8bit.reference import Extras, Moments, Step, with_shrink
+from fastdiff_kernels.adamw8bit.reference import Extras, Moments, Step, over_ranks
 
 __all__ = ["BLOCK", "AdamW8bit", "Slice"]
 
@@ -147,14 +146,14 @@ class AdamW8bit(torch.optim.Optimizer):
                 f"a parameter of shape {tuple(p.shape)} has strides {p.stride()}, expected it to be contiguous"
             )
         state["step"] += 1
-        blocks, step = self._blocks[p], _numbers(group, state["step"], self._seed)
+        blocks = self._blocks[p]
+        step = Step.of(state["step"], group["lr"], group["betas"], group["eps"], group["weight_decay"], self._seed)
         moments = Moments(*(state[f"exp_avg_{key}"] for key in ("codes", "sq_codes", "scales", "sq_scales")))
         grad = p.grad.contiguous().view(-1)  # type: ignore[union-attr]
         scale = None if self.grad_scale is None else self.grad_scale.to(p.device, torch.float32)
         shared = None
         if blocks.straddling:
-            shared = largest(grad, moments, blocks, step, scale)
-            torch.distributed.all_reduce(shared.view(torch.int32), torch.distributed.ReduceOp.MAX, self._group)
+            shared = over_ranks(largest(grad, moments, blocks, step, scale), self._group)
         averages, shares = self.averages.get(p, ((), None))
         copy = self.copies.get(p)
         extras = Extras(
@@ -194,12 +193,3 @@ class AdamW8bit(torch.optim.Optimizer):
                     f"{name} of tensor {index} is {tuple(saved[name].shape)}, expected {tuple(value.shape)}; "
                     "the state is of another layout"
                 )
-
-
-def _numbers(group: dict[str, Any], number: int, seed: int) -> Step:
-    beta1, _, beta2, _, shrink, rate, correction, eps = with_shrink(
-        step_numbers(number, group["lr"], group["betas"], group["eps"], group["weight_decay"])
-    )
-    return Step(
-        number=number, beta1=beta1, beta2=beta2, shrink=shrink, rate=rate, correction=correction, eps=eps, seed=seed
-    )

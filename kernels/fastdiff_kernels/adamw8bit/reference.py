@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from fastdiff_kernels.adamw import step_numbers
 from fastdiff_kernels.adamw.averages import averaged_reference
 from fastdiff_kernels.adamw8bit.blocks import Blocks, Slice
 from fastdiff_kernels.adamw8bit.companding import (
@@ -42,6 +44,18 @@ class Step:
     eps: float
     seed: int = 0
     """Of the stochastic rounding, in [0, 2**63)."""
+
+    @classmethod
+    def of(
+        cls, number: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, seed: int = 0
+    ) -> Step:
+        """Return the numbers of step ``number``."""
+        beta1, _, beta2, _, shrink, rate, correction, eps = with_shrink(
+            step_numbers(number, lr, betas, eps, weight_decay)
+        )
+        return cls(
+            number=number, beta1=beta1, beta2=beta2, shrink=shrink, rate=rate, correction=correction, eps=eps, seed=seed
+        )
 
     @property
     def numbers(self) -> Sequence[float]:
@@ -127,6 +141,12 @@ def largest_reference(grad: Tensor, moments: Moments, blocks: Blocks, step: Step
     return shared
 
 
+def over_ranks(shared: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Return the largest scales over the ranks, in place; as integers magnitudes keep their order, NaN above all."""
+    torch.distributed.all_reduce(shared.view(torch.int32), torch.distributed.ReduceOp.MAX, group)
+    return shared
+
+
 def _largest(m: Tensor, root: Tensor) -> Tensor:
     # The magnitude also of the root, which is not negative: a NaN may be, and would lose the maximum over the ranks.
     return torch.stack([m.abs().amax(1), root.abs().amax(1)], 1)
@@ -142,12 +162,12 @@ def adamw8bit_reference(
     _, _, _, _, shrink, rate, correction, eps = step.numbers
     flats = [param, moments.m_codes, moments.v_codes, *extras.averages]
     flats += [] if extras.copy is None else [extras.copy]
-    rows = [_rows(flat, blocks.slices) for flat in flats]
-    grads = _rows(grad, blocks.slices)
-    fixed = _fixed_scales(blocks, extras.shared)
-    rows_at_once = _ROWS_AT_ONCE if param.device.type == "cpu" else _ROWS_AT_ONCE_GPU
-    for first in range(0, blocks.pieces, rows_at_once):
-        some = slice(first, first + rows_at_once)
+    rows = [rows_of(flat, blocks.slices) for flat in flats]
+    grads = rows_of(grad, blocks.slices)
+    fixed = fixed_scales(blocks, extras.shared)
+    at_once = rows_at_once(param.device)
+    for first in range(0, blocks.pieces, at_once):
+        some = slice(first, first + at_once)
         w, m_codes, v_codes, *others = (row[some] for row in rows)
         m_scales, v_scales, phase = moments.m_scales[some], moments.v_scales[some], blocks.phases[some, None]
         m, root = _advance(grads[some], m_codes, v_codes, m_scales, v_scales, step, extras.grad_scale)
@@ -167,7 +187,7 @@ def adamw8bit_reference(
         if extras.copy is not None:
             others[-1].copy_(new)
     for flat, row in zip(flats, rows, strict=True):
-        _write(flat, row, blocks.slices)
+        write(flat, row, blocks.slices)
 
 
 def _skipping(
@@ -185,24 +205,34 @@ def _skipping(
         state.copy_(torch.where(skip != 0, state, value))
 
 
-def _fixed_scales(blocks: Blocks, shared: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Which pieces have scales that were agreed on, bool ``[pieces]``, and those, fp32 ``[pieces, 2]``."""
+def fixed_scales(blocks: Blocks, shared: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Which pieces have scales that were agreed on, bool ``[pieces]``, and those, fp32 ``[pieces, K]``.
+
+    Args:
+        blocks: the pieces.
+        shared: scales of straddling blocks, fp32 ``[straddling, K]``; None: there are none.
+    """
     if shared is None:
         return None
     straddles = blocks.slots >= 0
     piece = blocks.others[straddles].long()
     which = torch.zeros(blocks.pieces, dtype=torch.bool, device=shared.device)
-    values = torch.zeros(blocks.pieces, 2, dtype=torch.float32, device=shared.device)
+    values = torch.zeros(blocks.pieces, shared.shape[1], dtype=torch.float32, device=shared.device)
     which[piece] = True
     values[piece] = shared[blocks.slots[straddles].long()]
     return which, values
+
+
+def rows_at_once(device: torch.device) -> int:
+    """Return how many blocks plain torch updates at once."""
+    return _ROWS_AT_ONCE if device.type == "cpu" else _ROWS_AT_ONCE_GPU
 
 
 def _whole_blocks(slices: Sequence[Slice]) -> bool:
     return len(slices) == 1 and slices[0].start % BLOCK == 0 and slices[0].numel % BLOCK == 0
 
 
-def _rows(flat: Tensor, slices: Sequence[Slice]) -> Tensor:
+def rows_of(flat: Tensor, slices: Sequence[Slice]) -> Tensor:
     """The blocks ``[pieces, BLOCK]`` of a flat tensor, zero outside of the pieces; a view if there is no outside."""
     if _whole_blocks(slices):
         return flat.narrow(0, slices[0].offset, slices[0].numel).view(-1, BLOCK)
@@ -214,8 +244,8 @@ def _rows(flat: Tensor, slices: Sequence[Slice]) -> Tensor:
     return torch.cat(parts).view(-1, BLOCK)
 
 
-def _write(flat: Tensor, rows: Tensor, slices: Sequence[Slice]) -> None:
-    """Copy blocks back to where ``_rows`` took them from."""
+def write(flat: Tensor, rows: Tensor, slices: Sequence[Slice]) -> None:
+    """Copy blocks back to where ``rows_of`` took them from."""
     if not slices or _whole_blocks(slices):  # a view
         return
     targets, values, begin = [], [], 0
