@@ -290,16 +290,18 @@ def test_a_rounded_momentum_costs_less_than_half_a_per_cent_of_the_loss(
 
 
 def test_a_momentum_of_8_bits_moves_weights_as_an_exact_one() -> None:
-    """The first step rounds nothing; later ones have what the codes lost of a block that others dominate."""
+    """The first step rounds nothing. A block with queries a hundred times as large as values loses most of these."""
     weights, gradients = drawn(0), [drawn(seed) for seed in (1, 2, 3)]
-    for steps, bound in ((1, 1e-6), (3, 0.03)):
+    for steps, bounds in ((1, {}), (3, dict.fromkeys(SHAPES, 0.02) | {"qkv": 0.2})):
         exact, rounded = (
             stepped(weights, gradients[:steps], MuonConfig(name=name, iterations_dtype="fp32"))
             for name in ("muon", "muon8bit")
         )
         for name, value in exact.items():
             moved = (value - weights[name]).norm()
-            assert (rounded[name] - value).norm() <= bound * moved + 2e-7 * weights[name].norm(), (steps, name)
+            lost = (rounded[name] - value).norm()
+            assert lost <= bounds.get(name, 1e-6) * moved + 2e-7 * weights[name].norm(), (steps, name)
+            assert steps == 1 or lost > 1e-4 * moved, "it is rounded"
 
 
 def test_a_resume_from_adamw_is_refused_with_the_ways(world: World, digits: Path, tmp_path: Path) -> None:
