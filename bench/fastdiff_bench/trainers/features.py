@@ -8,22 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.optimizers.adamw import AdamWConfig
-from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import read_record
-from fastdiff.config.sections.batch import BatchConfig
-from fastdiff.config.sections.data import DataConfig, ValidationConfig
-from fastdiff.config.sections.ema import EmaConfig
+from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.config.sections.objective import FlowConfig
-from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.evaluation import validation_files
 from fastdiff.evaluation.validation_files import Validated
-from fastdiff.parallel.world import start_world
-from fastdiff.training.loop import train
+from fastdiff_bench.trainers import tiny_run
 from fastdiff_bench.trainers.crops import CHANNELS, CLASSES, HELD_OUT, SIDE
 
 _HEAD = 16
@@ -59,35 +53,26 @@ class Trial:
 
     def folder(self, root: Path) -> Path:
         """Return the folder of the run."""
-        parts = (self.case, f"seed {self.seed}", self.name)
-        return root.joinpath("runs", *(part.replace(", ", "-").replace(" ", "-") for part in parts))
+        return tiny_run.folder_of(self, root / "runs")
 
     def config(self, root: Path) -> RunConfig:
         """Return the run on the data in ``root``."""
-        return replace(
-            preset("digits"),
-            samples=self.steps * self.batch,
-            seed=self.seed,
-            model=DiTConfig(
-                depth=self.depth,
-                hidden=self.width,
-                heads=self.width // _HEAD,
-                patch=1,
-                channels=CHANNELS,
-                size=SIDE,
-                classes=len(CLASSES),
-            ),
-            objective=PREDICTIONS[self.prediction],
-            timesteps=TimestepConfig(density="logit_normal"),
-            data=DataConfig(path=str(root / self.storage.replace(" ", "-")), loader="prefetch"),
-            validation=ValidationConfig(data=str(root / HELD_OUT), samples=2048, every=self.steps),
-            batch=BatchConfig(samples=self.batch),
-            optim=AdamWConfig(lr=_RATE, schedule="cosine", warmup_steps=self.steps // 10),
-            ema=EmaConfig(rates=(0.95,)),
-            output=OutputConfig(
-                folder=str(self.folder(root)), checkpoint_every=0, sample_every=0, report_to=(), log_every=10
-            ),
+        network = DiTConfig(
+            depth=self.depth,
+            hidden=self.width,
+            heads=self.width // _HEAD,
+            patch=1,
+            channels=CHANNELS,
+            size=SIDE,
+            classes=len(CLASSES),
         )
+        common = tiny_run.config_of(
+            self.folder(root), network, AdamWConfig(lr=_RATE), data=root / self.storage.replace(" ", "-"),
+            validation=ValidationConfig(data=str(root / HELD_OUT), samples=2048, every=self.steps),
+            steps=self.steps, batch=self.batch, seed=self.seed,
+        )  # fmt: skip
+        objective, timesteps = PREDICTIONS[self.prediction], TimestepConfig(density="logit_normal")
+        return replace(common, objective=objective, timesteps=timesteps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +97,7 @@ def finished(trial: Trial, root: Path) -> Trained | None:
 
 def run(trial: Trial, root: Path) -> None:
     """Train to the end, or what is left of it; then remove the checkpoints."""
-    train(trial.config(root), Launch(deepspeed={"zero_optimization": {"stage": 0}}), start_world())
+    tiny_run.run(trial.config(root))
     shutil.rmtree(trial.folder(root) / "checkpoints")  # 16 bytes per parameter
 
 

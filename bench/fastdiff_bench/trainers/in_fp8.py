@@ -16,16 +16,11 @@ from torch import Tensor
 
 from fastdiff.checkpoint.manifest import committed
 from fastdiff.checkpoint.reader import Checkpoint
-from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.optimizers.adamw import AdamWConfig
-from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import read_record
-from fastdiff.config.sections.batch import BatchConfig
-from fastdiff.config.sections.data import DataConfig, ValidationConfig
-from fastdiff.config.sections.ema import EmaConfig
-from fastdiff.config.sections.output import OutputConfig
+from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.data.loading.batches import Normaliser
 from fastdiff.data.shards.reader import LatentReader
@@ -38,8 +33,7 @@ from fastdiff.models import delayed_scales, fp8
 from fastdiff.models.build import Model, build_model
 from fastdiff.models.delayed_scales import MARGIN
 from fastdiff.models.load import null_label
-from fastdiff.parallel.world import start_world
-from fastdiff.training.loop import train
+from fastdiff_bench.trainers import tiny_run
 from fastdiff_bench.trainers.rounded import ROUNDINGS, convert
 from fastdiff_kernels.fp8.values import MULTIPLE
 
@@ -117,26 +111,17 @@ class Trial:
 
     def folder(self, root: Path) -> Path:
         """Return the folder of the run."""
-        parts = (self.case, f"seed {self.seed}", self.arithmetic)
-        return root.joinpath(*(part.replace(", ", "-").replace(" ", "-") for part in parts))
+        return tiny_run.folder_of(self, root)
 
     def config(self, root: Path) -> RunConfig:
         """Return the run on the data in ``root``."""
-        return replace(
-            preset("digits"),
-            samples=self.steps * self.batch,
-            seed=self.seed,
-            model=self.network,
-            data=DataConfig(path=str(root / "train"), loader="prefetch"),
+        common = tiny_run.config_of(
+            self.folder(root), self.network, AdamWConfig(lr=_RATE / self.width), data=root / "train",
             validation=ValidationConfig(data=str(root / "test"), every=self.steps),
-            batch=BatchConfig(samples=self.batch),
-            optim=AdamWConfig(lr=_RATE / self.width, schedule="cosine", warmup_steps=self.steps // 10),
-            ema=EmaConfig(rates=(0.95,)),
-            performance=PerformanceConfig(precision="bf16", **ARITHMETICS[self.arithmetic].performance),
-            output=OutputConfig(
-                folder=str(self.folder(root)), checkpoint_every=0, sample_every=0, report_to=(), log_every=10
-            ),
-        )
+            steps=self.steps, batch=self.batch, seed=self.seed,
+        )  # fmt: skip
+        performance = PerformanceConfig(precision="bf16", **ARITHMETICS[self.arithmetic].performance)
+        return replace(common, performance=performance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +155,7 @@ def run(trial: Trial, root: Path) -> None:
     """
     folder = trial.folder(root)
     with lowered(ARITHMETICS[trial.arithmetic].margin):
-        train(trial.config(root), Launch(deepspeed={"zero_optimization": {"stage": 0}}), start_world())
+        tiny_run.run(trial.config(root))
     errors = {}
     if trial.arithmetic == BASELINE:
         trained = Checkpoint(committed(folder / "checkpoints")[0]).weights()

@@ -13,31 +13,24 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
-from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.routing import RoutingName
 from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.config.optimizers.muon import MuonConfig
-from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import read_record
-from fastdiff.config.sections.batch import BatchConfig
-from fastdiff.config.sections.data import DataConfig, ValidationConfig
-from fastdiff.config.sections.ema import EmaConfig
+from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.config.sections.objective import FlowConfig
 from fastdiff.config.sections.optim import OptimConfig
-from fastdiff.config.sections.output import OutputConfig
 from fastdiff.evaluation import validation_files
 from fastdiff.evaluation.digits import evaluate_digits, evaluation_labels
 from fastdiff.evaluation.validation_files import Validated
 from fastdiff.files import publish
 from fastdiff.json_lines import read_records
 from fastdiff.models.fused import Fused, Matrix
-from fastdiff.parallel.world import start_world
 from fastdiff.sampling.run import Run
-from fastdiff.training.loop import train
 from fastdiff_bench.measure.speed_up import Curve
-from fastdiff_bench.trainers import aligned_digits, crops, pixel_crops, teachers
+from fastdiff_bench.trainers import aligned_digits, crops, pixel_crops, teachers, tiny_run
 from fastdiff_bench.trainers.features import in_velocity
 
 HELD_OUT = "held-out"
@@ -217,31 +210,19 @@ class Trial:
 
     def folder(self, root: Path) -> Path:
         """Return the folder of the run."""
-        parts = (self.case, f"seed {self.seed}", self.name)
-        return root.joinpath("runs", *(part.replace(", ", "-").replace(" ", "-") for part in parts))
+        return tiny_run.folder_of(self, root / "runs")
 
     def config(self, root: Path) -> RunConfig:
         """Return the run on the data below ``root``."""
         task, arm, data = TASKS[self.task], ARMS[self.arm], root / self.task
         network = replace(task.network, depth=3, hidden=32, heads=2) if self.tiny else task.network
-        common = replace(
-            preset("digits"),
-            samples=self.steps * task.batch,
-            seed=self.seed,
-            model=network,
-            objective=FlowConfig(),
-            data=DataConfig(path=str(data / TRAIN), loader="prefetch"),
-            validation=ValidationConfig(
-                data=str(data / HELD_OUT), samples=task.held_out, every=max(1, self.steps // _VALIDATIONS)
-            ),
-            batch=BatchConfig(samples=task.batch),
-            optim=replace(arm.optim(self.rate), schedule="cosine", warmup_steps=self.steps // 10),
-            ema=EmaConfig(rates=(0.95,)),
-            output=OutputConfig(
-                folder=str(self.folder(root)), checkpoint_every=0, sample_every=0, report_to=(), log_every=10
-            ),
-        )
-        return arm.change(common)
+        every = max(1, self.steps // _VALIDATIONS)
+        common = tiny_run.config_of(
+            self.folder(root), network, arm.optim(self.rate), data=data / TRAIN,
+            validation=ValidationConfig(data=str(data / HELD_OUT), samples=task.held_out, every=every),
+            steps=self.steps, batch=task.batch, seed=self.seed,
+        )  # fmt: skip
+        return arm.change(replace(common, objective=FlowConfig()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +277,7 @@ def run(trial: Trial, root: Path) -> None:
     """Train to the end, or what is left of it; draw if it is compared; then remove the checkpoints."""
     folder = trial.folder(root)
     with ARMS[trial.arm].around():
-        train(trial.config(root), Launch(deepspeed={"zero_optimization": {"stage": 0}}), start_world())
+        tiny_run.run(trial.config(root))
     drawn: dict[str, Any] = TASKS[trial.task].measure(Run(folder), root / trial.task) if trial.is_compared else {}
     publish(folder / _RESULT, json.dumps(drawn).encode())
     shutil.rmtree(folder / "checkpoints")  # 16 bytes per parameter

@@ -7,23 +7,17 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.optimizers.adamw import AdamWConfig
-from fastdiff.config.presets import preset
 from fastdiff.config.run import RunConfig
 from fastdiff.config.run_record import read_record
-from fastdiff.config.sections.batch import BatchConfig
-from fastdiff.config.sections.data import DataConfig, ValidationConfig
-from fastdiff.config.sections.ema import EmaConfig
+from fastdiff.config.sections.data import ValidationConfig
 from fastdiff.config.sections.objective import FlowConfig
-from fastdiff.config.sections.output import OutputConfig
 from fastdiff.data.encoding.builtin import encode_digits
 from fastdiff.data.shards.format import INFO_FILE
 from fastdiff.evaluation import validation_files
 from fastdiff.files import publish
-from fastdiff.parallel.world import start_world
-from fastdiff.training.loop import train
+from fastdiff_bench.trainers import tiny_run
 from fastdiff_bench.trainers.recipes import HELD_OUT, TRAIN
 
 HEAD = 32
@@ -70,27 +64,17 @@ class Trial:
 
     def folder(self, root: Path) -> Path:
         """Return the folder of the run."""
-        parts = (self.case, f"seed {self.seed}", self.name)
-        return root.joinpath("runs", *(part.replace(", ", "-").replace(" ", "-").replace("^", "") for part in parts))
+        return tiny_run.folder_of(self, root / "runs")
 
     def config(self, root: Path) -> RunConfig:
         """Return the run on the data below ``root``."""
         data = root / "digits"
-        return replace(
-            preset("digits"),
-            samples=self.steps * BATCH,
-            seed=self.seed,
-            model=at_width(NETWORK, self.width, self.base),
-            objective=FlowConfig(),
-            data=DataConfig(path=str(data / TRAIN), loader="prefetch"),
+        common = tiny_run.config_of(
+            self.folder(root), at_width(NETWORK, self.width, self.base), AdamWConfig(lr=self.rate), data=data / TRAIN,
             validation=ValidationConfig(data=str(data / HELD_OUT), samples=_HELD_OUT, every=self.steps),
-            batch=BatchConfig(samples=BATCH),
-            optim=AdamWConfig(lr=self.rate, schedule="cosine", warmup_steps=self.steps // 10),
-            ema=EmaConfig(rates=(0.95,)),
-            output=OutputConfig(
-                folder=str(self.folder(root)), checkpoint_every=0, sample_every=0, report_to=(), log_every=10
-            ),
-        )
+            steps=self.steps, batch=BATCH, seed=self.seed,
+        )  # fmt: skip
+        return replace(common, objective=FlowConfig())
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +107,6 @@ def finished(trial: Trial, root: Path) -> Trained | None:
 def run(trial: Trial, root: Path) -> None:
     """Train to the end; then remove the checkpoint."""
     folder = trial.folder(root)
-    train(trial.config(root), Launch(deepspeed={"zero_optimization": {"stage": 0}}), start_world())
+    tiny_run.run(trial.config(root))
     publish(folder / _RESULT, b"{}")
     shutil.rmtree(folder / "checkpoints")  # 16 bytes per parameter
