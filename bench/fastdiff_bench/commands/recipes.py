@@ -17,6 +17,7 @@ each.
 import argparse
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from typing import TypeAlias
 from fastdiff.evaluation.comparison import MeasuredRun
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_output, open_log
+from fastdiff_bench.measure.best_rate import BEYOND, beyond
 from fastdiff_bench.measure.paired_runs import Tested, differences, of_other_code, run_all, tested
 from fastdiff_bench.measure.speed_up import SpeedUp, speed_up
 from fastdiff_bench.page.recipe_curves import draw
@@ -36,10 +38,6 @@ from fastdiff_bench.trainers import recipes
 from fastdiff_bench.trainers.recipes import ARMS, BASELINE, SWEEP, TASKS, Trained, Trial
 
 Train: TypeAlias = Callable[[Sequence[Trial]], list[Trained]]
-_FACTOR = 2.0
-"""Between the end of a sweep and the next rate."""
-_BEYOND = 3
-"""Rates that a sweep adds at most."""
 
 
 def add(commands: Commands) -> None:
@@ -86,7 +84,7 @@ def _run(given: argparse.Namespace) -> int:
         for task in given.task:
             recipes.prepare(task, root, few=given.smoke)
             log.write(_of_teacher(task, root))
-            swept, missing = _sweep(task, given, train)
+            swept, missing = sweep(task, given, train)
             wanted = compared(task, best_rates(swept), given)
             found = train(wanted)
             failed += missing + len(wanted) - len(found)
@@ -97,24 +95,26 @@ def _run(given: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
-def _sweep(task: str, given: argparse.Namespace, train: Train) -> tuple[list[Trained], int]:
+def sweep(task: str, given: argparse.Namespace, train: Train) -> tuple[list[Trained], int]:
     """Train at the rates of every method, and beyond them while an end is best; return what is done, and failures."""
     rates = {arm: set(ARMS[arm].rates[: 2 if given.smoke else None]) for arm in arms(task, given.only)}
     done: list[Trained] = []
-    wanted = 0
-    for _ in range(1 if given.smoke else 1 + _BEYOND):
-        new = [
+    tried: set[Trial] = set()
+    for _ in range(1 if given.smoke else 1 + BEYOND):
+        wanted = [
             Trial(task, arm, rate, SWEEP, _steps(task, given), given.smoke)
             for arm, chosen in rates.items()
-            for rate in sorted(chosen - {one.trial.rate for one in done if one.trial.arm == arm})
+            for rate in sorted(chosen)
         ]
+        new = [trial for trial in wanted if trial not in tried]
         if not new:
             break
-        wanted += len(new)
+        tried.update(new)
         done += train(new)
+        losses = {(one.trial.arm, one.trial.rate): one.curve.last for one in done}
         for arm, chosen in rates.items():
-            chosen |= beyond([one for one in done if one.trial.arm == arm])
-    return done, wanted - len(done)
+            chosen |= beyond({rate: losses.get((arm, rate), math.inf) for rate in chosen})
+    return done, len(tried) - len(done)
 
 
 def arms(task: str, only: Sequence[str] | None) -> list[str]:
@@ -122,25 +122,10 @@ def arms(task: str, only: Sequence[str] | None) -> list[str]:
     return [name for name, arm in ARMS.items() if task in arm.tasks and (not only or name in only or name == BASELINE)]
 
 
-def beyond(swept: Sequence[Trained]) -> set[float]:
-    """Return the next rate beyond the end of a sweep that is best; empty: the best one lies inside."""
-    ordered = sorted(swept, key=lambda one: one.trial.rate)
-    if not ordered:
-        return set()
-    best = min(ordered, key=_final)
-    return ({ordered[0].trial.rate / _FACTOR} if best is ordered[0] else set()) | (
-        {ordered[-1].trial.rate * _FACTOR} if best is ordered[-1] else set()
-    )
-
-
 def best_rates(swept: Sequence[Trained]) -> dict[str, float]:
     """Return the rate of the lowest final loss, by method."""
-    found = {one.trial.arm: one for one in sorted(swept, key=_final, reverse=True)}
+    found = {one.trial.arm: one for one in sorted(swept, key=lambda one: one.curve.last, reverse=True)}
     return {arm: one.trial.rate for arm, one in found.items()}
-
-
-def _final(one: Trained) -> float:
-    return one.curve.last if math.isfinite(one.curve.last) else math.inf
 
 
 def compared(task: str, rates: Mapping[str, float], given: argparse.Namespace) -> list[Trial]:
@@ -217,14 +202,18 @@ def _measured(one: Trained, root: Path) -> MeasuredRun:
 
 
 def comparisons(done: Sequence[Trained]) -> dict[tuple[str, str], Compared]:
-    """Pair the runs of every method with the baseline's, by case and name with the rate; at least two seeds."""
+    """Pair the runs of every method with the baseline's, by case and name with the rate; at least two seeds.
+
+    A method that failed at a seed of the baseline is left out: the other seeds alone would flatter it.
+    """
     ordered = sorted((one for one in done if one.trial.is_compared), key=lambda one: [*ARMS].index(one.trial.arm))
     runs = {(one.trial.case, one.trial.arm, one.trial.seed): one for one in ordered}
     pairs: dict[tuple[str, str], list[tuple[Trained, Trained]]] = {}
     for (case, _, seed), one in runs.items():
         if (base := runs.get((case, BASELINE, seed))) is not None:
             pairs.setdefault((case, one.trial.name), []).append((one, base))
-    return {key: Compared(*zip(*found, strict=True)) for key, found in pairs.items() if len(found) > 1}
+    seeds = Counter(case for case, arm, _ in runs if arm == BASELINE)
+    return {key: Compared(*zip(*found, strict=True)) for key, found in pairs.items() if len(found) == seeds[key[0]] > 1}
 
 
 def report(done: Sequence[Trained], root: Path, log: Log) -> None:

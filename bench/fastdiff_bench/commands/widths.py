@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_output, open_log
-from fastdiff_bench.measure.best_rate import best_rate
+from fastdiff_bench.measure.best_rate import BEYOND, best_rate, beyond
 from fastdiff_bench.measure.coordinates import Changes, measured, slopes
 from fastdiff_bench.measure.paired_runs import of_other_code, run_all
 from fastdiff_bench.page.width_charts import draw_changes, draw_sweeps
@@ -29,9 +29,6 @@ from fastdiff_bench.trainers import widths
 from fastdiff_bench.trainers.widths import HEAD, NETWORK, Trained, Trial
 
 _RATES = tuple(2.0**-exponent for exponent in (9, 8, 7, 6, 5))
-_FACTOR = 2.0
-_BEYOND = 3
-"""Rates that the sweep of a width adds at most."""
 _CHECKED_STEPS = 3
 _CHECKED_RATE = 2e-3
 _Losses = dict[str, dict[int, dict[float, float]]]
@@ -69,11 +66,11 @@ def _run(given: argparse.Namespace) -> int:
     widths.prepare(root)
     with open_log(given, "widths") as log:
         _check(chosen, log)
-        done, failed = _sweep(chosen, given, root, log)
+        done = _sweep(chosen, given, root, log)
         report(done, chosen, log)
         for line in of_other_code([one.commit for one in done], log.fingerprint.git):
             print(line)
-    return int(failed > 0)
+    return int(any(math.isinf(one.loss) for one in done))
 
 
 def _check(chosen: Sequence[int], log: Log) -> None:
@@ -96,23 +93,21 @@ def _check(chosen: Sequence[int], log: Log) -> None:
     print(picture, flush=True)
 
 
-def _sweep(chosen: Sequence[int], given: argparse.Namespace, root: Path, log: Log) -> tuple[list[Trained], int]:
-    """Train at all rates, and beyond them while an end is best; return what is done, and failures."""
+def _sweep(chosen: Sequence[int], given: argparse.Namespace, root: Path, log: Log) -> list[Trained]:
+    """Train at all rates, and beyond them while an end is best; the loss of a run that failed is infinite."""
     steps, seeds = (10, 1) if given.smoke else (given.steps, given.seeds)
     rates = {(width, base): {*_RATES[-2 if given.smoke else 0 :]} for base in (chosen[0], 0) for width in chosen}
     done: list[Trained] = []
-    wanted = 0
-    for _ in range(1 if given.smoke else 1 + _BEYOND):
-        known = {(one.trial.width, one.trial.base, one.trial.rate) for one in done}
-        new = [
+    for _ in range(1 if given.smoke else 1 + BEYOND):
+        wanted = [
             Trial(width, base, rate, seed, steps)
             for (width, base), own in sorted(rates.items())  # the narrow ones, which are fast, first
             for rate in sorted(own)
             for seed in range(seeds)
-            if (width, base, rate) not in known
         ]
-        wanted += len(new)
-        done += run_all(
+        tried = {one.trial for one in done}
+        new = [trial for trial in wanted if trial not in tried]
+        found = run_all(
             "widths",
             new,
             finished=partial(widths.finished, root=root),
@@ -122,9 +117,11 @@ def _sweep(chosen: Sequence[int], given: argparse.Namespace, root: Path, log: Lo
             rows=_rows,
             words=lambda one: f"{one.trial.name}, seed {one.trial.seed}: {one.loss:.5f}",
         )
+        failed = set(new) - {one.trial for one in found}
+        done += [*found, *(Trained(trial, math.inf, None) for trial in failed)]
         for (width, base), own in rates.items():
             own |= beyond(losses_of([one for one in done if (one.trial.width, one.trial.base) == (width, base)]))
-    return done, wanted - len(done)
+    return done
 
 
 def _rows(one: Trained) -> Iterator[Measurement]:
@@ -137,18 +134,9 @@ def _rows(one: Trained) -> Iterator[Measurement]:
 
 
 def losses_of(done: Sequence[Trained]) -> dict[float, float]:
-    """Return the mean loss by learning rate, of runs of one width."""
+    """Return the mean loss by learning rate, of runs of one width; infinite: one of them failed."""
     rates = sorted({one.trial.rate for one in done})
     return {rate: statistics.mean(one.loss for one in done if one.trial.rate == rate) for rate in rates}
-
-
-def beyond(losses: dict[float, float]) -> set[float]:
-    """Return the next rate beyond the end of a sweep that is best; empty: the best one lies inside."""
-    if not losses or best_rate(losses) is not None:
-        return set()
-    lowest, highest = min(losses), max(losses)
-    upwards = math.isfinite(losses[highest]) and losses[highest] < losses[lowest]
-    return {highest * _FACTOR if upwards else lowest / _FACTOR}
 
 
 def report(done: Sequence[Trained], chosen: Sequence[int], log: Log) -> None:

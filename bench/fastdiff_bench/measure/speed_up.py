@@ -20,6 +20,7 @@ class Curve:
     steps: Sequence[int]
     """Ascending."""
     losses: Sequence[float]
+    """Finite."""
 
     @property
     def last(self) -> float:
@@ -40,15 +41,13 @@ def speed_up(baseline: Curve, other: Curve) -> float:
     """Return the steps of the baseline over those of the other run to the same loss.
 
     The loss is the final one of the baseline. A run that does not reach it is slower: then the loss is the final one of
-    that run, which the baseline reaches earlier. 0: the baseline had it before its first validation, or the run
-    diverged. Both runs have the same number of steps, and rates that fall to 0 at their end, so a speed-up above 1 is
-    an underestimate: a run planned for fewer steps would have lowered its rate earlier.
+    that run, which the baseline reaches earlier. 0: the baseline had it before its first validation. Both runs have the
+    same number of steps, and rates that fall to 0 at their end, so a speed-up above 1 is an underestimate: a run
+    planned for fewer steps would have lowered its rate earlier.
     """
     reached = other.reaches(baseline.last)
     if reached is not None:
         return baseline.steps[-1] / reached
-    if not math.isfinite(other.last):
-        return 0.0
     behind = baseline.reaches(other.last)
     assert behind is not None  # the baseline ends below
     return behind / other.steps[-1] if behind > baseline.steps[0] else 0.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from fastdiff.config.launch_options import Launch
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.presets import preset
@@ -14,6 +16,8 @@ from fastdiff.config.sections.data import DataConfig, ValidationConfig
 from fastdiff.config.sections.ema import EmaConfig
 from fastdiff.config.sections.optim import OptimConfig
 from fastdiff.config.sections.output import OutputConfig
+from fastdiff.errors import DivergedError
+from fastdiff.evaluation import validation_files
 from fastdiff.parallel.world import start_world
 from fastdiff.training.loop import train
 from fastdiff_bench.measure.paired_runs import Study
@@ -48,5 +52,9 @@ def config_of(
 
 
 def run(config: RunConfig) -> None:
-    """Train to the end, or what is left of it."""
+    """Train to the end, or what is left of it; DivergedError: a held-out loss is not finite."""
     train(config, Launch(deepspeed={"zero_optimization": {"stage": 0}}), start_world())
+    folder = Path(config.output.folder)
+    for step in validation_files.steps_of(folder):
+        if not np.isfinite(validation_files.read(folder, step).loss).all():
+            raise DivergedError(f"the held-out loss at step {step} is not finite; the run diverged")

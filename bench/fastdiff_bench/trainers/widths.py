@@ -83,7 +83,7 @@ class Trained:
 
     trial: Trial
     loss: float
-    """Held-out loss of the averaged weights at the end."""
+    """Held-out loss of the averaged weights at the end; infinite: the run failed."""
     commit: str | None
     """Of the code that trained it; None: not known."""
 

@@ -1,17 +1,22 @@
 """``bench recipes``: real runs, a sweep that goes on beyond its end, and comparisons that find what is there."""
 
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from fastdiff.errors import DivergedError
 from fastdiff.evaluation.validation_files import Validated
+from fastdiff.parallel.world import World
 from fastdiff_bench.__main__ import main
-from fastdiff_bench.commands.recipes import arms, best_rates, beyond, comparisons, report
+from fastdiff_bench.commands.recipes import arms, best_rates, comparisons, report, sweep
 from fastdiff_bench.measure.speed_up import Curve
 from fastdiff_bench.records import readme, record
 from fastdiff_bench.records.record import Log
+from fastdiff_bench.trainers import recipes
 from fastdiff_bench.trainers.recipes import ARMS, BASELINE, SWEEP, TASKS, Trained, Trial
 
 OTHER = "8-bit AdamW"
@@ -31,16 +36,21 @@ def trained(arm: str, rate: float, seed: int, losses: list[float]) -> Trained:
     return Trained(trial, Curve([10, 20, 30, 40], losses), validated, ms, gib, drawn, None)
 
 
-def sweep(losses: dict[float, float]) -> list[Trained]:
+def of_sweep(losses: dict[float, float]) -> list[Trained]:
     return [trained(BASELINE, rate, SWEEP, [loss] * 4) for rate, loss in losses.items()]
 
 
-def test_a_sweep_goes_on_while_an_end_is_best() -> None:
-    assert beyond(sweep({1e-3: 3.0, 2e-3: 2.0, 4e-3: 2.5})) == set()
-    assert beyond(sweep({1e-3: 3.0, 2e-3: 2.0, 4e-3: 1.5})) == {8e-3}
-    assert beyond(sweep({1e-3: 1.0, 2e-3: 2.0, 4e-3: 1.5})) == {5e-4}
-    assert beyond(sweep({1e-3: 2.0, 2e-3: float("nan")})) == {5e-4}, "a run that diverged is not best"
-    assert best_rates(sweep({1e-3: 3.0, 2e-3: 2.0, 4e-3: float("nan")})) == {BASELINE: 2e-3}
+def test_a_sweep_goes_on_while_an_end_is_best_and_tries_no_run_again() -> None:
+    tried: list[float] = []
+
+    def train(new: Sequence[Trial]) -> list[Trained]:
+        """Fail at 0.064; otherwise the loss is lower, the higher the rate is."""
+        tried.extend(trial.rate for trial in new)
+        return [trained(one.arm, one.rate, SWEEP, [1 / one.rate] * 4) for one in new if one.rate < 0.064]
+
+    done, failed = sweep("digits", Namespace(only=[BASELINE], smoke=False), train)
+    assert tried == [0.002, 0.004, 0.008, 0.016, 0.032, 0.064], "the last one once, although it failed"
+    assert (best_rates(done), failed) == ({BASELINE: 0.032}, 1)
 
 
 def test_every_task_has_the_baseline_first() -> None:
@@ -56,7 +66,7 @@ def made_up() -> list[Trained]:
         last = 0.5 + 0.01 * seed
         runs.append(trained(BASELINE, 4e-3, seed, [0.9, 0.7, 0.6, last]))
         runs.append(trained(OTHER, 2e-3, seed, [0.7, last - 1e-3 * seed, 0.45, 0.4]))
-    return [*sweep({4e-3: 0.1}), *reversed(runs)]
+    return [*of_sweep({4e-3: 0.1}), *reversed(runs)]
 
 
 def test_methods_are_compared_with_the_baseline_by_seeds() -> None:
@@ -68,6 +78,19 @@ def test_methods_are_compared_with_the_baseline_by_seeds() -> None:
     assert gain.cost == 2
     assert gain.more_memory == 64
     assert gain.tested(Path()).total.mean == pytest.approx(-21, abs=2)
+
+
+def test_a_method_that_failed_at_a_seed_is_not_compared() -> None:
+    left = [one for one in made_up() if (one.trial.arm, one.trial.seed) != (OTHER, 1)]
+    assert [name for _, name in comparisons(left)] == [f"{BASELINE}, lr 0.004"]
+
+
+def test_a_run_that_diverged_fails(world: World, tmp_path: Path) -> None:
+    recipes.prepare("digits", tmp_path, few=True)
+    trial = Trial("digits", BASELINE, rate=1e30, seed=0, steps=2, tiny=True)
+    with pytest.raises(DivergedError, match="held-out loss at step . is not finite"):
+        recipes.run(trial, tmp_path)
+    assert recipes.finished(trial, tmp_path) is None
 
 
 def test_the_record_the_table_and_the_picture_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from fastdiff_bench.__main__ import main
-from fastdiff_bench.commands.widths import beyond, report
-from fastdiff_bench.measure.best_rate import best_rate
+from fastdiff_bench.commands.widths import report
+from fastdiff_bench.measure.best_rate import best_rate, beyond
 from fastdiff_bench.measure.coordinates import slopes
 from fastdiff_bench.records import record
 from fastdiff_bench.records.record import Log
@@ -24,7 +24,7 @@ def valley(best: float) -> dict[float, float]:
 
 def test_the_best_rate_lies_between_those_of_the_sweep() -> None:
     assert best_rate(valley(2**-7.3)) == pytest.approx(2**-7.3)
-    assert best_rate(valley(2**-6) | {2**-5: math.nan}) == 2**-6, "the neighbour of a run that diverged"
+    assert best_rate(valley(2**-6) | {2**-5: math.inf}) == 2**-6, "the neighbour of a run that failed"
     assert best_rate(valley(2**-12)) is None
 
 
@@ -32,7 +32,8 @@ def test_a_sweep_goes_on_while_an_end_is_best() -> None:
     assert beyond(valley(2**-7.3)) == set()
     assert beyond(valley(2**-12)) == {2**-10}
     assert beyond(valley(2**-2)) == {2**-4}
-    assert beyond({2**-6: 2.0, 2**-5: math.nan}) == {2**-7}
+    assert beyond({2**-6: 2.0, 2**-5: math.inf}) == {2**-7}, "a run that failed is not best"
+    assert beyond({2**-6: math.inf, 2**-5: math.inf}) == {2**-7}, "all failed: lower"
 
 
 def test_an_exponent_is_that_of_the_width() -> None:

@@ -19,7 +19,6 @@ BASE = Curve([100, 200, 300, 400], [0.9, 0.7, 0.6, 0.5])
         ([0.9, 0.8, 0.7, 0.65], 250 / 400),
         ([0.5, 0.5, 0.5, 0.5], 4.0),  # not later than the first validation
         ([0.9, 0.95, 0.95, 0.95], 0.0),
-        ([0.9, math.nan, math.nan, math.nan], 0.0),
     ],
 )
 def test_a_speed_up_is_a_ratio_of_steps_to_one_loss(losses: list[float], expected: float) -> None:
