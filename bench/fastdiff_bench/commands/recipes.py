@@ -8,7 +8,9 @@ velocity. The speed-up is the steps of the baseline over those of the method to 
 if two standard errors below the mean speed-up are still above 1.15 and no seed is below 0.95.
 
 The teacher of the alignment is a small ResNet that the benchmark trains on labels of the training half: which digit, or
-which photo and height of a crop. A teacher that saw no labels would help less.
+which photo and height of a crop. A teacher that saw no labels would help less. All methods train on the same data, so
+those without alignment read its features as well: the times of steps, and the speed-ups in time, leave that reading out
+of the cost of an alignment; ``bench alignment`` measures it.
 
 Each run is a process of its own. A second start in the same folder skips finished runs; the record names the commit of
 each.
@@ -227,6 +229,7 @@ def report(done: Sequence[Trained], root: Path, log: Log) -> None:
             log.write(*differences("recipes", case, name, BASELINE, one.tested(root)))
     print()
     print(table([_HEAD, *(_cells(case, name, one) for (case, name), one in found.items())], "<<>>>>>>>>><"))
+    print("step and in time: all methods read the features of the teacher, also those without alignment")
     picture = log.path.with_suffix(".png")
     draw({key: ([r.curve for r in one.runs], one.speed_up) for key, one in found.items()}, picture)
     print(picture)
