@@ -78,14 +78,19 @@ def test_the_other_networks_have_their_sizes() -> None:
         assert millions(preset(name)) == pytest.approx(expected, rel=0.01), name
 
 
+def check_constant_rate(config: RunConfig, optim: AdamWConfig) -> None:
+    """AdamW at a rate that never changes, and one average."""
+    assert config.optim == optim
+    assert (config.optim.schedule, config.optim.warmup_steps) == ("constant", 0)
+    assert (config.ema.rates, config.ema.warmup) == ((0.9999,), False)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_run_is_that_of_the_papers(name: str) -> None:
     """Sections 4 of both papers and the two train.py."""
     config = preset(name)
     assert (config.steps, config.batch.samples) == (400_000, 256)
-    assert config.optim == AdamWConfig(name="adamw", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, clip=0.0)
-    assert (config.optim.schedule, config.optim.warmup_steps) == ("constant", 0)
-    assert (config.ema.rates, config.ema.warmup) == ((0.9999,), False)
+    check_constant_rate(config, AdamWConfig(name="adamw", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, clip=0.0))
     assert (config.data.random_flip, config.objective.condition_dropout) == (True, 0.1)
     assert config.timesteps == TimestepConfig()
     assert isinstance(config.model, DiTConfig)
@@ -107,9 +112,7 @@ def test_lightningdit_is_trained_as_its_configuration_says() -> None:
     """lightningdit_xl_vavae_f16d32.yaml, its train.py and transport."""
     config = preset("lightningdit-xl-1-256")
     assert (config.steps, config.batch.samples, config.data.random_flip) == (80_000, 1024, True)
-    assert config.optim == AdamWConfig(lr=2e-4, betas=(0.9, 0.95), weight_decay=0.0, clip=0.0)
-    assert (config.optim.schedule, config.optim.warmup_steps) == ("constant", 0)
-    assert (config.ema.rates, config.ema.warmup) == ((0.9999,), False)
+    check_constant_rate(config, AdamWConfig(lr=2e-4, betas=(0.9, 0.95), weight_decay=0.0, clip=0.0))
     objective = config.objective
     assert isinstance(objective, FlowConfig)
     assert (objective.path, objective.predicted, objective.convention) == ("linear", "flow", "sit")
@@ -154,9 +157,7 @@ def test_sr_dit_is_trained_as_its_script_says() -> None:
     name = "sr-dit-b-1-256"
     config = preset(name)
     assert (config.steps, config.batch.samples, config.data.random_flip) == (400_000, 256, False)
-    assert config.optim == AdamWConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, clip=1.0)
-    assert (config.optim.schedule, config.optim.warmup_steps) == ("constant", 0)
-    assert (config.ema.rates, config.ema.warmup) == ((0.9999,), False)
+    check_constant_rate(config, AdamWConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, clip=1.0))
     objective = config.objective
     assert isinstance(objective, FlowConfig)
     assert (objective.path, objective.predicted, objective.convention) == ("linear", "flow", "repa")
