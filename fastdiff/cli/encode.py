@@ -122,7 +122,8 @@ def _add_teacher(parser: argparse.ArgumentParser) -> None:
         "--teacher-width",
         type=int,
         metavar="K",
-        help="components of a feature, a byte each, of a map that is fitted to a sample; 0: all; default: at most 64",
+        help="components of a feature, a byte each, of a map that is fitted to a sample; 0: all, without a map; "
+        "default: at most 64",
     )
     group.add_argument(
         "--teacher-basis", metavar="FOLDER", help="take the map of this data set instead, to train on both"

@@ -1,7 +1,8 @@
 """Patch features of a teacher as columns of a data set: reduced by a linear map, and stored in int8.
 
 The map holds the first right singular vectors of a sample of features. They are not centred, so that the cosine of two
-reduced features is nearly that of the features. Each of its components has a scale, by which its largest value in the
+reduced features is nearly that of the features. Features that keep all components stay as they are: a map would only
+rotate them, away from the class token of the teacher. Each component has a scale, by which its largest value in the
 sample becomes 96, and values beyond 127 are clipped.
 """
 
@@ -37,7 +38,7 @@ class Basis:
     """The map of features."""
 
     matrix: Tensor
-    """``[W, K]`` fp32, orthonormal columns."""
+    """``[W, K]`` fp32, orthonormal columns; the identity for ``K = W``."""
     scale: Tensor
     """``[K]`` fp32: a stored 1."""
     kept: float
@@ -88,13 +89,10 @@ class Basis:
     def fit(cls, sample: Tensor, width: int, digest: str) -> "Basis":
         """Return the map of a sample ``[N, W]`` to ``width`` components."""
         exact = sample.double()
-        squares, vectors = torch.linalg.eigh(exact.T @ exact)  # ascending
-        matrix = vectors.flip(1)[:, :width]
-        # The sign of an eigenvector is arbitrary.
-        largest = matrix.gather(0, matrix.abs().argmax(0, keepdim=True))
-        matrix = matrix * largest.sign()
-        scale = (exact @ matrix).abs().amax(0).clamp(min=torch.finfo(torch.float32).tiny) / _LARGEST
-        kept = float(squares.flip(0)[:width].sum() / squares.sum())
+        matrix = _leading(exact, width) if width < exact.shape[1] else torch.eye(width, dtype=exact.dtype)
+        components = exact @ matrix
+        scale = components.abs().amax(0).clamp(min=torch.finfo(torch.float32).tiny) / _LARGEST
+        kept = float(components.square().sum() / exact.square().sum())
         return cls(matrix.float(), scale.float(), kept, digest)
 
 
@@ -160,6 +158,15 @@ class TeacherColumns:
             sample.append(of_images[:, :, spread].transpose(1, 2).flatten(0, 1).cpu())
         require(bool(sample), "--teacher: the source has no usable images, whose features the map could be fitted to")
         return Basis.fit(torch.cat(sample), self.width, self.digest)
+
+
+def _leading(sample: Tensor, width: int) -> Tensor:
+    """Return the first right singular vectors of a sample, ``[N, W] -> [W, width]``."""
+    _, vectors = torch.linalg.eigh(sample.T @ sample)  # ascending
+    matrix = vectors.flip(1)[:, :width]
+    # The sign of an eigenvector is arbitrary.
+    largest = matrix.gather(0, matrix.abs().argmax(0, keepdim=True))
+    return matrix * largest.sign()
 
 
 def _images(pixels: Tensor) -> Tensor:
