@@ -22,7 +22,8 @@ class Outputs(NamedTuple):
     token: Tensor | None = None
     """Prediction of the class token of a teacher (``ModelConfig.teacher_width``), ``[B, D]``; None: there is none."""
     projected: Tensor | None = None
-    """In training, features of the patches for those of a teacher (``ModelConfig.aligned_width``), ``[B, T, K]``."""
+    """In training, features of the patches for those of a teacher (``ModelConfig.aligned_width``), ``[B, T, K]``,
+    with ``ModelConfig.aligned_token`` behind that of the class token."""
 
 
 Output = Tensor | Outputs

@@ -60,6 +60,7 @@ _KEEPS_WEIGHTS = (
     "model.path_drop",
     "model.dense_share",
     "model.aligned_block",
+    "model.aligned_token",
 )
 """Fields of a network that leave the shapes of its weights as they are."""
 _OF_LORA: Mapping[Literal["base", "adapter"], str] = {

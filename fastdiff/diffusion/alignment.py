@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fastdiff.batch import Batch
-from fastdiff.conditions import FEATURES
+from fastdiff.conditions import FEATURES, TEACHER_TOKEN
 
 
 class Alignment:
@@ -13,17 +13,19 @@ class Alignment:
     Args:
         weight: beside the loss of the latents.
         samples: of the training that are aligned, those at its beginning; None: all.
+        token: whether the class token of the teacher is aligned, too, as in SR-DiT (Bhanded 2025, arXiv:2512.12386).
     """
 
-    def __init__(self, weight: float, samples: int | None) -> None:
-        self._weight, self._samples = weight, samples
+    def __init__(self, weight: float, samples: int | None, *, token: bool) -> None:
+        self._weight, self._samples, self._token = weight, samples, token
 
     def loss(self, projected: Tensor, batch: Batch) -> Tensor:
-        """Return minus the cosine of features and projected ones, mean over the patches, with its weight.
+        """Return minus the cosine of features and projected ones, mean over the tokens, with its weight.
 
         Args:
-            projected: ``[B, T, K]``, of the patches in the order of their rows.
-            batch: with the features of the teacher.
+            projected: ``[B, T, K]``, of the patches in the order of their rows, behind the class token where it is
+                aligned.
+            batch: with the features of the teacher, and its clean class token ``[B, K]``.
 
         Returns:
             ``[B]`` fp32; 0 for samples behind the aligned ones.
@@ -32,6 +34,9 @@ class Alignment:
             ValueError: the features have another shape.
         """
         features = batch.condition[FEATURES].float().flatten(2).transpose(1, 2)  # [B, K, h, w] -> [B, T, K]
+        if self._token:
+            token = batch.condition[TEACHER_TOKEN].float()
+            features = torch.cat([token.unsqueeze(1), features], dim=1)  # -> [B, 1 + T, K]
         if projected.shape != features.shape:
             raise ValueError(
                 f"the projected features have shape {tuple(projected.shape)}, the teacher's {tuple(features.shape)}; "

@@ -64,6 +64,7 @@ class Objective:
         set_dropouts: share of dropped conditions of each data set, in place of ``config.condition_dropout``; empty:
             none has one of its own.
         routing: what leaves tokens out of the model; None: all pass all of its blocks.
+        aligned_token: whether the class token of a teacher is aligned beside the patches (``ModelConfig``).
 
     Raises:
         ConfigError: ``seed`` out of range, or unknown schedule (``fastdiff.diffusion.schedules.betas``).
@@ -85,6 +86,7 @@ class Objective:
         own_loss: OwnLoss | None = None,
         set_dropouts: Sequence[float] = (),
         routing: TokenRouting | None = None,
+        aligned_token: bool = False,
     ) -> None:
         if not 0 <= seed < 2**64:
             raise ConfigError(f"--seed {seed}: expected 0 or above and below 2**64")
@@ -105,7 +107,9 @@ class Objective:
         weight = config.teacher_weight if isinstance(config, FlowConfig) else 0.0
         self._token = ClassToken(weight, seed=seed, dtype=dtype) if weight else None
         samples = config.alignment_steps * batch_samples if config.alignment_steps else None
-        self._alignment = Alignment(config.alignment_weight, samples) if config.alignment_weight else None
+        self._alignment = (
+            Alignment(config.alignment_weight, samples, token=aligned_token) if config.alignment_weight else None
+        )
         names = ["mse", "vb"] if hybrid else ["loss_latents"] if self._token or self._alignment else []
         names += ["loss_teacher"] if self._token else []
         self.part_names = (*names, *(["loss_alignment"] if self._alignment else []))

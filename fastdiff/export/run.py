@@ -123,7 +123,8 @@ def _without_head(config: RunConfig) -> RunConfig:
     if not config.model.aligned_width:
         return config
     objective = replace(config.objective, alignment_weight=0.0, alignment_steps=0)
-    return replace(config, model=replace(config.model, aligned_width=0), objective=objective)
+    head = {"aligned_width": 0, **({"aligned_token": False} if config.model.aligned_token else {})}
+    return replace(config, model=replace(config.model, **head), objective=objective)
 
 
 def _without_autoencoder(config: RunConfig, form: ExportFormat, saved: Checkpoint) -> RunConfig:

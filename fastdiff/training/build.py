@@ -371,6 +371,7 @@ def _build_objective(config: RunConfig, reader: Data, model: Model, world: World
         own_loss=own_loss,
         set_dropouts=set_dropouts(config, reader),
         routing=_build_routing(config),
+        aligned_token=config.model.aligned_token,
     )
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fastdiff.batch import Batch, Outputs, split
+from fastdiff.batch import Batch, Condition, Outputs, split
 from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.networks.pretrained import PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
@@ -28,11 +28,14 @@ MODEL = DiTConfig(
     depth=3, hidden=16, heads=2, patch=2, size=6, channels=3, classes=4, aligned_width=WIDTH, aligned_block=2,
     aligned_hidden=24, rotary=True, value_residual=True,
 )  # fmt: skip
+WITH_TOKEN = replace(MODEL, teacher_width=WIDTH, aligned_token=True)
 MODELS = {
     "patches": MODEL,
     "behind a class token of the teacher": replace(MODEL, teacher_width=7),
     "behind tokens of the class": replace(MODEL, in_context=2, in_context_from=1, value_residual=False),
     "in front of blocks that leave tokens out": replace(MODEL, routing="sprint", routing_from=2, routing_to=2),
+    "with a class token of the teacher": replace(WITH_TOKEN, in_context=2, in_context_from=1, value_residual=False),
+    "with one, as SR-DiT": replace(WITH_TOKEN, routing="sprint", routing_from=2, routing_to=2),
 }
 POSITION = torch.arange(8, 12)
 
@@ -52,7 +55,7 @@ def batch(config: DiTConfig) -> Batch:
 def objective(config: DiTConfig, given: ObjectiveConfig, batch_samples: int = 4) -> Objective:
     return Objective(
         given, seed=SEED, null={"label": torch.tensor(4)}, device="cpu", inputs=config.conditions.keys(),
-        batch_samples=batch_samples,
+        batch_samples=batch_samples, aligned_token=config.aligned_token,
     )  # fmt: skip
 
 
@@ -61,18 +64,21 @@ def flow(config: DiTConfig, **options: Any) -> FlowConfig:
     return FlowConfig(condition_dropout=0.0, **token, **options)
 
 
-def exact_alignment(model: DiT, tokens: Tensor, features: Tensor) -> Tensor:
-    """Minus the mean cosine of each sample, patch by patch: equation 8 of the paper."""
+def exact_alignment(model: DiT, tokens: Tensor, condition: Condition) -> Tensor:
+    """Minus the mean cosine of each sample, token by token: equation 8 of the paper, of SR-DiT with the class token."""
     weights = {name: value.double() for name, value in model.projectors.named_parameters()}  # type: ignore[union-attr]
     losses = []
-    for sample, wanted in zip(tokens.double(), features.double(), strict=True):
+    for number, sample in enumerate(tokens.double()):
+        targets = [condition["teacher_features"][number, :, patch // 3, patch % 3] for patch in range(9)]
+        if model.config.aligned_token:
+            targets = [condition["teacher_token"][number], *targets]
         cosines = []
-        for number, token in enumerate(sample[-9:]):
+        for token, target in zip(sample[-len(targets) :], targets, strict=True):
             for layer in (0, 2, 4):
                 token = weights[f"0.{layer}.weight"] @ token + weights[f"0.{layer}.bias"]
                 token = token if layer == 4 else token / (1 + torch.exp(-token))
-            target = wanted[:, number // 3, number % 3]
-            cosines.append(token @ target / (token.norm() * target.norm()))
+            wanted = target.double()
+            cosines.append(token @ wanted / (token.norm() * wanted.norm()))
         losses.append(-torch.stack(cosines).mean())
     return torch.stack(losses)
 
@@ -90,8 +96,7 @@ def test_loss_and_gradients_are_those_of_the_paper(name: str) -> None:
     output = Outputs(*(None if part is None else part.float() for part in split(output)))  # type: ignore[arg-type]
     losses = with_it.loss(output, given, corruption)
     parts = dict(zip(with_it.part_names, with_it.parts, strict=True))
-    features = given.condition["teacher_features"]
-    aligned = WEIGHT * exact_alignment(model, seen[0], features)
+    aligned = WEIGHT * exact_alignment(model, seen[0], given.condition)
     torch.testing.assert_close(parts["loss_alignment"].double(), aligned.detach(), rtol=1e-5, atol=1e-7)
     plain = without.loss(output, given, corruption)
     torch.testing.assert_close(losses, plain + parts["loss_alignment"], rtol=1e-6, atol=1e-6)
@@ -141,10 +146,11 @@ def test_there_is_one_graph_per_block_and_none_breaks() -> None:
     assert counter.frame_count <= 2, "the first block also gives its values"
 
 
-def test_the_head_counts_as_operations() -> None:
-    plain, patches = replace(MODEL, aligned_width=0), 9
-    head = 2 * patches * (16 * 24 + 24 * 24 + 24 * WIDTH)
-    assert forward_flops(MODEL) - forward_flops(plain) == head
+@pytest.mark.parametrize(("config", "tokens"), [(MODEL, 9), (WITH_TOKEN, 10)])
+def test_the_head_counts_as_operations(config: DiTConfig, tokens: int) -> None:
+    plain = replace(config, aligned_width=0, aligned_token=False)
+    head = 2 * tokens * (16 * 24 + 24 * 24 + 24 * WIDTH)
+    assert forward_flops(config) - forward_flops(plain) == head
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -155,7 +161,7 @@ def test_a_plan_runs_the_head_without_data(name: str) -> None:
     data, cpu = batch(model), torch.device("cpu")
     condition = {name: value for name, value in data.condition.items() if name in ("label", "teacher_token")}
     found = trace(config, data.latents, condition, cpu)
-    plain = replace(config, model=replace(model, aligned_width=0), objective=flow(model))
+    plain = replace(config, model=replace(model, aligned_width=0, aligned_token=False), objective=flow(model))
     assert found.matmul > trace(plain, data.latents, condition, cpu).matmul
 
 
@@ -182,6 +188,9 @@ def test_options_that_contradict_are_refused() -> None:
         replace(MODEL, routing="tread", routing_from=1, routing_to=1)
     with pytest.raises(ConfigError, match=r"--model.aligned_width 5 with --model.base_width 8: how the gradient"):
         replace(MODEL, base_width=8)
+    for width in (0, 7):
+        with pytest.raises(ConfigError, match=rf"--model.aligned_token with --model.teacher_width {width} and"):
+            replace(MODEL, teacher_width=width, aligned_token=True)
     with pytest.raises(ConfigError, match=r"--model.aligned_width 5 with --pretrained.weights: .* have no head"):
         RunConfig(
             samples=8, model=MODEL, objective=FlowConfig(alignment_weight=WEIGHT),

@@ -94,6 +94,9 @@ class DiTConfig(ModelConfig):
     """Block with these features, counted from 1: 8 in REPA."""
     aligned_hidden: int = 2048
     """Features of the two hidden layers of the head."""
+    aligned_token: bool = False
+    """Align the class token of model.teacher_width beside the patches, by the same head (SR-DiT): the loss is the mean
+    over all of them."""
 
     family: ClassVar[str] = "fastdiff.models.dit.family:DIT"
     title: ClassVar[str] = "a DiT"
@@ -153,6 +156,13 @@ class DiTConfig(ModelConfig):
             f"--model.aligned_width {self.aligned_width} with --model.base_width {self.base_width}: how the gradient "
             "of the alignment grows with the width beside that of the loss is not known, so a learning rate may not "
             "carry over; leave one of them out",
+        )
+        require(
+            not self.aligned_token or 0 < self.teacher_width == self.aligned_width,
+            f"--model.aligned_token with --model.teacher_width {self.teacher_width} and --model.aligned_width "
+            f"{self.aligned_width}: one head projects the class token and the patches, so both are the width of the "
+            "teacher, as `fastdiff encode --teacher-width 0 --teacher-token` stores them; set them so, or give "
+            "--model.no-aligned-token",
         )
 
     def _check_positions(self) -> None:

@@ -68,6 +68,8 @@ class ModelConfig:
     teacher_token is then the noisy one, and the network returns a prediction of the latents and one of the token."""
     aligned_width: int = 0
     """Width of the features of a teacher, with which those of a block are aligned in training; 0: none."""
+    aligned_token: bool = False
+    """Whether the class token of the teacher is among the aligned ones, in front of the patches."""
     references: int = 0
     """Pictures that each picture refers to, whose latents are an input."""
     base_width: int = 0

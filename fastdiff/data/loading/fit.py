@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fastdiff.conditions import CAPTIONED, FEATURES, OF_IMAGE, REFERENCE, Shape, fixed_sizes, of_source
+from fastdiff.conditions import CAPTIONED, FEATURES, OF_IMAGE, REFERENCE, TEACHER_TOKEN, Shape, fixed_sizes, of_source
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.presets import encode_command
 from fastdiff.config.run import RunConfig
@@ -151,6 +151,11 @@ def require_features(network: ModelConfig, data: DataConfig, info: DatasetInfo) 
         f"{address(path)} holds features of a teacher of the width {found[0]}; use --model.aligned_width {found[0]}",
     )
     require(
+        not (network.aligned_token and TEACHER_TOKEN in info.normalisations),
+        f"--model.aligned_token: {address(path)} holds the class token of its autoencoder and the features of another "
+        "teacher, to which one head would project; give --model.no-aligned-token",
+    )
+    require(
         info.flipped or not data.random_flip,
         f"--data.random-flip, also of a preset: {address(path)} holds the features of the pictures as they are; encode "
         "with --flip, or train with --data.no-random-flip",
@@ -197,8 +202,9 @@ def _check_columns(network: ModelConfig, path: str, info: DatasetInfo) -> None:
         expected, column = network.conditions[name], info.columns.get(name)
         if column is None:
             raise ConfigError(
-                f"{address(path)} holds no {name}, the model takes {_described({name: expected})}; encode with an "
-                "autoencoder that gives it (a representation autoencoder), or use --model.teacher_width 0"
+                f"{address(path)} holds no {name}, the model takes {_described({name: expected})}; encode with "
+                "--teacher-token, or with an autoencoder that gives it (a representation autoencoder), or use "
+                "--model.teacher_width 0"
             )
         require(
             column.shape == expected,

@@ -38,12 +38,12 @@ def _multiply_adds(config: DiTConfig) -> float:
     time = 256 * config.hidden + config.hidden**2
     route = config.route
     fusion = 2 * config.hidden**2 * route.tokens if route is not None and config.has_sparse_path else 0
-    head = config.side**2 * _head_multiply_adds(config)
+    head = (config.side**2 + config.aligned_token) * _head_multiply_adds(config)
     return float(blocks + modulations * config.hidden**2 + patches + token + time + fusion + head)
 
 
 def _head_multiply_adds(config: DiTConfig) -> int:
-    """Per patch: of the head for the features of a teacher."""
+    """Per token: of the head for the features of a teacher."""
     if not config.aligned_width:
         return 0
     return config.aligned_hidden * (config.hidden + config.aligned_hidden + config.aligned_width)

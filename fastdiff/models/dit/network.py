@@ -130,7 +130,8 @@ class DiT(BlockwiseModel):
         Returns:
             ``[B, C, H, W]``, with ``learn_sigma`` ``[B, 2C, H, W]``, in the dtype of the weights. With a class token of
             a teacher also the prediction of it, ``[B, W]``, and in training with ``--model.aligned_width K`` the
-            projected features of the patches, ``[B, T, K]``.
+            projected features of the patches, ``[B, T, K]``, with
+            ``--model.aligned_token`` behind that of the class token.
 
         Raises:
             ConfigError: ``teacher_token`` is missing or unexpected.

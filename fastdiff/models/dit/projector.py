@@ -21,9 +21,9 @@ class Projectors(nn.ModuleList):
                 )
             ]
         )
-        self._patches = config.side**2
+        self._tokens = config.side**2 + config.aligned_token
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``[B, T, D]``, the patches last ``-> [B, patches, aligned_width]``."""
-        projected: Tensor = self[0](tokens[:, -self._patches :])
+        """``[B, T, D] -> [B, N, aligned_width]``: the patches, which are last, and with ``aligned_token`` one more."""
+        projected: Tensor = self[0](tokens[:, -self._tokens :])
         return projected

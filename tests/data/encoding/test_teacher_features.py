@@ -12,12 +12,14 @@ from torch import Tensor
 
 from fastdiff.batch import Batch
 from fastdiff.conditions import FEATURES, TEACHER_TOKEN
+from fastdiff.config.networks.dit import DiTConfig
 from fastdiff.config.sections.data import DataConfig
 from fastdiff.data.encoding.teacher_features import BASIS_FILE, Basis
 from fastdiff.data.joined.reader import JoinedReader
 from fastdiff.data.joined.reading import open_shards, read_info
 from fastdiff.data.loading.batches import Normaliser
-from fastdiff.data.shards.format import DatasetInfo
+from fastdiff.data.loading.fit import require_features
+from fastdiff.data.shards.format import DatasetInfo, Normalisation
 from fastdiff.data.shards.reader import LatentReader
 from fastdiff.data.shards.verify import verify
 from fastdiff.errors import ConfigError
@@ -72,7 +74,7 @@ def test_features_are_those_of_the_pixels_beside_them(source: Path, teacher: Pat
     assert torch.equal(stored[0].latents.flip(3), stored[1].latents)
     for each in stored:
         expected, token = features(teacher, each.latents)
-        found = torch.einsum("bkij,wk->bwij", each.condition[FEATURES], basis.matrix)
+        found = each.condition[FEATURES]  # in the components of the class token
         assert F.cosine_similarity(found, expected, dim=1).min() > 0.99  # a mirrored value may be clipped
         assert token is not None
         torch.testing.assert_close(each.condition[TEACHER_TOKEN].float(), token, rtol=1e-3, atol=1e-3)
@@ -161,6 +163,21 @@ def test_options_that_contradict_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         pixels(source, tmp_path / "out", teacher, **options)
+
+
+def test_the_class_token_of_an_autoencoder_is_not_aligned_beside_features_of_a_teacher(
+    source: Path, teacher: Path, tmp_path: Path
+) -> None:
+    pixels(source, tmp_path / "out", teacher, teacher_width=0, teacher_token=True)
+    info, data = DatasetInfo.read(tmp_path / "out"), DataConfig(path=str(tmp_path / "out"), random_flip=False)
+    network = DiTConfig(
+        depth=1, hidden=16, heads=2, channels=3, size=PIXELS, patch=PIXELS // SIDE, teacher_width=WIDTH,
+        aligned_width=WIDTH, aligned_block=1, aligned_token=True,
+    )  # fmt: skip
+    require_features(network, data, info)
+    info.normalisations[TEACHER_TOKEN] = Normalisation(shift=(0.0,) * WIDTH, scale=(2.0,) * WIDTH)
+    with pytest.raises(ConfigError, match=r"--model.aligned_token: .* holds the class token of its autoencoder"):
+        require_features(network, data, info)
 
 
 def test_a_data_set_whose_features_lack_their_scale_is_refused(source: Path, teacher: Path, tmp_path: Path) -> None:
