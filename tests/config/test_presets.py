@@ -177,7 +177,7 @@ def test_sr_dit_is_trained_as_its_script_says() -> None:
     assert route is not None
     assert (route.blocks, route.tokens, route.kept) == (range(2, 10), 257, 64), "int(257 * 0.25) of all tokens"
     assert (route.path_drop, route.dense_share) == (0.05, 0.0)
-    assert (model.aligned_width, model.aligned_hidden) == (768, 2048)
+    assert (model.aligned_width, model.aligned_hidden, model.aligned_token) == (768, 2048, True), "all 257 tokens"
     with torch.device("meta"):
         names = dict(build_model(model).named_parameters())
     assert all(f"blocks.{block}.attn.v1_lambda" in names for block in range(1, 12))

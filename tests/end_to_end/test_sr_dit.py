@@ -1,4 +1,4 @@
-"""The preset of SR-DiT with a small network on tiny pictures: encode, two steps, its sampler."""
+"""The preset of SR-DiT with a small network on tiny pictures: encode, two steps, its sampler, an export."""
 
 from pathlib import Path
 
@@ -47,3 +47,4 @@ def test_a_small_network_is_trained_and_drawn_from_as_the_recipe_says(
     assert main(["sample", str(run), "--num", "4", "--npz", "drawn.npz", "--steps", "2"]) == 0
     with np.load("drawn.npz") as drawn:
         assert drawn["arr_0"].shape == (4, SIDE, SIDE, 3)
+    assert main(["export", str(run), "exported", "--format", "safetensors"]) == 0

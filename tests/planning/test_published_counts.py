@@ -41,7 +41,7 @@ class Transformer:
     sparse: tuple[range, int] | None = None
     """Blocks of SPRINT that leave tokens out, and the tokens that they have."""
     aligned: int = 0
-    """Width of the features of a teacher, to which a head of three layers projects the patches; 0: no head."""
+    """Width of the features of a teacher, to which a head of three layers projects all tokens; 0: no head."""
     bottleneck: int = 0
     text: tuple[int, int] | None = None
     """Tokens of a caption and width of their embeddings: one modulation for all blocks, and cross-attention."""
@@ -90,7 +90,7 @@ class Transformer:
         patch = self.inputs * self.bottleneck + (self.bottleneck or self.inputs) * d
         forward += self.tokens * (patch + d * self.outputs) + 2 * self.teacher * d + FREQUENCIES * d + d * d
         forward += (self.tokens + bool(self.teacher)) * 2 * d * d if self.sparse else 0
-        forward += self.tokens * HEAD * (d + HEAD + self.aligned) if self.aligned else 0
+        forward += (self.tokens + bool(self.teacher)) * HEAD * (d + HEAD + self.aligned) if self.aligned else 0
         forward += 2 * d * d if self.text is None else self.text[0] * (self.text[1] * d + d * d) + 6 * d * d
         return 3.0 * 2.0 * forward
 

@@ -14,7 +14,6 @@ _COMPARED = ("samples", "model", "objective", "timesteps", "data.random_flip", "
 _OF_PRESETS: Mapping[str, tuple[str, ...]] = {
     "sr-dit-b-1-256": (
         "a contrastive term of the pairs by position instead of the next sample in the batch of a rank",
-        "an alignment of the patches instead of the patches and the class token",
     ),
 }
 """What a preset itself has otherwise."""

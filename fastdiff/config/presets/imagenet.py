@@ -150,8 +150,8 @@ def sr_dit_b_1_256() -> RunConfig:
 
     Source: Bhanded 2025, arXiv:2512.12386, and its published training: SiT-B/1 with RMSNorm, rotary embedding, QK-norm,
     value residual and SPRINT (arXiv:2510.21986), the noised class token of DINOv2-B with a weight of 0.03 (REG,
-    arXiv:2507.01467), alignment with its features behind the second block (REPA, arXiv:2410.06940) and a contrastive
-    term of 0.05 (arXiv:2506.05350); no mirrored images. The learning rate does not scale with the batch.
+    arXiv:2507.01467), alignment with its features and that token behind the second block (REPA, arXiv:2410.06940) and a
+    contrastive term of 0.05 (arXiv:2506.05350); no mirrored images. The learning rate does not scale with the batch.
 
     Drawn by 250 steps of Euler-Maruyama, shifted as the training, with guidance 2.5 up to t = 0.85, whose unconditional
     part does without the sparse path, for as many images of each class, against ADM's statistics. Without guidance:
@@ -168,7 +168,7 @@ def sr_dit_b_1_256() -> RunConfig:
         model=DiTConfig(
             depth=depth, hidden=hidden, heads=heads, patch=1, channels=32, size=16, norm="rms", rotary=True,
             qk_norm=True, qk_norm_eps=_FP32_EPS, value_residual=True, teacher_width=768, teacher_norm=True,
-            teacher_zero=True, routing="sprint", aligned_width=768, aligned_block=2,
+            teacher_zero=True, routing="sprint", aligned_width=768, aligned_block=2, aligned_token=True,
         ),
         objective=FlowConfig(
             convention="repa", prediction="flow", teacher_weight=0.03, alignment_weight=0.5, contrastive_weight=0.05
