@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from fastdiff.conditions import Shape
+from fastdiff.config.networks.base_width import require_heads_of_base
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.networks.routing import ROUTINGS, Route, RoutingName
 from fastdiff.errors import ConfigError, require
@@ -109,7 +110,7 @@ class DiTConfig(ModelConfig):
     def __post_init__(self) -> None:
         for name in ("depth", "hidden", "heads", "patch", "channels", "size", "classes"):
             require(getattr(self, name) >= 1, f"--model.{name} {getattr(self, name)}: at least 1")
-        for name in ("head_dim", "in_context", "in_context_from", "patch_bottleneck", "teacher_width", "base_width"):
+        for name in ("head_dim", "in_context", "in_context_from", "patch_bottleneck", "teacher_width"):
             require(getattr(self, name) >= 0, f"--model.{name} {getattr(self, name)}: at least 0")
         for name in ("norm_eps", "qk_norm_eps"):
             given = getattr(self, name)
@@ -256,11 +257,6 @@ class DiTConfig(ModelConfig):
         return self.head_dim or self.hidden // self.heads
 
     @property
-    def width_ratio(self) -> float:
-        """Width relative to ``base_width``; 1 without one."""
-        return self.hidden / self.base_width if self.base_width else 1.0
-
-    @property
     def inner(self) -> int:
         """Width of the MLP between its layers, behind the gate of a SwiGLU."""
         wide = int(self.hidden * self.mlp_ratio)
@@ -320,20 +316,6 @@ _OF_ROUTING: dict[str, Any] = {
     "routing_share": None, "routing_from": 2, "routing_to": None, "path_drop": None, "dense_share": 0.0,
 }  # fmt: skip
 """Options of ``--model.routing``, by default."""
-
-
-def require_heads_of_base(base: int, hidden: int, heads: int, head_width: int) -> None:
-    """Raise ConfigError unless the width grows by heads alone, from a base width (0: none) of whole heads."""
-    require(
-        base == 0 or heads * head_width == hidden,
-        f"--model.base_width {base}: the width grows by its heads, and {heads} heads of {head_width} channels are not "
-        f"--model.hidden {hidden}; leave out --model.head_dim, or --model.base_width",
-    )
-    require(
-        base % head_width == 0,
-        f"--model.base_width {base} is no multiple of {head_width}, the channels of a head, which are equal at every "
-        f"width; give {max(1, round(base / head_width)) * head_width}, or change --model.heads",
-    )
 
 
 DIT_SIZES: dict[str, tuple[int, int, int]] = {

@@ -72,6 +72,8 @@ class ModelConfig:
     """Whether the class token of the teacher is among the aligned ones, in front of the patches."""
     references: int = 0
     """Pictures that each picture refers to, whose latents are an input."""
+    hidden: int = 0
+    """Width of a token, of a network with ``base_width``."""
     base_width: int = 0
     """Width of the network whose learning rate is given (muP); 0: one rate for all parameters."""
 
@@ -157,7 +159,7 @@ class ModelConfig:
     @property
     def width_ratio(self) -> float:
         """Width relative to ``base_width``; 1 without one."""
-        return 1.0
+        return self.hidden / self.base_width if self.base_width else 1.0
 
     def lr_multiplier(self, name: str) -> float:
         """Return the factor of the learning rate of a parameter for an optimizer whose updates are as large as Adam's.
