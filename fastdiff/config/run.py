@@ -173,6 +173,11 @@ class RunConfig:
             f"--model.base_width {self.model.base_width} with --optim.name {self.optim.name}: the rates of muP are "
             "known for updates as large as Adam's; use --optim.name adamw or adamw8bit, or --model.base_width 0",
         )
+        require(
+            not (self.model.base_width and self.pretrained.weights) or self.pretrained.is_file,
+            f"--model.base_width {self.model.base_width} with --pretrained.weights: the network of the pipeline "
+            "replaces --model, and it has no base width; train from random weights, or leave --model.base_width out",
+        )
 
     def _check_alignment(self) -> None:
         weight, width = self.objective.alignment_weight, self.model.aligned_width

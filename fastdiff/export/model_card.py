@@ -105,7 +105,8 @@ def _front_matter(model: ModelConfig, pretrained: PretrainedConfig, format_: str
     lines = ["tags:", *(f"- {tag}" for tag in tags)]
     if model.text_conditional:
         lines.append("pipeline_tag: text-to-image")
-    if library := form.library or family_of(model).library:
+    family = family_of(model)
+    if library := form.library or ("" if family.options(model) else family.library):
         lines.append(f"library_name: {library}")
     if pretrained.weights and not base_is_local(pretrained):
         lines.append(f"base_model: {pretrained.path}")

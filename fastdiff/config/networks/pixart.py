@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from fastdiff.conditions import Shape
+from fastdiff.config.networks.base_width import require_heads_of_base
 from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.errors import ConfigError, require
 
@@ -49,10 +50,17 @@ class PixArtConfig(ModelConfig):
     1024 px)."""
     learn_sigma: bool = False
     """Double the output channels, as in the published checkpoints; the second half predicts the variance."""
+    base_width: int = 0
+    """Width of the PixArt whose learning rate is given (muP, arXiv:2505.15270): that of hidden matrices is divided by
+    model.hidden / model.base_width, initial weights and output are scaled to match; 0: without muP."""
 
     family: ClassVar[str] = "fastdiff.models.pixart.family:PIXART"
     title: ClassVar[str] = "a PixArt"
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    hidden_matrices: ClassVar[tuple[str, ...]] = (
+        "to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight", "ff.net.0.proj.weight", "ff.net.2.weight",
+        "linear_2.weight", "adaln_single.linear.weight",
+    )  # fmt: skip
     any_size: ClassVar[bool] = True
     diffusers_class: ClassVar[str] = "PixArtTransformer2DModel"
     former_diffusers_classes: ClassVar[tuple[str, ...]] = ("Transformer2DModel",)
@@ -86,6 +94,7 @@ class PixArtConfig(ModelConfig):
             f"--model.size {self.size} is not divisible by --model.patch {self.patch}; choose a divisor of the size of "
             "the images as the patch, or encode with another --resolution",
         )
+        require_heads_of_base(self.base_width, self.hidden, self.heads, self.hidden // self.heads)
 
     @property
     def smallest_factor(self) -> int:

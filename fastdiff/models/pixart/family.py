@@ -54,6 +54,7 @@ PIXART = ModelFamily(
     library="diffusers",
     script_format="diffusers",
     formats={"diffusers": "fastdiff.export.pipeline:DIFFUSERS"},
+    options=lambda config: f"--model.base_width {config.base_width}" if config.base_width else "",
     drawing=lambda config: PipelineSettings(steps=20, guidance=4.5),
     sampling_batch=16,
     matrices=lambda config: _MATRICES,

@@ -1,11 +1,11 @@
-"""Initial weights of a PixArt, as published; diffusers' class draws others."""
+"""Initial weights of a PixArt: as published, where diffusers' class draws others, or those of muP."""
 
 from collections.abc import Iterable
 from typing import cast
 
 from torch import nn
 
-from fastdiff.models.initial import STD, draw_layers, draw_table, zero
+from fastdiff.models.initial import STD, draw_by_fan_in, draw_layers, draw_table, zero
 from fastdiff.models.pixart.block import CrossAttention, PixArtBlock, SelfAttention
 from fastdiff.models.pixart.embeddings import AdaLayerNormSingle, CaptionProjection
 
@@ -36,6 +36,23 @@ def initialise(model: nn.Module, last: nn.Linear, table: nn.Parameter) -> None:
         elif isinstance(module, PixArtBlock):
             draw_table(module.scale_shift_table)
     draw_table(table)
+    zero(last)
+
+
+def initialise_for_transfer(model: nn.Module, last: nn.Linear, table: nn.Parameter) -> None:
+    """Draw weights by which learning rates carry over between widths (muP; Zheng et al. 2025, arXiv:2505.15270).
+
+    Layers are normal with the variance 1 / inputs. All tables are as wide as the network and get the same variance at
+    every width. The output of each cross-attention and ``last`` are zero, as published. Arguments as in
+    ``initialise``.
+    """
+    draw_by_fan_in(model)
+    for module in model.modules():
+        if isinstance(module, CrossAttention):
+            zero(cast(nn.Linear, module.to_out[0]))
+        elif isinstance(module, PixArtBlock):
+            nn.init.normal_(module.scale_shift_table, std=STD)
+    nn.init.normal_(table, std=STD)
     zero(last)
 
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from fastdiff.config.networks.pixart import PixArtConfig
 from fastdiff.errors import require
 from fastdiff.models.blockwise import BlockwiseModel, run_block
+from fastdiff.models.linear import output_layer
 from fastdiff.models.pixart.block import NORM_EPS, PixArtBlock
 from fastdiff.models.pixart.embeddings import AdaLayerNormSingle, CaptionProjection, PatchEmbed
-from fastdiff.models.pixart.initial import initialise
+from fastdiff.models.pixart.initial import initialise, initialise_for_transfer
 from fastdiff_kernels import dispatch
 from fastdiff_kernels.adaln import Modulation, modulated_norm
 from fastdiff_kernels.names import AttentionBackend
@@ -38,10 +39,11 @@ class PixArt(BlockwiseModel):
         self.scale_shift_table = nn.Parameter(torch.empty(2, config.hidden))
         self.pos_embed = PatchEmbed(config)
         self.transformer_blocks = nn.ModuleList(PixArtBlock(config, attention) for _ in range(config.depth))
-        self.proj_out = nn.Linear(config.hidden, config.patch**2 * config.out_channels)
+        self.proj_out = output_layer(config.hidden, config.patch**2 * config.out_channels, config.width_ratio)
         self.adaln_single = AdaLayerNormSingle(config)
         self.caption_projection = CaptionProjection(config)
-        initialise(self, last=self.proj_out, table=self.scale_shift_table)
+        draw = initialise_for_transfer if config.base_width else initialise
+        draw(self, last=self.proj_out, table=self.scale_shift_table)
 
     def forward(
         self, noisy: Tensor, time: Tensor, context: Tensor, context_mask: Tensor, time_ids: Tensor | None = None
