@@ -4,32 +4,55 @@ Under muP every change is about as large at every width; otherwise some grow wit
 falls (Yang et al. 2022, arXiv:2203.03466, appendix D.1).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastdiff.config.networks.dit import DiTConfig
+from fastdiff.batch import Condition
+from fastdiff.conditions import TEACHER_TOKEN
+from fastdiff.config.networks.registry import ModelConfig
 from fastdiff.config.optimizers.adamw import AdamWConfig
 from fastdiff.models.build import build_model
-from fastdiff.models.dit.block import DiTBlock
-from fastdiff.models.dit.network import DiT
 from fastdiff.training.optimizer.build import build_optimizer
 
 _SAMPLES = 16
 _SEEDS = 3
 Changes = Mapping[str, Sequence[float]]
 """By part of the network: mean absolute change of its output after each step."""
+_CONDITIONS: Mapping[str, Callable[[ModelConfig, torch.Generator], Tensor]] = {
+    "label": lambda config, generator: torch.randint(config.classes + 1, (_SAMPLES,), generator=generator),
+    "context": lambda config, generator: torch.randn(_SAMPLES, *config.conditions["context"], generator=generator),
+    "context_mask": lambda config, generator: torch.ones(
+        _SAMPLES, *config.conditions["context_mask"], dtype=torch.bool
+    ),
+    "time_ids": lambda config, generator: 256 + 768 * torch.rand(_SAMPLES, 6, generator=generator),
+}
+"""Draws of the conditions."""
+_PARTS: Mapping[str, Mapping[str, str]] = {
+    "dit": {
+        "patches": "x_embedder", "time": "t_embedder", "class": "y_embedder", "attention": r"blocks\.\d+\.attn",
+        "MLP": r"blocks\.\d+\.mlp", "modulations": r"blocks\.\d+\.adaLN_modulation", "blocks": r"blocks\.\d+",
+        "output": r"final_layer\.linear",
+    },
+    "pixart": {
+        "patches": "pos_embed", "time": r"adaln_single\.emb", "caption": "caption_projection",
+        "attention": r"transformer_blocks\.\d+\.attn1", "cross-attention": r"transformer_blocks\.\d+\.attn2",
+        "MLP": r"transformer_blocks\.\d+\.ff", "modulations": r"adaln_single\.linear",
+        "blocks": r"transformer_blocks\.\d+", "output": "proj_out",
+    },
+}  # fmt: skip
+"""By kind of network and part: pattern of the names of its modules."""
 
 
-def measured(configs: Sequence[DiTConfig], *, steps: int, lr: float) -> dict[int, Changes]:
+def measured(configs: Sequence[ModelConfig], *, steps: int, lr: float) -> dict[int, Changes]:
     """Train each network on random samples by AdamW in fp32, and return the changes by width.
 
     Args:
-        configs: of other widths, with equal conditions.
+        configs: of DiTs or PixArts of other widths, with equal conditions.
         steps: of the optimizer.
         lr: learning rate of parameters whose multiplier is 1.
     """
@@ -50,7 +73,7 @@ def slopes(found: Mapping[int, Changes]) -> dict[str, float]:
     }
 
 
-def _changes(config: DiTConfig, steps: int, lr: float) -> dict[str, list[float]]:
+def _changes(config: ModelConfig, steps: int, lr: float) -> dict[str, list[float]]:
     """Mean over several seeds."""
     runs = [_one(config, steps, lr, seed) for seed in range(_SEEDS)]
     return {
@@ -59,19 +82,18 @@ def _changes(config: DiTConfig, steps: int, lr: float) -> dict[str, list[float]]
     }  # fmt: skip
 
 
-def _one(config: DiTConfig, steps: int, lr: float, seed: int) -> dict[str, list[float]]:
+def _one(config: ModelConfig, steps: int, lr: float, seed: int) -> dict[str, list[float]]:
     model = build_model(config, seed=seed)
-    assert isinstance(model, DiT)
     named = dict(model.named_parameters())
     optimizer = build_optimizer(
         named.values(), AdamWConfig(lr=lr), skip_non_finite=False, multipliers=map(config.lr_multiplier, named)
     )
-    inputs, targets = _samples(config, seed)
+    noisy, time, condition, targets = _samples(config, seed)
     first: dict[str, Tensor] = {}
     changes: dict[str, list[float]] = {}
     for step in range(steps + 1):
-        with _outputs(_parts(model)) as outputs:
-            got = model(*inputs)
+        with _outputs(_parts(model, config.kind)) as outputs:
+            got = model(noisy, time, **condition)
         found = {part: torch.stack([value.detach() for value in values]) for part, values in outputs.items()}
         if step == 0:
             first = found
@@ -84,32 +106,26 @@ def _one(config: DiTConfig, steps: int, lr: float, seed: int) -> dict[str, list[
     return changes
 
 
-def _samples(config: DiTConfig, seed: int) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Inputs of a forward pass, and targets; equal at every width."""
+def _samples(config: ModelConfig, seed: int) -> tuple[Tensor, Tensor, Condition, list[Tensor]]:
+    """Noisy latents, times and conditions of a forward pass, and targets; equal at every width."""
     generator = torch.Generator().manual_seed(seed)
     channels = config.channels * (2 if config.learn_sigma else 1)
     noisy = torch.randn(_SAMPLES, config.channels, config.size, config.size, generator=generator)
     time = 1000 * torch.rand(_SAMPLES, generator=generator)
-    label = torch.randint(config.classes + 1, (_SAMPLES,), generator=generator)
+    condition = {name: draw(config, generator) for name, draw in _CONDITIONS.items() if name in config.conditions}
     target = torch.randn(_SAMPLES, channels, config.size, config.size, generator=generator)
     token = torch.randn(2, _SAMPLES, config.teacher_width, generator=generator)
     if not config.teacher_width:
-        return [noisy, time, label], [target]
-    return [noisy, time, label, token[0]], [target, token[1]]
+        return noisy, time, condition, [target]
+    return noisy, time, condition | {TEACHER_TOKEN: token[0]}, [target, token[1]]
 
 
-def _parts(model: DiT) -> dict[str, list[nn.Module]]:
+def _parts(model: nn.Module, kind: str) -> dict[str, list[nn.Module]]:
     """Modules by the name of the part."""
-    blocks = [cast(DiTBlock, block) for block in model.blocks]
+    named = dict(model.named_modules())
     return {
-        "patches": [model.x_embedder],
-        "time": [model.t_embedder],
-        "class": [model.y_embedder],
-        "attention": [block.attn for block in blocks],
-        "MLP": [block.mlp for block in blocks],
-        "modulations": [block.adaLN_modulation for block in blocks],
-        "blocks": [*blocks],
-        "output": [model.final_layer.linear],
+        part: [module for name, module in named.items() if re.fullmatch(pattern, name)]
+        for part, pattern in _PARTS[kind].items()
     }
 
 
