@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fastdiff.config.command_line.config_file import from_mapping
 from fastdiff.config.networks.adm import AdmConfig
@@ -18,9 +19,11 @@ from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.sampler import SamplingConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 from fastdiff.export.card_text import Place
-from fastdiff.export.model_card import dropped_by_set, objective_facts, sampling_facts, use_of
+from fastdiff.export.formats import Exported
+from fastdiff.export.model_card import dropped_by_set, objective_facts, sampling_facts, use_of, write_card
 from fastdiff.export.schedulers import drawing_loop
 from fastdiff.export.schedulers import told as told_of_scheduler
+from fastdiff.export.weights import ExportedWeights
 
 UNIFORM = TimestepConfig()
 
@@ -256,3 +259,15 @@ def test_shares_of_dropped_conditions_are_those_of_the_data_sets() -> None:
     sets = {"photos": {"digest": "a", "condition_dropout": 0.1}, "dogs": {"digest": "b"}}
     assert dropped_by_set({"datasets": sets}, 0.2) == {"Conditions dropped": "photos 0.1, others 0.2"}
     assert dropped_by_set({"datasets": {"dogs": {"digest": "b"}}}, 0.2) == {} == dropped_by_set({}, 0.2)
+
+
+def test_a_card_names_no_library_whose_network_would_compute_something_else(tmp_path: Path) -> None:
+    """With muP the readout is divided, which the class of diffusers does not do."""
+    run = preset("pixart-256")
+    for base in (0, 288):
+        config = replace(run, model=replace(run.model, base_width=base))  # type: ignore[call-arg]
+        weights = ExportedWeights({}, lambda name: torch.zeros(()), "initial weights")
+        exported = Exported(None, config, weights, torch.float32)
+        write_card(tmp_path, tmp_path, exported, "safetensors", "fp32", Place(tmp_path))
+        card = (tmp_path / "README.md").read_text()
+        assert ("\nlibrary_name: diffusers\n" in card) == (base == 0)
