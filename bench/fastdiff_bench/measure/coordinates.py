@@ -100,7 +100,7 @@ def _one(config: ModelConfig, steps: int, lr: float, seed: int) -> dict[str, lis
         for part, value in found.items() if step else ():
             changes.setdefault(part, []).append(float((value - first[part]).abs().mean()))
         optimizer.zero_grad()
-        predicted = (got,) if isinstance(got, Tensor) else got
+        predicted = [got] if isinstance(got, Tensor) else [value for value in got if value is not None]
         torch.stack([F.mse_loss(*pair) for pair in zip(predicted, targets, strict=True)]).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return changes
