@@ -214,16 +214,41 @@ def _differences(measurements: Sequence[Measurement]) -> list[Row]:
 
 
 def _differences_by_level(measurements: Sequence[Measurement]) -> list[Row]:
-    """Tabulate differences between predictions by noise level, in percent with standard errors, a column per case."""
+    """Tabulate differences between predictions by noise level, a column per case."""
+
+    def case(m: Measurement, other: str) -> str | None:
+        return m.case if m.provider.partition(",")[0] != other.partition(",")[0] else None
+
+    return _by_level(measurements, case)
+
+
+def _recipes_by_level(measurements: Sequence[Measurement]) -> list[Row]:
+    """Tabulate differences of the methods that are a gain from the first by noise level, a column per task and one."""
+    gains = {(m.case, m.provider) for m in measurements if m.facts.get("verdict") == "gain"}
+
+    def method(m: Measurement, other: str) -> str | None:
+        task, name = m.case.partition(",")[0], m.provider.partition(", lr")[0]
+        return f"{task}: {name}" if (m.case, m.provider) in gains else None
+
+    return _by_level(measurements, method)
+
+
+def _by_level(measurements: Sequence[Measurement], column: Callable[[Measurement, str], str | None]) -> list[Row]:
+    """Tabulate differences in percent with standard errors.
+
+    Args:
+        measurements: of a record.
+        column: returns the heading of a difference from this other one; None: it is left out.
+    """
     cells: dict[str, dict[str, str]] = {}
     for m in measurements:
         quantity, _, level = m.quantity.partition(_AT_A_LEVEL)
-        prediction, other = (name.partition(",")[0] for name in (m.provider, quantity.removeprefix("difference from ")))
-        if level and prediction != other:
-            cells.setdefault(level, {})[m.case] = f"{m.value:+.1f} ± {float(str(m.facts['standard_error'])):.1f}"
-    cases = list(dict.fromkeys(case for row in cells.values() for case in row))
-    body = [(level, *(row.get(case, "") for case in cases)) for level, row in cells.items()]
-    return [("log SNR", *cases), *body] if body else []
+        heading = column(m, quantity.removeprefix("difference from ")) if level else None
+        if heading is not None:
+            cells.setdefault(level, {})[heading] = f"{m.value:+.1f} ± {float(str(m.facts['standard_error'])):.1f}"
+    headings = list(dict.fromkeys(heading for row in cells.values() for heading in row))
+    body = [(level, *(row.get(heading, "") for heading in headings)) for level, row in cells.items()]
+    return [("log SNR", *headings), *body] if body else []
 
 
 def _recipes(measurements: Sequence[Measurement]) -> list[Row]:
@@ -326,6 +351,6 @@ _KINDS: dict[str, tuple[str, Callable[[Sequence[Measurement]], list[Row]]]] = {
     "features": ("features", _differences),
     "features-by-level": ("features", _differences_by_level),
     "recipes": ("recipes", _recipes),
-    "recipes-by-level": ("recipes", _differences_by_level),
+    "recipes-by-level": ("recipes", _recipes_by_level),
     "steps": ("step", _providers("step time", "throughput", "peak allocated", "peak resident", "mfu", "of matmul")),
 }

@@ -9,7 +9,7 @@ from fastdiff.config.networks.dit import DIT_PATCHES, DIT_SIZES, DiTConfig, dit_
 from fastdiff.config.networks.pretrained import LoraConfig, PretrainedConfig
 from fastdiff.config.networks.unet import UNetConfig
 from fastdiff.config.optimizers.adamw import AdamWConfig
-from fastdiff.config.presets import digits, families, iddpm, imagenet, pixart, small_images
+from fastdiff.config.presets import digits, families, fast, iddpm, imagenet, pixart, small_images
 from fastdiff.config.run import RunConfig
 from fastdiff.config.sections.batch import BatchConfig
 from fastdiff.config.sections.data import DataConfig, ValidationConfig
@@ -251,6 +251,7 @@ PRESETS: dict[str, Preset] = {
     "pixart-256": pixart.pixart_256,
     "dit-small-images": small_images.dit_small_images,
     "sit-xl-2-256": sit_xl_2_256,
+    "dit-xl-2-256-fast": fast.dit_xl_2_256_fast,
     "lightningdit-xl-1-256": imagenet.lightningdit_xl_1_256,
     "jit-b-16-256": imagenet.jit_b_16_256,
     "rit-xl-256": imagenet.rit_xl_256,
