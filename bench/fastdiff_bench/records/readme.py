@@ -191,6 +191,7 @@ def _objectives(measurements: Sequence[Measurement]) -> list[Row]:
     return [head, *body] if body else []
 
 
+_DIFFERENCE = "difference from "
 _AT_A_LEVEL = ", log SNR "
 
 
@@ -208,7 +209,7 @@ def _differences(measurements: Sequence[Measurement]) -> list[Row]:
         if (key := (m.case, m.provider, m.quantity)) in least:
             error, p = (float(str(m.facts[name])) for name in ("standard_error", "p"))
             figures = (f"{m.value:+.3f}", f"{error:.3f}", _p(p), _p(least[key]))
-            other = m.quantity.removeprefix("difference from ")
+            other = m.quantity.removeprefix(_DIFFERENCE)
             body.append((m.case, m.provider, other, str(m.facts["seeds"]), *figures))
     return [head, *body] if body else []
 
@@ -243,7 +244,7 @@ def _by_level(measurements: Sequence[Measurement], column: Callable[[Measurement
     cells: dict[str, dict[str, str]] = {}
     for m in measurements:
         quantity, _, level = m.quantity.partition(_AT_A_LEVEL)
-        heading = column(m, quantity.removeprefix("difference from ")) if level else None
+        heading = column(m, quantity.removeprefix(_DIFFERENCE)) if level else None
         if heading is not None:
             cells.setdefault(level, {})[heading] = f"{m.value:+.1f} ± {float(str(m.facts['standard_error'])):.1f}"
     headings = list(dict.fromkeys(heading for row in cells.values() for heading in row))
@@ -266,7 +267,8 @@ def _recipes(measurements: Sequence[Measurement]) -> list[Row]:
         more = of_one.get("peak memory beyond the baseline's")
         memory = f"{more.value:+.1f}" if more else ""
         drawn = [_value(of_one.get(key)) for key in ("accuracy", "frechet distance")]
-        loss, verdict = f"{of_one['validation loss'].value:.4f}", str(gain.facts["verdict"])
+        loss, is_compared = f"{of_one['validation loss'].value:.4f}", any(key.startswith(_DIFFERENCE) for key in of_one)
+        verdict = str(gain.facts["verdict"]) if is_compared else ""
         body.append(
             (case, name, loss, f"{gain.value:.2f}", f"{low} to {high}", least, *ratios, memory, *drawn, verdict)
         )

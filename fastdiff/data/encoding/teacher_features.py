@@ -163,7 +163,7 @@ class TeacherColumns:
 def _leading(sample: Tensor, width: int) -> Tensor:
     """Return the first right singular vectors of a sample, ``[N, W] -> [W, width]``."""
     _, vectors = torch.linalg.eigh(sample.T @ sample)  # ascending
-    matrix = vectors.flip(1)[:, :width]
+    matrix: Tensor = vectors.flip(1)[:, :width]
     # The sign of an eigenvector is arbitrary.
     largest = matrix.gather(0, matrix.abs().argmax(0, keepdim=True))
     return matrix * largest.sign()

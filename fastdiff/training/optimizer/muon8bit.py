@@ -98,7 +98,7 @@ class Muon8bit(Muon):
         weights = [piece.of(flat.master) for piece in pieces]
         joined = torch.cat(weights)
         adamw8bit(joined, gradients, moments, blocks, step, Extras(shared=shared))
-        torch._foreach_copy_(weights, joined.split([one.numel() for one in weights]))
+        torch._foreach_copy_(weights, torch.split(joined, [one.numel() for one in weights]))
 
 
 def _codes(
