@@ -26,6 +26,7 @@ METHODS = {
     "8-bit AdamW": "--optim.name adamw8bit",
     "Muon": "--optim.name muon",
     "Muon, momentum in bf16": "--optim.name muon-bf16",
+    "Muon, all state in 8 bits": "--optim.name muon8bit",
     "alignment": "--objective.alignment_weight 0.5 --model.aligned_width 64",
     "TREAD": "--model.routing tread",
     "SPRINT": "--model.routing sprint",
