@@ -230,6 +230,7 @@ def _lora(name: str, model: UNetConfig, pipeline: str) -> RunConfig:
 _DITS = {f"dit-{letter.lower()}-{patch}-256": (letter, patch) for letter in DIT_SIZES for patch in DIT_PATCHES}
 PRESETS: dict[str, Preset] = {
     "digits": digits.digits,
+    "digits-fast": digits.fast,
     "digits-t2i": digits.text_to_image,
     "digits-t2i-dit": digits.text_dit,
     "digits-adm": digits.adm,

@@ -28,7 +28,7 @@ def dit_xl_2_256_fast() -> RunConfig:
     - No alignment, no routing: alignment gained nothing in steps beside Muon, and TREAD and SPRINT were slower in
       steps at 256 tokens (2026-11-28_recipes).
 
-    Drawn as sit-xl-2-256. Expected: not known; nobody has measured it at this size.
+    Drawn as sit-xl-2-256. Expected: not known. Not measured here.
     """
     batch = 256
     return RunConfig(
