@@ -34,8 +34,9 @@ class PretrainedConfig:
     None: as the pipeline."""
     weights: bool = False
     """Start from the pretrained network (fine-tuning); otherwise from random weights. The shape of a pipeline's network
-    replaces --model. For a file, set --model as it was trained, including --model.qkv_order, which the shapes of the
-    weights do not show (qkv_major is --use_new_attention_order True of guided-diffusion). They do not show
+    replaces --model. For a file, set --model as it was trained, including --model.base_width, which divides the
+    output, and --model.qkv_order (qkv_major is --use_new_attention_order True of guided-diffusion): the shapes of the
+    weights show neither. They do not show
     --num_heads_upsample of improved-diffusion and guided-diffusion either: networks trained with it, except with the
     value of --num_heads, are not supported and would compute something else."""
     training: bool = False
