@@ -27,7 +27,8 @@ TABLE_4 = {
     "xl": {2: 675, 4: 675, 8: 676},
 }
 OTHERS = {
-    "digits": 1.274, "digits-fast": 1.274, "dit-xl-2-256-fast": 674.8, "digits-adm": 0.7566, "digits-sr": 0.7569, "digits-t2i": 0.793, "digits-t2i-dit": 1.232,
+    "digits": 1.274, "digits-fast": 1.274, "digits-adm": 0.7566, "digits-sr": 0.7569, "digits-t2i": 0.793,
+    "digits-t2i-dit": 1.232, "dit-xl-2-256-fast": 674.8,
     "sd15-512": 859.5, "sd2-512": 865.9, "sd15-finetune": 859.5, "sd15-lora": 859.5, "sdxl-lora": 2567.5,
     "sdxl-finetune": 2567.5,
     "dit-small-images": 4.164, "pixart-256": 610.9, "flux2-klein-lora": 3875.5, "flux2-klein": 3875.5,
