@@ -126,8 +126,8 @@ def test_a_lora_is_told_in_the_heading_and_smaller_if_quantised(capsys: pytest.C
     start = ("--lora.rank", "16", "--pretrained.path", "base.pt", "--pretrained.weights")
     few = ("--preset", "dit-s-8-256", *start, "--batch.micro", "1", "--performance.recompute", "--gpus", "1xH100")
     packed = ("--lora.quantize", "4bit")
-    heading = plan(capsys, *few, *packed).splitlines()[0]
-    assert "LoRA of rank 16, 0.44 M trained and 33.1 M frozen parameters, its large matrices in 4bit, " in heading
+    told = plan(capsys, *few, *packed).splitlines()[0]
+    assert "LoRA of rank 16, alpha 16, 0.44 M trained and 33.1 M frozen parameters, its large matrices in 4bit" in told
     sizes = [json.loads(plan(capsys, *few, *more, "--json"))["options"][0]["memory_gib"] for more in ((), packed)]
     assert sizes[1]["weights"] < 0.8 * sizes[0]["weights"]
     trained = 442_368

@@ -104,7 +104,7 @@ def test_tf32_is_told_where_there_is_tf32() -> None:
 def test_the_parameters_of_a_lora_are_not_told_as_those_of_its_network() -> None:
     adapted, whole = preset("sd15-lora"), preset("digits")
     said = _counted_network(adapted.model, adapted.lora, 3_188_736)
-    assert said == "a LoRA of rank 16, 3.19 M parameters, of a UNet of Stable Diffusion"
+    assert said == "a LoRA of rank 16, alpha 16, 3.19 M parameters, of a UNet of Stable Diffusion"
     assert _counted_network(whole.model, whole.lora, 1_300_000) == "a DiT of 1.30 M parameters"
 
 
