@@ -16,7 +16,7 @@ from fastdiff.console import show
 from fastdiff.durations import in_words
 from fastdiff.errors import FastdiffError, Preempted
 
-_STEPS = 400
+_STEPS = 360
 _REAL = "between halves of the real scans it is 0.04 to 0.06"
 
 
