@@ -12,7 +12,7 @@ from fastdiff.cli.main import main
 _ASKED = {
     "fastdiff ex": {"export"},
     "fastdiff train --optim.we": {"--optim.weight-decay"},
-    "fastdiff train --preset dit-x": {"dit-xl-2-256", "dit-xl-4-256", "dit-xl-8-256"},
+    "fastdiff train --preset dit-x": {"dit-xl-2-256", "dit-xl-2-256-fast", "dit-xl-4-256", "dit-xl-8-256"},
     "fastdiff train --optim.name ": {"adamw", "adamw8bit", "adamw8bit-bnb", "muon", "muon-bf16", "muon8bit"},
     "fastdiff train --model.no-re": {"--model.no-resblock-updown"},
     "fastdiff plan --objective.pred": {"--objective.prediction"},

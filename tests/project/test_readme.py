@@ -153,7 +153,7 @@ def test_every_fault_was_seen_to_be_survived() -> None:
     assert sorted(map(int, rows)) == sorted(FAULTS)
 
 
-_TRIED = "iddpm-cifar10", "dit-xl-2-256", "sit-xl-2-256"
+_TRIED = "iddpm-cifar10", "dit-xl-2-256", "sit-xl-2-256", "sr-dit-b-1-256"
 """Presets of which one has to take a flag in the text."""
 
 

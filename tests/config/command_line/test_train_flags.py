@@ -82,7 +82,7 @@ def test_a_wrong_file_is_explained(tmp_path: Path, text: str, message: str) -> N
 
 
 def test_a_missing_preset_lists_them() -> None:
-    with pytest.raises(ConfigError, match="digits, digits-t2i, digits-t2i-dit, digits-adm, digits-sr, sd15-512"):
+    with pytest.raises(ConfigError, match="digits, digits-fast, digits-t2i, digits-t2i-dit, digits-adm"):
         train_flags.parse([])
 
 
