@@ -91,7 +91,8 @@ class Muon(OverRanks):
             if flat.key.grad is not None:
                 flat.key.grad = flat.key.grad.float()
         live = {id(self._flats[index].key) for index in stepped if self._flats[index].key.grad is not None}
-        self._take_adamw(live, **group)
+        rate = group["adamw_lr"] * (group["lr"] / self._lr)
+        self._take_adamw(live, rate, group["adamw_betas"], group["adamw_eps"], group["weight_decay"])
         self._mix(live, **group)
         dtype = _DTYPES[group["iterations_dtype"]]
         for one in exchange.owned:
@@ -142,20 +143,13 @@ class Muon(OverRanks):
         torch._foreach_add_(weights, updates, alpha=-lr)
 
     def _take_adamw(
-        self,
-        live: Set[int],
-        lr: float,
-        weight_decay: float,
-        adamw_lr: float,
-        adamw_betas: tuple[float, float],
-        adamw_eps: float,
-        **_: Any,
+        self, live: Set[int], rate: float, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
         """Update the parameters that are no matrices, in the flat tensors whose keys have the ids ``live``."""
         pieces = [piece for piece in self._of_others if id(piece.flat.key) in live]
         if not pieces:
             return
-        rate, (beta1, beta2), steps = adamw_lr * (lr / self._lr), adamw_betas, pieces[0].flat.state["step"]
+        (beta1, beta2), steps = betas, pieces[0].flat.state["step"]
         weights, gradients = [piece.of(piece.flat.master) for piece in pieces], [piece.gradient for piece in pieces]
         means, squares = ([piece.state(name) for piece in pieces] for name in ("exp_avg", "exp_avg_sq"))
         if weight_decay:
@@ -165,7 +159,7 @@ class Muon(OverRanks):
         torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
         roots = torch._foreach_sqrt(squares)
         torch._foreach_div_(roots, (1 - beta2**steps) ** 0.5)
-        torch._foreach_add_(roots, adamw_eps)
+        torch._foreach_add_(roots, eps)
         torch._foreach_addcdiv_(weights, means, roots, value=-rate / (1 - beta1**steps))
 
 

@@ -68,20 +68,12 @@ class Muon8bit(Muon):
                 momentum8bit.mix_(piece.gradient, *_held(piece), blocks, momentum, share, number, shared)
 
     def _take_adamw(
-        self,
-        live: Set[int],
-        lr: float,
-        weight_decay: float,
-        adamw_lr: float,
-        adamw_betas: tuple[float, float],
-        adamw_eps: float,
-        **_: Any,
+        self, live: Set[int], rate: float, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
         """Update the parameters that are no matrices, joined for one launch; see ``Muon``."""
-        rate = adamw_lr * (lr / self._lr)
         for flat, blocks in zip(self._flats, self._blocks_of_others, strict=True):
             if id(flat.key) in live:
-                step = Step.of(flat.state["step"], rate, adamw_betas, adamw_eps, weight_decay)
+                step = Step.of(flat.state["step"], rate, betas, eps, weight_decay)
                 self._update_others(flat, blocks, step)
 
     def _update_others(self, flat: Flat, blocks: Blocks, step: Step) -> None:
