@@ -13,7 +13,7 @@ _COMPARED = ("samples", "model", "objective", "timesteps", "data.random_flip", "
 
 _OF_PRESETS: Mapping[str, tuple[str, ...]] = {
     "sr-dit-b-1-256": (
-        "a contrastive term of the pairs by position instead of the next sample in the batch of a rank",
+        "a contrastive term of the pairs by position instead of the sample before in the batch of a rank",
     ),
 }
 """What a preset itself has otherwise."""

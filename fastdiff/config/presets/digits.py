@@ -18,6 +18,8 @@ from fastdiff.config.sections.output import OutputConfig
 from fastdiff.config.sections.performance import PerformanceConfig
 from fastdiff.config.sections.timesteps import TimestepConfig
 
+_DIT = DiTConfig(depth=4, hidden=128, heads=4, patch=2, channels=1, size=8, classes=10)
+
 
 def digits() -> RunConfig:
     """8x8 digit scans: the first run on a new machine.
@@ -30,7 +32,7 @@ def digits() -> RunConfig:
     """
     return _run(
         "digits",
-        model=DiTConfig(depth=4, hidden=128, heads=4, patch=2, channels=1, size=8, classes=10),
+        model=_DIT,
         objective=DdpmConfig(schedule="linear", prediction="v"),
         optim=AdamWConfig(lr=2e-3, schedule="cosine", warmup_steps=80),
     )
@@ -52,7 +54,7 @@ def fast() -> RunConfig:
     return _run(
         "digits-fast",
         samples=360 * 64,
-        model=DiTConfig(depth=4, hidden=128, heads=4, patch=2, channels=1, size=8, classes=10),
+        model=_DIT,
         objective=FlowConfig(prediction="flow"),
         timesteps=TimestepConfig(density="logit_normal"),
         optim=MuonConfig(lr=3.2e-2, adamw_lr=1.6e-2, iterations_dtype="fp32", schedule="cosine", warmup_steps=40),
