@@ -147,33 +147,39 @@ Piece = tuple[str, int, int, int]
 def find_straddling(layout: Sequence[Sequence[Slice]], group: ProcessGroup | None = None) -> list[list[Key]]:
     """For each tensor of the layout, the blocks that several ranks hold pieces of, sorted; collective.
 
+    Ranks that all have whole parameters, in whichever tensors, share no block.
+
     Args:
-        layout: the slices of each tensor that this rank optimizes; tensors correspond by their index on all ranks.
+        layout: the slices of each tensor that this rank optimizes; those of a block that straddles ranks lie in
+            tensors of the same index.
         group: the ranks; None: all.
 
     Raises:
-        ValueError: the ranks have different numbers of tensors, or a block lies in two tensors or twice on one rank;
-            raised on every rank.
+        ValueError: a block lies twice on one rank; or one straddles ranks, and they have it in tensors of different
+            index, or different numbers of tensors. Raised on every rank.
     """
     ranks = _gather([[*_short_pieces(slices)] for slices in layout], group)
-    if len({len(tensors) for tensors in ranks}) > 1:
-        raise ValueError(f"layout: the ranks have {[len(t) for t in ranks]} tensors, expected as many on every rank")
-    tensor_of: dict[Key, int] = {}
-    ranges: dict[Key, set[tuple[int, int]]] = {}
+    found: dict[Key, set[tuple[int, int, int]]] = {}
     for tensors in ranks:
         here = set()
         for index, (name, block, first, last) in ((i, piece) for i, pieces in enumerate(tensors) for piece in pieces):
             key = (name, block)
-            if key in here or tensor_of.setdefault(key, index) != index:
-                raise ValueError(
-                    f"layout: block {block} of {name!r} lies in two slices of a rank or in tensors of different index; "
-                    "expected one slice, and the same index on every rank"
-                )
+            if key in here:
+                raise ValueError(f"layout: block {block} of {name!r} lies in two slices of a rank, expected one")
             here.add(key)
-            ranges.setdefault(key, set()).add((first, last))
+            found.setdefault(key, set()).add((first, last, index))
     straddling: list[list[Key]] = [[] for _ in layout]
-    for key in sorted(key for key, pieces in ranges.items() if len(pieces) > 1):
-        straddling[tensor_of[key]].append(key)
+    for (name, block), pieces in sorted(found.items()):
+        if len({(first, last) for first, last, _ in pieces}) == 1:
+            continue
+        indices = {index for _, _, index in pieces}
+        counts = [len(tensors) for tensors in ranks]
+        if len(indices) > 1 or len({*counts}) > 1:
+            raise ValueError(
+                f"layout: block {block} of {name!r} straddles ranks, which have it in the tensors {sorted(indices)} of "
+                f"{counts}; expected one index, and as many tensors on every rank"
+            )
+        straddling[indices.pop()].append((name, block))
     return straddling
 
 

@@ -439,12 +439,14 @@ def test_straddling_blocks_are_those_of_which_ranks_hold_different_pieces(monkey
     assert straddling([[Fragment("p", 0, 512, 0)]], [[Fragment("p", 512, 488, 0)]]) == [[]]
     assert straddling([[Fragment("p", 0, 500, 0)]], [[Fragment("p", 500, 500, 0)]]) == [[("p", 1)]]
     assert straddling([[Fragment("p", 0, 9, 0)]], [[]], [[Fragment("p", 9, 9, 5)]]) == [[("p", 0)]]
-    with pytest.raises(ValueError, match=r"ranks have \[1, 2\] tensors"):
-        straddling(whole, [*whole, []])
+    assert straddling(whole, [[], *whole]) == [[]]  # as in the flat engine
+    cut = [[Fragment("p", 0, 500, 0)]], [[Fragment("p", 500, 500, 0)]]
+    with pytest.raises(ValueError, match=r"block 1 of 'p' straddles ranks, .* in the tensors \[0\] of \[1, 2\]"):
+        straddling(cut[0], [*cut[1], []])
+    with pytest.raises(ValueError, match=r"block 1 of 'p' straddles ranks, .* in the tensors \[0, 1\] of \[2, 2\]"):
+        straddling([*cut[0], []], [[], *cut[1]])
     with pytest.raises(ValueError, match=r"block 1 of 'p' lies in two slices"):
         straddling([[Fragment("p", 0, 300, 0), Fragment("p", 300, 5, 300)]])
-    with pytest.raises(ValueError, match=r"block 0 of 'p' lies in two slices of a rank or in tensors of different"):
-        straddling([[Fragment("p", 0, 30, 0)], []], [[], [Fragment("p", 30, 30, 0)]])
 
 
 # The optimizer.
