@@ -132,6 +132,12 @@ def with_sums(resolved: DsConfig, *, wide: bool) -> DsConfig:
     return {key: value for key, value in resolved.items() if key not in left_out}
 
 
+def with_sums_in_parts(resolved: DsConfig) -> DsConfig:
+    """Return the JSON for DeepSpeed with stage 2 in place of 1: a rank adds up its part of the gradients alone."""
+    zero = resolved["zero_optimization"]
+    return {**resolved, "zero_optimization": {**zero, "stage": max(zero["stage"], 2)}}
+
+
 def _owned_by_run_config(config: RunConfig, ranks: int) -> dict[str, tuple[Any, str]]:
     config.batch.require_divisible(ranks)
     undecided, batch = config.batch.micro == "auto", config.batch

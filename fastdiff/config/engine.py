@@ -19,6 +19,13 @@ _OWNED = {
     "zero_force_ds_cpu_optimizer", "timers",
 }  # fmt: skip
 """Sections of the DeepSpeed JSON that say nothing more than the run does."""
+_ORDERED = {
+    "stage", "overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
+    "allgather_bucket_size", "round_robin_gradients", "sub_group_size", "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
+    "stage3_gather_16bit_weights_on_model_save", "ignore_unused_parameters", "memory_efficient_linear",
+}  # fmt: skip
+"""Fields of ``zero_optimization`` that mean the same, or nothing, where gradients are added up in one order."""
 
 
 def choose(
@@ -34,17 +41,44 @@ def choose(
             keeps its engine, if it can: the losses of two engines differ by rounding.
 
     Raises:
-        ConfigError: the flat engine, or sums that only it has, are asked for, and it cannot train this run.
+        ConfigError: the flat engine, or sums in one order, are asked for, and this run cannot have them.
     """
     wanted, reason = performance.engine, unsupported(optim, performance, ds_config)
     require(wanted != "flat" or reason is None, f"--performance.engine flat {reason}")
     if performance.in_order:
-        lacks = "with --performance.engine deepspeed: leave it out" if wanted == "deepspeed" else reason
-        require(not lacks, f"{IN_ORDER} needs the flat engine, and there is none {lacks}")
-        return "flat"
+        return _in_order(optim, wanted, ds_config, reason)
     if wanted != "auto":
         return wanted
     return "deepspeed" if reason is not None or _keeps_deepspeed(saved) else "flat"
+
+
+def _in_order(optim: OptimConfig, wanted: str, ds_config: DsConfig, not_flat: str | None) -> Kind:
+    """Return the engine that adds up gradients in one order: at stage 0 the flat one, else DeepSpeed."""
+    if zero_stage(ds_config) > 0:
+        lacks = _why_not_in_order(optim, ds_config)
+        require(not lacks, f"{IN_ORDER} {lacks}")
+        return "deepspeed"
+    lacks = "with --performance.engine deepspeed: leave it out" if wanted == "deepspeed" else not_flat
+    require(not lacks, f"{IN_ORDER} at ZeRO stage 0 needs the flat engine, and there is none {lacks}")
+    return "flat"
+
+
+def _why_not_in_order(optim: OptimConfig, ds_config: DsConfig) -> str | None:
+    """Return what keeps sums in one order from the same bits under ZeRO-1 to 3, and the remedy; None: nothing."""
+    if family_of(optim).ordered_arguments is None:
+        names = ", ".join(name for name, family in optimizers().items() if family.ordered_arguments is not None)
+        return f"with --optim.name {optim.name}, whose update may depend on how ranks cut the weights: use {names}"
+    zero = ds_config["zero_optimization"]
+    fields = sorted(name for name in zero.keys() - _ORDERED if not _is_off(zero[name]))
+    if named := [*sorted(ds_config.keys() - _OWNED), *(f"zero_optimization.{name}" for name in fields)]:
+        remedy = "remove it, or use --deepspeed_config zero1, zero2 or zero3"
+        return f"with a DeepSpeed JSON that has {', '.join(named)}: {remedy}"
+    return None
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a field of ``zero_optimization`` asks for nothing, as ``{"device": "none"}`` does."""
+    return not value or (isinstance(value, Mapping) and value.get("device", "none") == "none")
 
 
 def why_not_flat(

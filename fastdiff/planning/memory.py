@@ -25,7 +25,7 @@ class Memory:
     moments: float
     averages: float
     gradients: float
-    """Sums of gradients; under ZeRO-1 and 2 without accumulation they exist in the pass alone."""
+    """Sums of gradients; under ZeRO-1 and 2 without accumulation they exist in the pass alone, unless in one order."""
     buffers: float
     """Buckets that the engine keeps."""
     graphs: float
@@ -82,10 +82,11 @@ def memory(
     moments = 0.0 if setup.offload else n * setup.state_bytes * (share if setup.stage else 1.0)
     masters = static["optimizer"] - moments
     gradients = static["gradients"] - (own * n if setup.flat and setup.stage == 0 else 0)
-    if setup.stage in (1, 2) and setup.ranks > 1 and not accumulates:
+    grows = setup.stage in (1, 2) and not setup.in_order
+    if grows and setup.ranks > 1 and not accumulates:
         gradients = 0.0  # they grow in the pass and are freed by the update
     passes, workspace = _pass(setup, traced, n, own, sums, min(n, bucket), held=gradients > 0)
-    freed = gradients if setup.stage in (1, 2) else 0.0  # by the update, before a save or a validation
+    freed = gradients if grows else 0.0  # by the update, before a save or a validation
     fp32 = 0.0 if setup.offload else 4 * n * (share if setup.stage else 1.0)
     copies = [_copied(setup, n, width) for width, is_made in ((own, validates), (4, draws)) if is_made]
     saved = (fp32 + moments) * (1.0 if setup.stage else share) + static["averages"]
@@ -99,7 +100,7 @@ def memory(
         graphs=passes + workspace if setup.captured else 0.0,
         activations=0.0 if setup.captured else passes,
         workspace=0.0 if setup.captured else workspace,
-        update=_update(setup, n, own, sums, grown=gradients == 0) if on_cpu else 0.0,
+        update=max(_update(setup, n, own, sums, grown=gradients == 0) if on_cpu else 0.0, _unfused(setup, n)),
         save=max(saved - freed, 0.0) if on_cpu and saves else 0.0,
         validation=max(max(copies, default=0.0) - freed, 0.0),
     )
@@ -122,13 +123,13 @@ def _copied(setup: Setup, n: int, width: int) -> float:
 def _kept_buckets(setup: Setup, n: int, own: int, sums: int, bucket: int) -> float:
     """Return the bytes of buckets that stay: DistributedDataParallel's, and the one of ZeRO-3."""
     if setup.stage == 3:
-        return bucket * sums
+        return 0.0 if setup.in_order else bucket * sums
     return n * own if _has_buckets(setup) else 0.0
 
 
 def _has_buckets(setup: Setup) -> bool:
     """Whether gradients are views of the buckets of DistributedDataParallel."""
-    return setup.stage == 0 and setup.ranks > 1 and not setup.captured
+    return setup.stage == 0 and setup.ranks > 1 and not (setup.captured or setup.in_order)
 
 
 def _pass(setup: Setup, traced: Traced, n: int, own: int, sums: int, bucket: int, *, held: bool) -> tuple[float, float]:
@@ -148,15 +149,27 @@ def _pass(setup: Setup, traced: Traced, n: int, own: int, sums: int, bucket: int
         return traced.peak(micro, 0.0), 0.0
     if setup.ranks == 1 or setup.stage == 0:
         return traced.peak(micro, 1.0), 0.0
+    gathered = float(own * n + setup.frozen_bytes) if setup.stage == 3 else 0.0  # all weights, for both passes
+    if setup.in_order:
+        # A bucket's gradients are there as they came, joined, and of all ranks; ZeRO-3 has a gathered bucket twice.
+        twice = own * bucket if setup.stage == 3 else 0
+        return traced.peak(micro, 3 * bucket / n), gathered + twice
     if setup.stage == 3:
-        # All weights are gathered for both passes; a bucket's gradients are there as they came, joined, and cut.
-        return traced.peak(micro, (2 + sums / own) * bucket / n), float(own * n + setup.frozen_bytes)
+        # A bucket's gradients are there as they came, joined, and cut.
+        return traced.peak(micro, (2 + sums / own) * bucket / n), gathered
     # A bucket, its flattened copy, and the gradients that came if those have another dtype.
     reduced = bucket * (2 * sums + (own if own != sums else 0))
     if bucket < n:
         return traced.peak(micro, 0.0 if held else sums / own / setup.ranks), float(reduced)
     growing = traced.peak(micro, sums / own + (1 if own != sums else 0))
     return max(growing, float(reduced)), 0.0  # reduced once, after the last gradient
+
+
+def _unfused(setup: Setup, n: int) -> float:
+    """Return the temporary bytes of an optimizer whose operations are not fused because of sums in one order."""
+    if not setup.in_order or not optimizer_family(setup.optimizer).ordered_arguments:
+        return 0.0
+    return 8 * n / (setup.ranks if setup.stage else 1)  # two fp32 tensors
 
 
 def _update(setup: Setup, n: int, own: int, sums: int, *, grown: bool) -> float:

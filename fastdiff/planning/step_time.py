@@ -152,7 +152,7 @@ def _device(work: Work, gpus: Gpus, shares: Shares, factors: Factors) -> tuple[f
     overlap, cost = work.zero.overlap, _cost(gpus)
     last = step_seconds(compute, sent, cost, overlap=overlap)
     last += _NCCL_SMS * _overlapped(compute, sent, cost) if overlap else 0.0
-    before = step_seconds(compute, _repeated(sent, work.zero), cost, overlap=overlap)
+    before = step_seconds(compute, repeated(sent, work.zero), cost, overlap=overlap)
     return last + update + (work.accumulation - 1) * before, work.accumulation * one, update
 
 
@@ -167,14 +167,14 @@ def _cost(gpus: Gpus) -> Callable[[Message], float]:
     return lambda message: cluster.seconds(message.kind, message.bytes, gpus.count)
 
 
-def _repeated(messages: Sequence[Message], zero: Zero) -> list[Message]:
+def repeated(messages: Sequence[Message], zero: Zero) -> list[Message]:
     """Return the messages of a micro-batch that is not the last: ZeRO-2 and 3 send gradients after each.
 
-    So does stage 0 if it adds them up in order.
+    So do all stages if they add them up in order.
     """
     stage = zero.stage
     if zero.in_order:
-        return [message for message in messages if message.kind == "reduce-scatter"]
+        return [message for message in messages if message.part != "step"]
     if stage < 2:
         return []
     kinds = {"all-reduce", "reduce-scatter"} if stage == 2 else {"all-gather", "reduce-scatter"}

@@ -99,12 +99,13 @@ class Case:
     accumulation: int = 1
     micro: int = 16
     lora: LoraConfig = field(default_factory=LoraConfig)
+    in_order: bool = False
 
     @property
     def name(self) -> str:
         again = (", recomputed" if self.recompute else "") + (f" but {self.stored}" if self.stored else "")
         adapter = f", {kind_of(self.lora).title} on {self.lora.quantize}" if self.lora.rank else ""
-        optimizer = f"{self.optimizer}{again}{adapter}"
+        optimizer = f"{self.optimizer}{again}{adapter}{', in order' if self.in_order else ''}"
         return f"{self.model.kind}, ZeRO-{self.stage}, {self.ranks} ranks, {self.precision}, {optimizer}"
 
     def config(self, data: Path, folder: Path) -> RunConfig:
@@ -127,6 +128,7 @@ class Case:
                 precision=self.precision,  # type: ignore[arg-type]
                 recompute=self.recompute,
                 stored_blocks=self.stored,
+                grad_accum_order="micro_batches" if self.in_order else "ranks",
             ),
             output=OutputConfig(folder=str(folder), checkpoint_every=0, sample_every=0),
         )
@@ -152,6 +154,10 @@ CASES = (
     Case(ADM, 0, 2, "fp32", "adamw"),
     Case(ADM, 1, 2, "fp32", "adamw8bit", recompute=True),
     Case(ADM, 3, 1, "bf16", "adamw"),
+    Case(DIT, 0, 2, "bf16", "adamw", accumulation=2, in_order=True),
+    Case(DIT, 1, 2, "fp32", "adamw", accumulation=2, in_order=True),
+    Case(DIT, 2, 2, "bf16", "adamw8bit", in_order=True),
+    Case(DIT, 3, 2, "bf16", "adamw", accumulation=2, in_order=True),
 )
 
 

@@ -43,6 +43,7 @@ ADAMW = OptimizerFamily(
     state=(StateTensor(name="exp_avg"), StateTensor(name="exp_avg_sq")),
     counts="tensor",
     flat_update="fastdiff.training.optimizer.adamw:AdamWUpdate",
+    ordered_arguments={"fused": False},  # fused, a CPU rounds the last elements of a slice otherwise
     kernel="adamw",
     remedy="reinstall torch",
     smaller="adamw8bit",
@@ -55,6 +56,7 @@ ADAMW8BIT = OptimizerFamily(
     name="adamw8bit",
     config=AdamWConfig,
     optimizer="fastdiff_kernels.adamw8bit:AdamW8bit",
+    ordered_arguments={},
     state=(
         StateTensor(name="exp_avg_codes", dtype="int8"),
         StateTensor(name="exp_avg_sq_codes", dtype="uint8"),

@@ -92,6 +92,10 @@ class OptimizerFamily:
     flat_update: str | None = STEP_BY_STEP
     """``module:CLASS`` of its update in the flat engine (``training.optimizer.update``), for example a fused kernel; by
     default its ``step``. None: the flat engine does not have it."""
+    ordered_arguments: Mapping[str, Any] | None = None
+    """Arguments with which the update has the same bits however ranks cut the weights, for sums in one order
+    (``--performance.grad_accum_order micro_batches``). If there are any, every engine takes its ``step``. None: nobody
+    promises that, and such sums are refused under ZeRO-1 to 3."""
     kernel: str | None = None
     """Op of ``fastdiff_kernels`` that updates the weights; None: it is code of ``library``."""
     kernel_in: Literal["flat engine", "every engine"] = "flat engine"
@@ -129,6 +133,10 @@ class OptimizerFamily:
         """
         shares = {"all": 1.0, "matrices": matrices, "others": 1.0 - matrices}
         return sum(shares[tensor.of] * BYTES[tensor.dtype] for tensor in self.elements)
+
+    def engine_update(self, *, in_order: bool) -> str | None:
+        """Return ``flat_update``, or with sums ``in_order`` what gives the bits of the other engines."""
+        return STEP_BY_STEP if in_order and self.ordered_arguments else self.flat_update
 
     @property
     def bits(self) -> int:

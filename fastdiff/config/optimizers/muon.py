@@ -86,6 +86,7 @@ MUON = OptimizerFamily(
     state=(StateTensor(name="momentum", of="matrices"), *_OF_OTHERS),
     counts="int",
     whole_matrices=True,
+    ordered_arguments={},
     matrix_step=MatrixStep(flops=newton_schulz_flops, dtype=lambda config: config.iterations_dtype),
     library="fastdiff",
     smaller="muon-bf16",

@@ -37,10 +37,10 @@ class PerformanceConfig:
     and traffic for them; bf16 sums of 256 micro-batches are 2 % off."""
     grad_accum_order: SumOrder = "ranks"
     """Order in which the gradients of a step are added up. ranks: each rank adds up its micro-batches, then the ranks
-    add up their sums, which is fastest; losses on another number of ranks differ by rounding. micro_batches: one
-    micro-batch after the other, so that a run and its resume are equal to the bit on any number of ranks with the same
-    --batch.micro. The ranks then exchange gradients after every micro-batch, and keep two more of the network. For the
-    flat engine (--deepspeed_config ddp); on a GPU with --performance.deterministic."""
+    add up their sums; losses on another number of ranks or at another ZeRO stage differ by rounding. micro_batches: one
+    micro-batch after the other, so that a run and its resume are equal to the bit on any number of ranks and at any
+    stage with the same --batch.micro. The ranks then exchange gradients after every micro-batch, as at ZeRO-2 and 3
+    without it. On a GPU with --performance.deterministic."""
     engine: EngineName = "auto"
     """flat: gradients, weights and moments in flat buffers, updated in one pass per step without DeepSpeed, for ZeRO
     stage 0 (--deepspeed_config ddp); deepspeed: DeepSpeed, for every stage. auto: flat where it can train the run;

@@ -66,7 +66,7 @@ class Setup:
     captured: bool = False
     """Whether CUDA graphs hold the passes of the flat engine."""
     in_order: bool = False
-    """Whether the ranks exchange the gradient of every micro-batch, which needs room for two."""
+    """Whether the ranks exchange the gradient of every micro-batch: the flat engine needs room for two."""
 
     @property
     def state_bytes(self) -> float:
@@ -77,6 +77,8 @@ class Setup:
         """Return the bytes by kind that a step needs whatever its batch."""
         n, share = self.trained, 1 / self.ranks
         cut = {kind: share if self.stage >= stage else 1.0 for kind, stage in _CUT_FROM.items()}
+        if self.in_order and self.stage == 1:
+            cut["gradients"] = share
         own, sums = BYTES[self.precision], BYTES[self.sums if self.several else self.precision]
         beside = own * (1 + self.in_order * (2 if self.ranks > 1 else 1)) if self.flat and self.stage == 0 else 0
         on_device = 0 if self.offload else 1

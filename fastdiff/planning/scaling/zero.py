@@ -50,7 +50,7 @@ class Zero:
     offload: bool = False
     """Whether the optimizer's states and its step are on the host."""
     in_order: bool = False
-    """Whether stage 0 adds up gradients in the order of the micro-batches (``training.engines.ordered_sum``)."""
+    """Whether gradients are added up in the order of the micro-batches (``training.engines.ordered_sum``)."""
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any]) -> Zero:
@@ -99,11 +99,11 @@ class Zero:
             frozen: elements of each frozen parameter, which ZeRO-3 gathers too; taken to come before the trained ones.
         """
         sums = sums or width
+        if self.in_order:
+            return [*self._in_order(parameters, frozen, width, ranks, sums)]
         if self.stage == 0:
             when: Part = "backward" if self.overlap else "step"
             padded = [_padded(size, _ALIGNED_FLAT) for size in parameters]
-            if self.in_order:  # all-to-all and broadcasts of slices, of which a rank sends as many bytes as of these
-                return [Message("reduce-scatter", width * sum(padded)), Message("all-gather", sums * sum(padded))]
             buckets = [*_filled(padded, _WHOLE_BUCKET // width)]
             return [Message("all-reduce", sums * size, when) for size in reversed(buckets)]
         if self.stage < 3:
@@ -117,6 +117,24 @@ class Zero:
             ]
         messages = self._stage_3(parameters, frozen, width, ranks, sums)
         return [message if self.overlap else replace(message, part="step") for message in messages]
+
+    def _in_order(
+        self, parameters: Sequence[int], frozen: Sequence[int], width: int, ranks: int, sums: int
+    ) -> Iterator[Message]:
+        """Yield those with sums in one order: every micro-batch sends its gradient as it is, beside no pass."""
+        if self.stage == 0:
+            whole = sum(_padded(size, _ALIGNED_FLAT) for size in parameters)
+            yield Message("all-to-all", width * whole, "backward")
+            yield Message("all-gather", sums * whole)  # the same bytes are sent by broadcasts of slices
+            return
+        for size in _buckets(parameters[::-1], self.reduce_bucket):
+            yield Message("all-to-all", width * size, "backward")
+        yield from (Message("all-reduce", size) for size in (4, 16))  # for the norm
+        if self.stage == 3:
+            others = self._stage_3(parameters, frozen, width, ranks, width)
+            yield from (message for message in others if message.kind == "all-gather")
+        else:
+            yield Message("all-gather", width * _padded(sum(parameters), _ALIGNED * ranks))
 
     def slices(self, parameters: Sequence[int], ranks: int) -> Iterator[list[int]]:
         """Yield of each trained parameter, in the order of the model, the elements that each rank updates."""

@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from torch import Tensor, nn
 
 from fastdiff.batch import Output
-from fastdiff.config.deepspeed import DsConfig, with_sums, zero_stage
+from fastdiff.config.deepspeed import DsConfig, with_sums, with_sums_in_parts, zero_stage
 from fastdiff.config.engine import require_loss_scale
 from fastdiff.config.optimizers.registry import family_of
 from fastdiff.config.run import RunConfig
@@ -40,6 +40,7 @@ from fastdiff.training.optimizer.build import (
     set_lr_step,
 )
 from fastdiff.training.zero.norm import take_norm_at_once
+from fastdiff.training.zero.ordered_shards import OrderedShards
 from fastdiff.training.zero.shortcuts import keep_whole, leave_gradients_in_place, leave_parameters_in_place
 from fastdiff.training.zero.slices import flats_of, overwrite
 from fastdiff.training.zero.stage3 import partition, plan_two_passes_as_one, require_input_gradients
@@ -109,18 +110,22 @@ class DeepSpeedEngine(Engine):
             _gather_whole(model, tuple(blocks))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         multipliers = map(config.model.lr_multiplier, trained)
-        optimizer = build_optimizer(trained.values(), config.optim, skip_non_finite=guard, multipliers=multipliers)
+        in_order = config.performance.in_order
+        optimizer = build_optimizer(
+            trained.values(), config.optim, skip_non_finite=guard, multipliers=multipliers, in_order=in_order
+        )
         names = {id(p): name for name, p in model.named_parameters()}
         # DeepSpeed makes its fp32 masters from the cast weights; these are the weights before rounding.
         rounded = precision != "fp32" and not on_meta
-        exact = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad and rounded}
+        exact = {name: p.detach() for name, p in trained.items() if rounded}
         # Some of DeepSpeed's wrappers create the state by a step with zero gradients. At learning rate 0 it moves
         # nothing, and its state is cleared below.
         set_lr(optimizer, 0.0)
         wide = _adds_up(config.batch, config.performance, world.size)
-        ds_config = {**with_sums(ds_config, wide=wide), **({"gradient_clipping": 0.0} if guard else {})}
+        given = with_sums(with_sums_in_parts(ds_config) if in_order else ds_config, wide=wide)
+        given |= {"gradient_clipping": 0.0} if guard else {}
         with without_prints():  # of every rank
-            self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+            self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=given)
         if guard:
             # DeepSpeed would search all modules for parameters; frozen ones have no gradient.
             self._engine.zero_grad = optimizer.zero_grad
@@ -130,12 +135,14 @@ class DeepSpeedEngine(Engine):
             self._engine.enable_backward_allreduce = False
         if self.stage == 0 and wide:
             collect_in_fp32(self._engine)
-        if self.stage > 0:
-            _slim(self._engine, self.stage, config.objective)
         optimizer.state.clear()
         set_lr(optimizer, config.optim.lr)
         self.optimizer = optimizer
         self.flats: list[Flat] = list(flats_of(self._engine, optimizer, names, world))
+        self._summands = world.size * config.batch.accumulation(world.size)
+        self._ordered = self._order_sums(trained, config, world) if in_order else None
+        if self.stage > 0:
+            _slim(self._engine, self.stage, config.objective, self._ordered)
         for name, value in exact.items():  # the cast copies are already their roundings
             copy_into(self.flats, name, value)
         family = family_of(config.optim)
@@ -144,6 +151,12 @@ class DeepSpeedEngine(Engine):
         self._rank, self._device = world.rank, world.device
         self._first_scale = self.loss_scale
         self._discarding, self.lr = False, 0.0
+
+    def _order_sums(self, trained: dict[str, nn.Parameter], config: RunConfig, world: World) -> OrderedShards:
+        performance = config.performance
+        dtype = DTYPES[performance.sums if self._summands > 1 else performance.precision]
+        bucket = self._engine.zero_reduce_bucket_size()
+        return OrderedShards(self._engine.optimizer, trained, self.shapes, self.flats, dtype, bucket, world)
 
     @property
     def module(self) -> nn.Module:
@@ -155,12 +168,12 @@ class DeepSpeedEngine(Engine):
         return self._engine(*inputs, **condition)  # type: ignore[no-any-return]
 
     def averaged_ranks(self, world: World) -> int:
-        """Return the number of ranks, whose gradients DeepSpeed averages."""
-        return world.size
+        """Return the number of ranks, whose gradients DeepSpeed averages; in one order they are added up."""
+        return world.size if self._ordered is None else 1
 
     def named_calls(self) -> dict[str, list[tuple[object, str]]]:
         """Return hooks and reductions of DeepSpeed."""
-        return _named_calls(self._engine)
+        return _named_calls(self._engine) if self._ordered is None else {"reduce": [(self._ordered, "reduce")]}
 
     def rehearse(self, loss: Callable[[], Tensor], *, accumulates: bool) -> None:
         """Take a step that changes nothing, without DeepSpeed's warning of an overflow, which it is not."""
@@ -178,7 +191,12 @@ class DeepSpeedEngine(Engine):
     def backward(self, loss: Tensor, *, discard: bool = False) -> None:
         """Add the gradient of ``loss``, divided by the accumulation."""
         self._discarding = discard
-        self._engine.backward(loss * math.nan if discard else loss)
+        loss = loss * math.nan if discard else loss
+        if self._ordered is None:
+            self._engine.backward(loss)
+        else:
+            self._engine.backward(loss * (1.0 / self._summands), scale_wrt_gas=False)
+            self._ordered.end_micro_batch()
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()  # only counts the micro-batch
 
@@ -188,6 +206,8 @@ class DeepSpeedEngine(Engine):
     def optimizer_step(self) -> None:
         """Take the optimizer step; see ``Engine.optimizer_step``."""
         self.lr = base_lr(self.optimizer)
+        if self._ordered is not None:
+            self._ordered.hand_over()
         scale = self._lift_loss_scale() if self._discarding else {}
         try:
             self._engine.step()
@@ -268,13 +288,14 @@ def _check_precision(precision: str, stage: int) -> None:
         raise ConfigError("--performance.precision fp16: this device has no fp16 arithmetic; use bf16 or fp32")
 
 
-def _slim(engine: Any, stage: int, objective: ObjectiveConfig) -> None:
+def _slim(engine: Any, stage: int, objective: ObjectiveConfig, ordered: OrderedShards | None) -> None:
     """Leave out work and memory of ZeRO-1 to 3 that a step does not need."""
-    take_norm_at_once(engine.optimizer)
+    take_norm_at_once(engine.optimizer, None if ordered is None else ordered.norm)
     if stage in (1, 2):
         drop_sums_of_skipped_steps(engine.optimizer)
-    if stage == 3:
+    if stage == 3 and ordered is None:
         leave_gradients_in_place(engine.optimizer)
+    if stage == 3:
         leave_parameters_in_place(engine.optimizer)
     if stage == 3 and objective.takes_two_passes:
         plan_two_passes_as_one(engine)

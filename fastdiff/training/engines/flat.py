@@ -35,6 +35,7 @@ from fastdiff.training.optimizer.build import (
     lrs_of,
     set_lr_step,
 )
+from fastdiff.training.optimizer.exact_norm import ExactNorm
 from fastdiff.training.optimizer.update import Captured, Update
 
 
@@ -68,12 +69,15 @@ class FlatEngine(Engine):
         self._gradients = Gradients(self._places, self._sums_dtype, world.device)
         self._parts = self._cut(ranges_of(self._places, world))
         self.flats = [part.flat for part in self._parts]
-        assert family.flat_update is not None
-        self._update: Update = resolve_name(family.flat_update)(config.optim, self._parts, self._gradients)
+        update = family.engine_update(in_order=config.performance.in_order)
+        assert update is not None
+        self._update: Update = resolve_name(update)(config.optim, self._parts, self._gradients)
         self._update.create_state(self.optimizer, self.shapes, self.matrices, world)
         self._ordered = (
             OrderedSum(self._places, self._gradients, DTYPES[precision], world) if config.performance.in_order else None
         )
+        if self._ordered is not None:
+            self._update.norms = ExactNorm(self._gradients.buffer)
         captured, several = config.performance.cuda_graph, world.size > 1 and self._ordered is None
         self._ranks = DataParallel(model, self._places, self._gradients) if several and not captured else None
         self._sum = FlatSum(self._gradients.buffer) if several and captured else self._ordered
@@ -99,7 +103,14 @@ class FlatEngine(Engine):
         bounds = [(places[0].offset, places[-1].end) for _, places in ranges]
         keys = [self._master[first:end] for first, end in bounds]
         multipliers = [places[0].lr_multiplier for _, places in ranges]
-        self.optimizer = build_optimizer(keys, self._config.optim, skip_non_finite=False, multipliers=multipliers)
+        config = self._config
+        self.optimizer = build_optimizer(
+            keys,
+            config.optim,
+            skip_non_finite=False,
+            multipliers=multipliers,
+            in_order=config.performance.in_order,
+        )
         return [
             Part(
                 Flat(key, self.optimizer.state, fragments_of(places), owned=owned),
@@ -165,7 +176,9 @@ class FlatEngine(Engine):
         return {} if self._ranks is None else {"reduce": [(self._ranks.buckets, "reduce")]}
 
     def attach(self, averages: Ema) -> None:
-        """Move the averages in the update."""
+        """Move the averages in the update, unless other engines are to have their bits."""
+        if self._ordered is not None:
+            return
         self._update.averages, averages.in_the_update = averages, True
 
     def capture_update(self, captured: Captured) -> None:

@@ -2,7 +2,8 @@
 
 The ranks take consecutive micro-batches at a time, so that the gradients of one round follow those of the round before.
 Each rank adds up one slice of all gradients: it gets that slice from every other rank after each micro-batch, and at
-the end of the step all ranks get all slices. Nothing overlaps the passes. ``planning.scaling.zero`` counts the bytes.
+the end of the step all ranks get all slices. Nothing overlaps the passes. ``planning.scaling.zero`` counts the bytes;
+``training.zero.ordered_shards`` does so under ZeRO-1 to 3.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from fastdiff.parallel.slices import add_in_order, exchange
 from fastdiff.parallel.world import World
 from fastdiff.training.buffers import Gradients, Place
 
@@ -32,8 +34,6 @@ class OrderedSum:
         bounds = [total * rank // ranks for rank in range(ranks + 1)]
         self._sizes = [end - first for first, end in pairwise(bounds)]
         self._slices = torch.split(sums.buffer, self._sizes)
-        own = self._sizes[world.rank]
-        self._found = self._micro.buffer.new_empty(ranks, own) if ranks > 1 else self._micro.buffer.unsqueeze(0)
         self.sent_bytes = 0
         """Bytes that this rank has sent to others, each time that a slice goes to another rank."""
 
@@ -43,18 +43,9 @@ class OrderedSum:
 
     def add(self) -> None:
         """Add the gradients of one micro-batch of every rank, in the order of the ranks; called by all of them."""
-        if self._world.size > 1:
-            given = self._micro.buffer
-            dist.all_to_all_single(self._found.view(-1), given, [self._found.shape[1]] * self._world.size, self._sizes)
-            self.sent_bytes += (given.numel() - self._found.shape[1]) * given.element_size()
-        own = self._slices[self._world.rank]
-        first, *others = self._found
-        if self._sums.has_some:
-            own.add_(first)
-        else:
-            own.copy_(first)
-        for gradient in others:
-            own.add_(gradient)
+        given, rank = self._micro.buffer, self._world.rank
+        add_in_order([self._slices[rank]], exchange(given, self._sizes, self._world), begins=not self._sums.has_some)
+        self.sent_bytes += (given.numel() - self._sizes[rank]) * given.element_size()
 
     def arrived(self) -> Iterator[int]:
         """Give all ranks the whole sum; yield how many elements it has."""

@@ -68,6 +68,7 @@ def build_optimizer(
     *,
     skip_non_finite: bool,
     multipliers: Iterable[float] | None = None,
+    in_order: bool = False,
 ) -> torch.optim.Optimizer:
     """Return the optimizer that ``config`` names.
 
@@ -76,6 +77,7 @@ def build_optimizer(
         config: name, hyper-parameters and clip.
         skip_non_finite: clip and check for finite gradients in the optimizer itself (ZeRO-0 in fp32).
         multipliers: of the learning rate, by parameter (``ModelConfig.lr_multiplier``); each has a group. None: 1.
+        in_order: with the same bits however the parameters are cut (``OptimizerFamily.ordered_arguments``).
 
     Raises:
         ConfigError: its class cannot be imported, does not take the hyper-parameters, or raises an exception.
@@ -92,6 +94,7 @@ def build_optimizer(
     if skip_non_finite:
         base = type(f"Guarded{base.__name__}", (SkipNonFinite, base), {"clip": config.clip})
     arguments: dict[str, Any] = {**config.hyper_parameters(), **family.arguments}
+    arguments |= (family.ordered_arguments if in_order else None) or {}
     what = f"--optim.name {family.name}: {family.optimizer}"
     with nullcontext() if is_built_in(family) else faults_of(what, exhausted):
         return base(parameters if multipliers is None else _groups(parameters, multipliers, config), **arguments)

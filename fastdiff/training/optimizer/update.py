@@ -21,6 +21,7 @@ from fastdiff.training.ema import Ema
 from fastdiff.training.optimizer.build import create_state
 from fastdiff.training.optimizer.clipping import ParameterNorms
 from fastdiff.training.optimizer.empty_state import empty_state
+from fastdiff.training.optimizer.exact_norm import ExactNorm
 from fastdiff_kernels.adamw.norm import ArrivingNorm, clip
 
 Captured = Callable[[Callable[[], None]], Callable[[], None]]
@@ -59,7 +60,8 @@ class Update(ABC):
             self._replay = captured(self._move)
 
     @cached_property
-    def _norms(self) -> ParameterNorms | ArrivingNorm:
+    def norms(self) -> ParameterNorms | ArrivingNorm | ExactNorm:
+        """Takes the norm of a gradient; an engine may set another before the first step."""
         gradients = self._gradients
         return ParameterNorms(gradients.views, gradients.ends) if self.by_host else ArrivingNorm(gradients.buffer)
 
@@ -70,8 +72,8 @@ class Update(ABC):
             arrived: how many elements of the gradient are there, each time that more are; at last all.
         """
         for end in arrived:
-            self._norms.add(end)
-        self.norm = self._norms.take()
+            self.norms.add(end)
+        self.norm = self.norms.take()
         self.factor, self.skip = clip(self.norm, self.config.clip)
         if self._static is not None:
             for held, found in zip(self._static, (self.factor, self.skip), strict=True):

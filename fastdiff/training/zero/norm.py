@@ -5,7 +5,7 @@ reads the device two or three times. Here the norms of all gradients are one ope
 is not finite makes the norm infinite or NaN; its square is summed over the ranks, so that all of them skip the step.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,19 +16,25 @@ from torch import Tensor
 from fastdiff.training.optimizer.clipping import clip_factor, norm_of
 
 
-def take_norm_at_once(wrapper: Any) -> None:
+def take_norm_at_once(wrapper: Any, norm: Callable[[], Tensor] | None = None) -> None:
     """Replace norm, search for infinities and clipping of DeepSpeed's optimizer at stage 1, 2 or 3.
 
     With an optimizer on the CPU DeepSpeed adds up the norm during the backward pass; that stays as it is.
+
+    Args:
+        wrapper: the optimizer.
+        norm: returns the norm of the gradients of all ranks, times the scale of the loss; None: of those that
+            DeepSpeed has added up.
     """
     if getattr(wrapper, "cpu_offload", False) or getattr(wrapper, "offload_optimizer", False):
         return
     wrapper.check_overflow = lambda **_: None  # ``step`` checks the norm
     if isinstance(wrapper, DeepSpeedZeroOptimizer):
-        wrapper.scaled_global_norm = partial(_norm_over_ranks, wrapper, wrapper.bit16_groups)
+        wrapper.scaled_global_norm = norm or partial(_norm_over_ranks, wrapper, wrapper.bit16_groups)
         wrapper.unscale_and_clip_grads = partial(_unscale_and_clip, wrapper)
     else:
-        wrapper._get_norm_groups = lambda: [_norm_over_ranks(wrapper, wrapper.fp16_groups)]
+        norm = norm or partial(_norm_over_ranks, wrapper, wrapper.fp16_groups)
+        wrapper._get_norm_groups = lambda: [norm()]
         flats = wrapper.fp32_partitioned_groups_flat
         wrapper.unscale_and_clip_grads = lambda group, norm: _unscale_and_clip(wrapper, [flats[group].grad], norm)
 

@@ -1,7 +1,7 @@
-"""Sums in the order of the micro-batches: the same bits on 1, 2, 3 and 4 ranks, and what they send."""
+"""Sums in the order of the micro-batches: the same bits on 1 to 4 ranks and at every stage, and what they send."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,21 @@ from torch import Tensor, nn
 from fastdiff.config.command_line.config_file import with_optimizer
 from fastdiff.config.deepspeed import resolve
 from fastdiff.config.engine import choose
+from fastdiff.config.launch_options import Launch
 from fastdiff.config.run import RunConfig
 from fastdiff.errors import ConfigError
+from fastdiff.models.pretrained.pipeline import Pretrained
+from fastdiff.models.pretrained.tiny_pipeline import build
 from fastdiff.parallel.fragments import Fragment
 from fastdiff.parallel.world import World
 from fastdiff.planning.scaling.zero import Zero
 from fastdiff.training.buffers import Gradients, places_of
 from fastdiff.training.engines.ordered_sum import OrderedSum
+from tests.end_to_end.test_transformer_families import CAPTIONS, config_of
 from tests.support.forked import Ranks, forked_ranks, values
+from tests.support.inputs import text_runs
+from tests.support.inputs.encoding import captioned, encode
+from tests.support.inputs.family_pipelines import TOKENS, family_pipeline
 from tests.support.nights import by_day
 from tests.support.runs import hexes, intact, launch, newest, tiny, train_losses
 from tests.support.waiting import wait_until
@@ -30,11 +37,16 @@ ARMS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "adamw": ("adamw", {}, {}),
     "adamw-bf16": ("adamw", {}, {"precision": "bf16"}),
     "adamw8bit": ("adamw8bit", {}, {}),
+    "muon8bit": ("muon8bit", {"iterations_dtype": "fp32"}, {}),
     "muon": ("muon", {"iterations_dtype": "fp32"}, {}),
     "muon-bf16": ("muon", {"iterations_dtype": "bf16"}, {"precision": "bf16"}),
 }
 """Optimizer, its options, and those of the performance."""
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "adamw8bit": (), "muon": ("momentum", "exp_avg", "exp_avg_sq")}
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum", "exp_avg", "exp_avg_sq")}
+"""Of optimizers whose state has an entry per element; of the others the weights after it show the state."""
+LAYOUTS = [(1, 0), (1, 1), (2, 0), (2, 1), (2, 3), (3, 2), (4, 0), (4, 3)]
+"""(ranks, ZeRO stage); the first is the flat engine on one rank."""
+REST = [(1, 2), (1, 3), (2, 2), (3, 0), (3, 1), (3, 3), (4, 1), (4, 2)]
 
 
 def run_of(
@@ -54,15 +66,22 @@ def run_of(
     )  # fmt: skip
 
 
-def trained(world: World, configs: Mapping[str, RunConfig]) -> dict[str, list[str]]:
+def start(stage: int) -> Launch:
+    """At this ZeRO stage, with gradients in several buckets."""
+    given = launch(stage)
+    zero = {**(given.deepspeed or {})["zero_optimization"], **({"reduce_bucket_size": 5000} if stage else {})}
+    return replace(given, deepspeed={**(given.deepspeed or {}), "zero_optimization": zero})
+
+
+def trained(world: World, configs: Mapping[str, RunConfig], stage: int = 0) -> dict[str, list[str]]:
     """Losses of every run."""
-    return {name: hexes(train_losses(world, config, launch(0))) for name, config in configs.items()}
+    return {name: hexes(train_losses(world, config, start(stage))) for name, config in configs.items()}
 
 
 def state(folder: Path, arm: str) -> dict[str, Tensor]:
     """Weights, averages and moments of the newest checkpoint, whole."""
     saved = newest(folder)
-    kinds, held = ("master", "ema/0.9", "ema/0.5", *MOMENTS[ARMS[arm][0]]), {key for _, key in saved.keys("")}
+    kinds, held = ("master", "ema/0.9", "ema/0.5", *MOMENTS.get(ARMS[arm][0], ())), {key for _, key in saved.keys("")}
     return {
         f"{kind}/{name}": saved.slice(kind, Fragment(name, 0, math.prod(shape), 0))
         for kind in kinds
@@ -78,21 +97,52 @@ def assert_same_bits(folder: Path, expected: Path, arm: str) -> None:
         assert torch.equal(found[name], value), f"{folder.name} {name}"
 
 
-@pytest.mark.parametrize("arms", by_day([("adamw", "muon")], (("adamw-bf16", "adamw8bit", "muon-bf16"),)))
-def test_runs_are_equal_to_the_bit_on_any_number_of_ranks(digits: Path, tmp_path: Path, arms: Sequence[str]) -> None:
+@pytest.mark.parametrize("arms", by_day([("adamw", "muon")], (("adamw-bf16", "adamw8bit", "muon-bf16", "muon8bit"),)))
+@pytest.mark.parametrize("layouts", by_day([LAYOUTS], ([LAYOUTS[0], *REST],)))
+def test_runs_are_equal_to_the_bit_on_any_number_of_ranks_and_at_every_stage(
+    digits: Path, tmp_path: Path, arms: Sequence[str], layouts: Sequence[tuple[int, int]]
+) -> None:
     """Losses, weights, averages and moments; micro-batches of 2 do not divide 12 samples on 4 ranks."""
-    found: dict[int, dict[str, list[str]]] = {}
-    for ranks in (1, 2, 3, 4):
+    found: dict[str, list[str]] = {}
+    for ranks, stage in layouts:
         configs = {
-            f"{arm}-{micro}": run_of(digits, tmp_path / f"{ranks}-{arm}-{micro}", arm, micro=micro)
+            f"{arm}-{micro}": run_of(digits, tmp_path / f"{ranks}-{stage}-{arm}-{micro}", arm, micro=micro)
             for arm in arms
             for micro in (1, 2)
-            if 12 % (micro * ranks) == 0
+            if 12 % (micro * ranks) == 0 and (micro == 1 or stage in (0, 3))
         }
-        found[ranks] = values(forked_ranks(trained, configs, ranks=ranks))[0]
-        for name, own in found[ranks].items():
-            assert own == found[1][name], f"{ranks} ranks, {name}"
-            assert_same_bits(tmp_path / f"{ranks}-{name}", tmp_path / f"1-{name}", name.rpartition("-")[0])
+        for name, own in values(forked_ranks(trained, configs, stage, ranks=ranks))[0].items():
+            assert own == found.setdefault(name, own), f"{ranks} ranks, stage {stage}, {name}"
+            assert_same_bits(tmp_path / f"{ranks}-{stage}-{name}", tmp_path / f"1-0-{name}", name.rpartition("-")[0])
+
+
+def unet_run(folder: Path, run: Path) -> RunConfig:
+    if not (folder / "data").exists():
+        text_runs.encode(folder / "data", build(folder / "pipeline"))
+    return text_runs.text_run(folder / "data", folder / "pipeline", run, STEPS)
+
+
+def sd3_run(folder: Path, run: Path) -> RunConfig:
+    pipeline, data = folder / "sd3", folder / "data"
+    if not data.exists():
+        side = 8 * Pretrained(str(family_pipeline(pipeline, "sd3"))).latent_space.factor
+        pictures = captioned(folder / "pictures", CAPTIONS, [(side, side)] * len(CAPTIONS))
+        encode(pictures, data, pipeline / "pipeline", resolution=side, max_tokens=TOKENS["sd3"])
+    return config_of(pipeline / "pipeline", data, run)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("run", [unet_run, sd3_run])
+def test_other_networks_are_equal_at_every_stage(tmp_path: Path, run: Callable[[Path, Path], RunConfig]) -> None:
+    """Their blocks read a condition several times, and skip connections have several readers."""
+    found = {}
+    for ranks, stage in ((1, 0), (2, 1), (2, 3)):
+        config = run(tmp_path, folder := tmp_path / f"{ranks}-{stage}")
+        performance = replace(config.performance, grad_accum_order="micro_batches")
+        config = replace(config, performance=performance, batch=replace(config.batch, micro=1))
+        found[ranks, stage] = values(forked_ranks(trained, {"": config}, stage, ranks=ranks))[0]
+        assert found[ranks, stage] == found[1, 0]
+        assert_same_bits(folder, tmp_path / "1-0", "adamw")
 
 
 def test_without_them_the_bits_depend_on_the_ranks(digits: Path, tmp_path: Path) -> None:
@@ -109,23 +159,30 @@ def test_without_them_the_bits_depend_on_the_ranks(digits: Path, tmp_path: Path)
 
 
 def test_one_rank_adds_up_as_without_them(digits: Path, tmp_path: Path) -> None:
-    configs = {
-        order: run_of(digits, tmp_path / order, "adamw", grad_accum_order=order) for order in ("ranks", "micro_batches")
-    }
-    found = values(forked_ranks(trained, configs, ranks=1))[0]
+    """Without clipping, because the norm is taken in another order."""
+
+    def unclipped(order: str) -> RunConfig:
+        config = run_of(digits, tmp_path / order, "muon", grad_accum_order=order)
+        return replace(config, optim=replace(config.optim, clip=0.0))
+
+    found = values(forked_ranks(trained, {order: unclipped(order) for order in ("ranks", "micro_batches")}, ranks=1))[0]
     assert found["micro_batches"] == found["ranks"]
 
 
-@pytest.mark.parametrize("arm", by_day(["muon"], "adamw", "adamw8bit"))
-def test_a_killed_run_goes_on_to_the_bit_on_another_number_of_ranks(digits: Path, tmp_path: Path, arm: str) -> None:
+@pytest.mark.parametrize(
+    ("arm", "stages"), by_day([("muon", (2, 3))], ("adamw", (0, 1)), ("adamw8bit", (3, 0)), ("muon8bit", (1, 2)))
+)
+def test_a_killed_run_goes_on_to_the_bit_on_other_ranks_and_at_another_stage(
+    digits: Path, tmp_path: Path, arm: str, stages: tuple[int, int]
+) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     long = run_of(digits, killed, arm, steps=1000)
     long = replace(long, output=replace(long.output, checkpoint_every=1))
-    with Ranks(trained, {"": long}, ranks=2):
+    with Ranks(trained, {"": long}, stages[0], ranks=2):
         wait_until(lambda: bool(intact(killed)), "a checkpoint")
     steps = intact(killed)[0] + 3
     ends = {folder.name: run_of(digits, folder, arm, steps=steps) for folder in (killed, whole)}
-    gone_on = values(forked_ranks(trained, {"": replace(long, samples=12 * steps)}, ranks=3))[0]
+    gone_on = values(forked_ranks(trained, {"": replace(long, samples=12 * steps)}, stages[1], ranks=3))[0]
     expected = values(forked_ranks(trained, {"": ends["whole"]}, ranks=1))[0]
     assert gone_on == expected
     assert_same_bits(killed, whole, arm)
@@ -163,23 +220,31 @@ def test_every_rank_has_the_sum_in_order_and_sends_what_is_counted(ranks: int) -
         assert torch.equal(sums, expected.expand(4))
     elements, micro_batches = found[0][2], 12 // ranks
     sizes = {message.kind: message.bytes for message in Zero(stage=0, in_order=True).messages([elements], 4, ranks, 4)}
-    planned = micro_batches * sizes["reduce-scatter"] + sizes["all-gather"]
+    planned = micro_batches * sizes["all-to-all"] + sizes["all-gather"]
     assert sum(sent for _, sent, _ in found) == (ranks - 1) * planned
 
 
 def test_what_cannot_add_up_so_is_refused(digits: Path, tmp_path: Path) -> None:
     config = run_of(digits, tmp_path, "adamw")
 
-    def chosen(stage: int, **performance: Any) -> str:
-        changed = replace(config, performance=replace(config.performance, **performance))
-        return choose(changed.optim, changed.performance, resolve(launch(stage).deepspeed, changed, 2))
+    def chosen(stage: int, *, engine: Any = "auto", optimizer: str = "adamw", zero: Mapping[str, Any] = {}) -> str:
+        changed = with_optimizer(config, optimizer, "this test")
+        given = start(stage).deepspeed or {}
+        resolved = resolve({**given, "zero_optimization": {**given["zero_optimization"], **zero}}, changed, 2)
+        return choose(changed.optim, replace(config.performance, engine=engine), resolved)
 
-    assert chosen(0) == "flat"
+    assert [chosen(stage) for stage in range(4)] == ["flat", "deepspeed", "deepspeed", "deepspeed"]
     order = "--performance.grad_accum_order micro_batches"
-    with pytest.raises(ConfigError, match=f"{order} needs the flat engine.* ZeRO stage 2.*use --deepspeed_config ddp"):
-        chosen(2)
-    with pytest.raises(ConfigError, match=f"{order} needs .* --performance.engine deepspeed: leave it out"):
+    with pytest.raises(ConfigError, match=f"{order} at ZeRO stage 0 needs the flat .* deepspeed: leave it out"):
         chosen(0, engine="deepspeed")
+    refused: Mapping[str, Any] = {"offload_optimizer": {"device": "cpu"}, "zero_quantized_gradients": True}
+    for field, value in refused.items():
+        with pytest.raises(ConfigError, match=f"{order} .* has zero_optimization.{field}: remove it, or use .* zero1"):
+            chosen(2, zero={field: value})
+        off: Any = False if value is True else {"device": "none"}
+        assert chosen(2, zero={field: off}) == "deepspeed"
+    with pytest.raises(ConfigError, match=f"{order} with --optim.name adamw8bit-bnb, .* use adamw, adamw8bit"):
+        chosen(1, optimizer="adamw8bit-bnb")
     for micro in (None, "auto"):
         with pytest.raises(ConfigError, match=f"{order} needs .* given --batch.micro {micro}: set it to a number"):
             replace(config, batch=replace(config.batch, micro=micro))
