@@ -49,6 +49,7 @@ class Workload:
     fp8: bool | None = None
     fp8_weight_gradients: str | None = None
     cuda_graph: bool | None = None
+    grad_accum_order: str | None = None
     loader: str | None = None
     model: tuple[str, ...] = ()
     """``NAME=VALUE`` each: other values of the preset's network."""
@@ -72,6 +73,7 @@ class Workload:
             precision=self.precision, compile=self.compile, kernels=self.kernels, attention=self.attention,
             recompute=self.recompute, deterministic=self.deterministic, fp8=self.fp8,
             fp8_weight_gradients=self.fp8_weight_gradients, cuda_graph=self.cuda_graph,
+            grad_accum_order=self.grad_accum_order,
         )  # fmt: skip
         config = replace(
             base,

@@ -8,7 +8,7 @@ A file marks a table with two lines::
 The table of that kind, from the records in these folders (relative to the root of the repository), is written between
 them. Kinds: ``peers``, ``readers``, ``reader-speed-ups``, ``kernels``, ``steps``, ``emission``,
 ``predictions``, ``predicted-shares``, ``objectives``, ``features``, ``features-by-level``,
-``recipes``, ``recipes-by-level``.
+``recipes``, ``recipes-by-level``, ``ranks``.
 """
 
 import re
@@ -25,7 +25,10 @@ from fastdiff_bench.records.record import Measurement, Record
 
 Row: TypeAlias = tuple[str, ...]
 
-FILES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "objectives.md", ROOT / "kernels" / "README.md")
+_DOCS = ROOT / "docs"
+FILES = (
+    _DOCS / "benchmarks.md", _DOCS / "objectives.md", _DOCS / "how-to" / "performance.md", ROOT / "kernels/README.md"
+)  # fmt: skip
 
 _BEGIN, _END = "<!-- bench:", "<!-- end bench -->"
 _BLOCK = re.compile(rf"^({_BEGIN} (\S+) (.+?) -->)\n(.*?)^{_END}$", re.MULTILINE | re.DOTALL)
@@ -354,5 +357,6 @@ _KINDS: dict[str, tuple[str, Callable[[Sequence[Measurement]], list[Row]]]] = {
     "features-by-level": ("features", _differences_by_level),
     "recipes": ("recipes", _recipes),
     "recipes-by-level": ("recipes", _recipes_by_level),
+    "ranks": ("scale", _providers("step time", "communication time", "collectives", "bytes sent")),
     "steps": ("step", _providers("step time", "throughput", "peak allocated", "peak resident", "mfu", "of matmul")),
 }

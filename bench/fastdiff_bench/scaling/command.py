@@ -2,7 +2,8 @@
 
 Measured, for one ZeRO stage after the other: steps of one rank, of W independent runs (which share the machine but do
 not communicate), and of W ranks together, interleaved, with the same samples per rank (weak scaling), and the bytes
-sent, beside those of the model in ``fastdiff/planning/scaling/communication.py``. Predicted: see
+sent, beside those of the model in ``fastdiff/planning/scaling/communication.py``. Ranks together are measured in each
+of the ``--orders`` in which they add up gradients. Predicted: see
 ``bench/fastdiff_bench/scaling/projection.py``.
 """
 
@@ -13,11 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import torch
 
+from fastdiff.config.sections.performance import SumOrder
 from fastdiff.planning.scaling.communication import Message, sent
 from fastdiff.planning.scaling.zero import Zero, parameters_of, width_of
+from fastdiff.planning.step_time import repeated
 from fastdiff.plurals import counted
 from fastdiff_bench import BenchError
 from fastdiff_bench.arguments import Commands, add_measuring, device, open_log
@@ -32,6 +36,7 @@ from fastdiff_bench.scaling import host, projection
 from fastdiff_bench.trainers import collectives
 
 _STAGES = ("ddp", "zero1", "zero2", "zero3")
+_ORDERS: tuple[str, ...] = get_args(SumOrder)
 FULL, SMOKE = Effort(rounds=8, steps=5, warm_up=10), Effort(rounds=2, steps=2, warm_up=4)
 _SAMPLES = 256
 
@@ -44,29 +49,39 @@ class Plan:
     """Workload of one rank."""
     stages: tuple[str, ...]
     ranks: tuple[int, ...]
+    orders: tuple[str, ...]
     device: str
     effort: Effort
 
-    def name(self, stage: str, ranks: int, apart: bool = False) -> str:
+    def name(self, stage: str, ranks: int, order: str = "ranks", *, apart: bool = False) -> str:
         """Return the provider in the records."""
-        return f"{provider(stage)}, {counted(ranks, 'rank')}{' apart' if apart else ''}"
+        how = " apart" if apart else "" if order == "ranks" else ", sums in one order"
+        return f"{provider(stage)}, {counted(ranks, 'rank')}{how}"
+
+    def together(self, stage: str, ranks: int, order: str) -> Workload:
+        """Return the workload of ranks that train one network."""
+        batch = ranks * (self.workload.batch or 1)
+        return replace(self.workload, deepspeed=stage, batch=batch, grad_accum_order=order)
 
     @property
     def row(self) -> Callable[..., Measurement]:
         """``Measurement.of`` without bench and case."""
         return partial(Measurement.of, "scale", self.workload.case)
 
-    def zero(self, stage: str) -> Zero:
+    def zero(self, stage: str, order: str = "ranks") -> Zero:
         """Return the communication settings of a stage's DeepSpeed JSON."""
-        return Zero.of(replace(self.workload, deepspeed=stage).deepspeed_json())
+        zero = Zero.of(replace(self.workload, deepspeed=stage).deepspeed_json())
+        return replace(zero, in_order=order == "micro_batches")
 
-    def messages(self, stage: str, ranks: int) -> list[Message]:
+    def messages(self, stage: str, ranks: int, order: str = "ranks") -> list[Message]:
         """Return the modelled messages of a step."""
-        config = self.workload.config(Path(), Path())
+        config = self.together(stage, ranks, order).config(Path(), Path())
         performance = config.performance
         widths = width_of(performance.precision), ranks, width_of(performance.sums)
-        zero = self.zero(stage)
-        return [*zero.messages(parameters_of(config.model), *widths), consensus(zero.stage)]
+        zero = self.zero(stage, order)
+        last = zero.messages(parameters_of(config.model), *widths)
+        before = repeated(last, zero) * (config.batch.accumulation(ranks) - 1)
+        return [*before, *last, consensus(zero.stage)]
 
 
 def consensus(stage: int) -> Message:
@@ -83,7 +98,12 @@ def add(commands: Commands) -> None:
     add_measuring(parser)
     parser.add_argument("--preset", help="preset to train (default: digits)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples per rank and step (default: 8)")
+    parser.add_argument("--micro", type=int, metavar="N", help="samples of a forward pass (default: all of a rank)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"])
+    parser.add_argument(
+        "--orders", nargs="+", choices=_ORDERS, default=_ORDERS[:1],
+        help="as --performance.grad_accum_order; default: ranks",
+    )  # fmt: skip
     parser.add_argument(
         "--stages", nargs="+", default=_STAGES, metavar="NAME|FILE", help="as --deepspeed_config; default: all stages"
     )
@@ -152,11 +172,14 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     batch = 8 if arguments.batch is None else arguments.batch
     if batch < 1:
         raise BenchError(f"--batch {batch}: expected at least one sample per rank")
-    workload = Workload(preset=arguments.preset or "digits", batch=batch, precision=arguments.precision)
+    micro = batch if arguments.micro is None else arguments.micro
+    workload = Workload(preset=arguments.preset or "digits", batch=batch, micro=micro, precision=arguments.precision)
     stages = tuple(arguments.stages[-1:] if smoke else arguments.stages)
-    plan = Plan(workload, stages, ranks, on, SMOKE if smoke else FULL)
+    orders = tuple(dict.fromkeys(arguments.orders))
+    plan = Plan(workload, stages, ranks, orders, on, SMOKE if smoke else FULL)
     for stage in stages:
-        plan.messages(stage, 1)
+        for order in orders:
+            plan.messages(stage, 1, order)
     return plan
 
 
@@ -169,9 +192,9 @@ def _programs(plan: Plan, data: Path, stage: str) -> list[Program]:
         if ranks > 1:
             name = plan.name(stage, ranks, apart=True)
             found.append(Program(name, collectives.run_apart, (alone, data), ranks, threads))
-        together = replace(alone, batch=ranks * (alone.batch or 1))
-        given = (together, data, (warm_up // 2, warm_up))
-        found.append(Program(plan.name(stage, ranks), collectives.run, given, ranks, threads))
+        for order in plan.orders:
+            given = (plan.together(stage, ranks, order), data, (warm_up // 2, warm_up))
+            found.append(Program(plan.name(stage, ranks, order), collectives.run, given, ranks, threads))
     return found
 
 
@@ -179,28 +202,31 @@ def _report_measured(plan: Plan, results: dict[str, Result], log: Log) -> None:
     rows = [["measured", "step ms", "p20", "p80", "collectives", "sent MiB", "by the model", "communication ms"]]
     for stage in plan.stages:
         for ranks in plan.ranks:
-            for apart in (True, False) if ranks > 1 else (False,):
-                name = plan.name(stage, ranks, apart)
+            kinds = [("ranks", True)] if ranks > 1 else []
+            for order, apart in [*kinds, *((order, False) for order in plan.orders)]:
+                name = plan.name(stage, ranks, order, apart=apart)
                 result = results[name]
                 if result.failure is not None:
                     continue
                 timing = result.timing
                 times = [f"{1e3 * value:.1f}" for value in (timing.median, timing.p20, timing.p80)]
                 facts: dict[str, Fact] = {"stage": plan.zero(stage).stage, "ranks": ranks, "apart": apart}
-                facts["parameters"] = result.facts["parameters"]
+                facts |= {"order of sums": order, "parameters": result.facts["parameters"]}
                 log.write(plan.row(name, "step time", "ms", timing, "lower", scale=1e3, facts=facts))
-                counts = ["", "", "", ""] if apart else _report_counted(plan, stage, ranks, result, facts, log)
+                counts = ["", "", "", ""] if apart else _report_counted(plan, name, stage, order, result, facts, log)
                 rows.append([name, *times, *counts])
     print(table(rows, "<>>>>>>>"))
 
 
-def _report_counted(plan: Plan, stage: str, ranks: int, result: Result, facts: dict[str, Fact], log: Log) -> list[str]:
+def _report_counted(
+    plan: Plan, name: str, stage: str, order: str, result: Result, facts: dict[str, Fact], log: Log
+) -> list[str]:
+    ranks = int(facts["ranks"] or 1)
     steps: list[list[collectives.Call]] = json.loads(str(result.facts["calls"]))
-    name = plan.name(stage, ranks)
     by_kind: dict[str, float] = {}
     for kind, size, _ in steps[-1]:
         by_kind[kind] = by_kind.get(kind, 0.0) + sent(kind, size, ranks) / 2**20
-    model = sum(sent(message.kind, message.bytes, ranks) for message in plan.messages(stage, ranks)) / 2**20
+    model = sum(sent(message.kind, message.bytes, ranks) for message in plan.messages(stage, ranks, order)) / 2**20
     counts = Timing.of([float(len(calls)) for calls in steps])
     log.write(plan.row(name, "collectives", "1", counts, "neither", facts=facts))
     more: dict[str, Fact] = {**by_kind, "by the model": model, "bytes": "the least that any algorithm sends"}

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ CASES = [
     ("small buckets", "fp32"),
     ("sharded", "bf16"),
 ]
+IN_ORDER = [("zero1", "bf16"), ("zero3", "fp32"), ("sharded", "bf16")]
+"""With sums in the order of the micro-batches."""
 
 
 def deepspeed_file(folder: Path, name: str) -> str:
@@ -84,13 +87,14 @@ def test_two_ranks_send_exactly_what_the_model_says(tmp_path: Path) -> None:
         Workload(preset="digits", batch=4, deepspeed=deepspeed_file(tmp_path, name), precision=dtype, loader="prefetch")
         for name, dtype in CASES
     ]
+    workloads += [replace(workloads[CASES.index(case)], micro=2, grad_accum_order="micro_batches") for case in IN_ORDER]
     model = workloads[0].config(tmp_path, tmp_path).model
     data = synthetic.write(tmp_path / "data", model, 64)
     first, second = run_ranks(count, data, workloads, ranks=2)
-    for workload, case, calls, others in zip(workloads, CASES, first, second, strict=True):
+    for workload, case, calls, others in zip(workloads, [*CASES, *IN_ORDER], first, second, strict=True):
         assert [call[:2] for call in calls] == [call[:2] for call in others], case
         assert all(0 < seconds < 60 for *_, seconds in calls)
-        zero = Zero.of(workload.deepspeed_json())
+        zero = replace(Zero.of(workload.deepspeed_json()), in_order=workload.grad_accum_order is not None)
         messages = zero.messages(parameters_of(model), width_of(case[1]), 2, width_of("fp32"))
         seen = sorted((kind, size) for kind, size, _ in calls)
         model_says = sorted((message.kind, message.bytes) for message in [*messages, consensus(zero.stage)])
