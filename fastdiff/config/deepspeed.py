@@ -188,3 +188,8 @@ def _check_zero(resolved: DsConfig) -> None:
         offload = _section(zero, name, f"zero_optimization.{name}") if zero.get(name) is not None else {}
         if offload.get("device", "none") == "nvme":
             raise ConfigError(f'"zero_optimization.{name}.device": "nvme" is not supported; use "cpu" or "none"')
+    if stage in (1, 2) and zero.get("round_robin_gradients"):
+        raise ConfigError(
+            'the DeepSpeed JSON has "zero_optimization.round_robin_gradients": true, with which DeepSpeed 0.19 names '
+            "wrong places of the weights in its buffers, so that checkpoints would be wrong; remove it"
+        )

@@ -21,7 +21,7 @@ _OWNED = {
 """Sections of the DeepSpeed JSON that say nothing more than the run does."""
 _ORDERED = {
     "stage", "overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
-    "allgather_bucket_size", "round_robin_gradients", "sub_group_size", "stage3_prefetch_bucket_size",
+    "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size",
     "stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
     "stage3_gather_16bit_weights_on_model_save", "ignore_unused_parameters", "memory_efficient_linear",
 }  # fmt: skip
@@ -119,16 +119,17 @@ def _keeps_deepspeed(saved: Mapping[str, Any] | None) -> bool:
 
 def unsupported(optim: OptimConfig, performance: PerformanceConfig, ds_config: DsConfig) -> str | None:
     """Return why the flat engine cannot train this run, and the remedy; None if it can."""
+    otherwise = "" if performance.in_order else ", or --performance.engine deepspeed"
     stage, others = zero_stage(ds_config), sorted(ds_config.keys() - _OWNED)
     zero = sorted(ds_config.get("zero_optimization", {}).keys() - {"stage"})
     if stage != 0:
         return f"with ZeRO stage {stage}: it is for stage 0; use --deepspeed_config ddp"
     if performance.precision == "fp16":
-        return "with --performance.precision fp16: it does not scale the loss; use bf16 or fp32"
+        return "with --performance.precision fp16: it does not scale the loss; use bf16 or fp32, or a higher stage"
     if family_of(optim).flat_update is None:
         names = " or ".join(name for name, family in optimizers().items() if family.flat_update is not None)
-        return f"with --optim.name {optim.name}: use {names}, or --performance.engine deepspeed"
+        return f"with --optim.name {optim.name}: use {names}{otherwise}"
     if others or zero:
         named = ", ".join([*others, *(f"zero_optimization.{name}" for name in zero)])
-        return f"with a DeepSpeed JSON that has {named}: remove it, or use --performance.engine deepspeed"
+        return f"with a DeepSpeed JSON that has {named}: remove it{otherwise}"
     return None

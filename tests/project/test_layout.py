@@ -170,8 +170,8 @@ def importers(of: str, paths: Sequence[Path] = SOURCES) -> set[str]:
 def test_only_the_engine_imports_deepspeed() -> None:
     assert importers("deepspeed") == {
         "fastdiff.training.engines.deepspeed", "fastdiff.training.zero.linear_layers", "fastdiff.training.zero.norm",
-        "fastdiff.training.zero.ordered_shards", "fastdiff.training.zero.shortcuts", "fastdiff.training.zero.slices",
-        "fastdiff.training.zero.stage3",
+        "fastdiff.training.zero.ordered_shards", "fastdiff.training.zero.refusals", "fastdiff.training.zero.shortcuts",
+        "fastdiff.training.zero.slices", "fastdiff.training.zero.stage3",
     }  # fmt: skip
 
 

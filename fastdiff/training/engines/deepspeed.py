@@ -41,6 +41,7 @@ from fastdiff.training.optimizer.build import (
 )
 from fastdiff.training.zero.norm import take_norm_at_once
 from fastdiff.training.zero.ordered_shards import OrderedShards
+from fastdiff.training.zero.refusals import refusals
 from fastdiff.training.zero.shortcuts import keep_whole, leave_gradients_in_place, leave_parameters_in_place
 from fastdiff.training.zero.slices import flats_of, overwrite
 from fastdiff.training.zero.stage3 import partition, plan_two_passes_as_one, require_input_gradients
@@ -124,7 +125,7 @@ class DeepSpeedEngine(Engine):
         wide = _adds_up(config.batch, config.performance, world.size)
         given = with_sums(with_sums_in_parts(ds_config) if in_order else ds_config, wide=wide)
         given |= {"gradient_clipping": 0.0} if guard else {}
-        with without_prints():  # of every rank
+        with without_prints(), refusals():  # of every rank
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=given)
         if guard:
             # DeepSpeed would search all modules for parameters; frozen ones have no gradient.
@@ -250,6 +251,7 @@ class DeepSpeedEngine(Engine):
         for name, parameter in self._engine.module.named_parameters():
             if parameter.requires_grad:
                 overwrite(parameter, name, self._rank, read)
+        self._forget_copies()
         for flat in self.flats:
             forget(flat.state)
 
@@ -265,6 +267,12 @@ class DeepSpeedEngine(Engine):
                 continue
             overwrite(parameters[name], name, self._rank, partial(Fragment.within, value=value))
             copy_into(self.flats, name, value)
+        self._forget_copies()
+
+    def _forget_copies(self) -> None:
+        """Let the next pass of ZeRO-3 gather the weights anew that ``zero_hpz_partition_size`` keeps in a node."""
+        if self.stage == 3:
+            self._engine.optimizer.invalidate_secondary_tensor()
 
     def _lift_loss_scale(self) -> dict[str, float]:
         """Double the loss scale and return its previous state for ``step``: a discarded step is not an overflow."""

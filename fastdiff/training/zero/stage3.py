@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fastdiff.config.deepspeed import DsConfig
 from fastdiff.console import without_prints
+from fastdiff.training.zero.refusals import refusals
 
 
 class _InTurn(nn.Module):
@@ -30,7 +31,7 @@ class _InTurn(nn.Module):
 
 def partition(model: nn.Module, ds_config: DsConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Give a network on ``meta`` this rank's parts of its parameters, as DeepSpeed makes them of a whole network."""
-    with without_prints():
+    with without_prints(), refusals():
         deepspeed.init_distributed()  # it takes over the process group
         # It also replaces torch's linear layer in this process: with torch's own, autograd would keep gathered weights.
         deepspeed.zero.Init(module=_InTurn(model, dtype, device), config_dict_or_path=ds_config)

@@ -317,6 +317,7 @@ def test_one_rank_shards_nothing(precision: Precision, optimizer: str) -> None:
         ({"bf16": True}, r'"bf16": true; expected an object'),
         ({"zero_optimization": True}, r'"zero_optimization": true; expected an object'),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "not supported"),
+        ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "would be wrong; remove it"),
     ],
 )
 def test_a_contradicting_deepspeed_file_is_refused(raw: dict[str, object], message: str) -> None:

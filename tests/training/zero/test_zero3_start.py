@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastdiff.config.deepspeed import resolve
 from fastdiff.config.run import RunConfig
+from fastdiff.errors import ConfigError
 from fastdiff.models.load import build_network, build_on_meta
 from fastdiff.parallel.fragments import assemble
 from fastdiff.parallel.world import World
@@ -105,3 +106,35 @@ def test_a_rank_needs_memory_for_its_part_alone(digits: Path, tmp_path: Path) ->
     config = replace(config, model=replace(config.model, hidden=512, depth=12, heads=8))
     for rise in values(forked_ranks(_rise, config)):
         assert rise < 3
+
+
+def test_weights_that_a_node_keeps_are_those_of_the_run(digits: Path, tmp_path: Path) -> None:
+    """DeepSpeed makes these copies of the zeros from which a start fills the network."""
+    found = {}
+    for kept in (1, 2):
+        config = tiny(digits, tmp_path / str(kept), steps=3, output__checkpoint_every=2)
+        start = launch(3)
+        assert start.deepspeed is not None
+        changes = {"stage3_param_persistence_threshold": 0, "zero_hpz_partition_size": kept}
+        start.deepspeed["zero_optimization"] |= changes
+        first = values(forked_ranks(train_losses, config, start))[0]
+        longer = replace(config, samples=config.samples * 2)
+        found[kept] = first, values(forked_ranks(train_losses, longer, start))[0]
+    assert found[2] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("stage", "section", "message"),
+    [
+        (2, {"reduce_bucket": 3}, "reduce_bucket: Extra inputs are not permitted; correct or remove"),
+        (2, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "Partial offloading only supported for ZeRO"),
+    ],
+)
+def test_what_deepspeed_refuses_is_one_error(
+    world: World, digits: Path, tmp_path: Path, stage: int, section: dict[str, Any], message: str
+) -> None:
+    start = launch(stage)
+    assert start.deepspeed is not None
+    start.deepspeed["zero_optimization"] |= section
+    with pytest.raises(ConfigError, match=f"DeepSpeed refuses the DeepSpeed JSON: .*{message}"):
+        train(tiny(digits, tmp_path), start, world)
