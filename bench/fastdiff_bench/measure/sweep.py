@@ -37,6 +37,7 @@ _HELP = {
     "fp8_weight_gradients": "as --performance.fp8_weight_gradients: fp8 or bf16",
     "cuda_graph": "as --performance.cuda_graph; the first 3 steps, up to the capture, are not measured, it has no "
     "phases, and the trace is of a step without it",
+    "grad_accum_order": "as --performance.grad_accum_order: ranks or micro_batches",
     "loader": "as --data.loader",
 }
 

@@ -147,6 +147,7 @@ class Workload:
         """Name of fastdiff's configuration in records."""
         choices = {
             "kernels": self.kernels, "attention": self.attention, "optim": self.optimizer, "loader": self.loader,
+            "order": self.grad_accum_order,
         }  # fmt: skip
         parts = ["fastdiff", Path(self.deepspeed).stem]
         parts += [] if self.compile is None else ["compiled" if self.compile else "eager"]
@@ -176,6 +177,7 @@ class Workload:
             "fp8": config.performance.fp8,
             "fp8_weight_gradients": config.performance.fp8_weight_gradients,
             "cuda_graph": config.performance.cuda_graph,
+            "grad_accum_order": config.performance.grad_accum_order,
             "loader": config.data.loader,
             **({"deepspeed_file": os.path.relpath(self.deepspeed)} if Path(self.deepspeed).suffix == ".json" else {}),
         }
