@@ -385,7 +385,9 @@ def test_pictures_of_a_fine_tuning_stand_beside_those_of_its_base(page: Page, tm
     page.locator("#samples .large img").wait_for()
     assert texts(page, "#samples .columns span") == []
     assert texts(page, "#prompts .prompt:first-child figcaption") == ["base", "step 50", "step 100"]
+    first = page.locator("#prompts .crop").first.element_handle()
     page.locator("#image").select_option("1")
+    page.wait_for_function("(crop) => !crop.isConnected", arg=first)  # the next frame shows the others
     seen = page.evaluate(COLOURS)
     # Red counts the prompts, green the images, and blue is 0 for the base, otherwise a hundredth of the step.
     assert seen == [[40 * prompt, 80, blue] for prompt in (1, 2) for blue in (0, 50, 100)]
