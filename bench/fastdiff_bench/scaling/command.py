@@ -60,8 +60,9 @@ class Plan:
 
     def together(self, stage: str, ranks: int, order: str) -> Workload:
         """Return the workload of ranks that train one network."""
-        batch = ranks * (self.workload.batch or 1)
-        return replace(self.workload, deepspeed=stage, batch=batch, grad_accum_order=order)
+        own = self.workload.batch or 1
+        micro = self.workload.micro or own  # sums in one order need a number
+        return replace(self.workload, deepspeed=stage, batch=ranks * own, micro=micro, grad_accum_order=order)
 
     @property
     def row(self) -> Callable[..., Measurement]:
@@ -172,8 +173,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     batch = 8 if arguments.batch is None else arguments.batch
     if batch < 1:
         raise BenchError(f"--batch {batch}: expected at least one sample per rank")
-    micro = batch if arguments.micro is None else arguments.micro
-    workload = Workload(preset=arguments.preset or "digits", batch=batch, micro=micro, precision=arguments.precision)
+    workload = Workload(
+        preset=arguments.preset or "digits", batch=batch, micro=arguments.micro, precision=arguments.precision
+    )
     stages = tuple(arguments.stages[-1:] if smoke else arguments.stages)
     orders = tuple(dict.fromkeys(arguments.orders))
     plan = Plan(workload, stages, ranks, orders, on, SMOKE if smoke else FULL)

@@ -39,7 +39,7 @@ def test_it_depends_neither_on_order_nor_on_ranks() -> None:
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_the_norm(scale: float, dtype: torch.dtype) -> None:
-    given = (gradient() * (scale)).to(dtype)
+    given = (gradient() * scale).to(dtype)
     expected = math.sqrt(math.fsum(float(x) ** 2 for x in given))
     assert float(exact_norm([given], CPU)) == pytest.approx(expected, rel=2**-23)
 
